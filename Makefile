@@ -1,0 +1,33 @@
+# Each target sets up what it needs: a virtual environment in .venv with pinned versions.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+## demo: train on four ranks, kill the job, resume it on two and on three
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+## test: lint, types, and all tests with coverage
+test: lint
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=95
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+## bench: side by side with PyTorch DCP and with the disk's own speed
+bench: .venv/installed
+	$(BIN)/python -m benchmarks
+
+.venv/installed: requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable .
+	touch $@
+
+clean:
+	rm -rf .venv demo_run .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""holdfast: checkpoints of distributed PyTorch training whose bytes depend only on the state, never on the ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from holdfast._version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.catalog import CheckpointInfo
+    from holdfast.checkpointer import Checkpointer, SaveHandle
+    from holdfast.functions import has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
+    from holdfast.loading import Restored
+    from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
+
+#: Where each public name lives; looked up when first used, so that importing holdfast imports no torch.
+_HOMES = {
+    "Checkpoint": "holdfast.view",
+    "CheckpointInfo": "holdfast.catalog",
+    "Checkpointer": "holdfast.checkpointer",
+    "Restored": "holdfast.loading",
+    "SaveHandle": "holdfast.checkpointer",
+    "has_checkpoint": "holdfast.functions",
+    "list_checkpoints": "holdfast.functions",
+    "load_checkpoint": "holdfast.functions",
+    "open": "holdfast.view",
+    "restore": "holdfast.functions",
+    "save_checkpoint": "holdfast.functions",
+}
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointInfo",
+    "Checkpointer",
+    "Restored",
+    "SaveHandle",
+    "__version__",
+    "has_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "open",
+    "restore",
+    "save_checkpoint",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

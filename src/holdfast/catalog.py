@@ -1,0 +1,107 @@
+"""The checkpoints of a run's folder: which there are, which is the latest, what the next one is numbered."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from holdfast.errors import DamagedError, FormatError, HoldfastError, NoCheckpointError, StorageError
+from holdfast.formats.native import is_native, read_manifest
+from holdfast.layout.manifest import Manifest
+from holdfast.storage import local
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint of a run. ``time`` is in seconds since 1970, ``nbytes`` the size of all its files.
+
+    ``status`` is ``"complete"``, or ``"damaged"`` where the manifest cannot be read; the other fields are
+    then empty.
+    """
+
+    tag: str
+    path: Path
+    status: Literal["complete", "damaged"] = "complete"
+    step: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    sequence: int = 0
+    time: float = 0.0
+    nbytes: int = 0
+    problem: str = ""
+    run: str = ""
+    id: str = ""
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> CheckpointInfo:
+        """The checkpoint in a folder, from its manifest. The folder's name is the tag, also after a rename."""
+        return cls(
+            tag=path.name,
+            path=path,
+            step=manifest.step,
+            metrics=dict(manifest.metrics),
+            sequence=manifest.sequence,
+            time=manifest.time,
+            nbytes=manifest.nbytes,
+            run=manifest.run,
+            id=manifest.id,
+        )
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """Sorts checkpoints from the oldest to the latest; never by a file's time, so that a copied run stays as it was."""
+        return self.sequence, self.time, self.id
+
+
+def list_checkpoints(path: Path) -> list[CheckpointInfo]:
+    """The checkpoints in a run's folder, oldest first; damaged ones come before all others."""
+    found = [_look(folder) for folder in local.subfolders(path) if is_native(folder)]
+    return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
+
+
+def _look(folder: Path) -> CheckpointInfo:
+    try:
+        return CheckpointInfo.of(folder, read_manifest(folder))
+    except (DamagedError, FormatError, StorageError) as error:
+        return CheckpointInfo(folder.name, folder, "damaged", problem=_text(error))
+
+
+def _text(error: HoldfastError) -> str:
+    return str(error.args[-1])
+
+
+def latest(path: Path) -> CheckpointInfo:
+    """The latest complete checkpoint. Raises ``NoCheckpointError``."""
+    found = list_checkpoints(path)
+    complete = [info for info in found if info.status == "complete"]
+    if complete:
+        return complete[-1]
+    if found:
+        raise NoCheckpointError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
+    raise NoCheckpointError(f"there is no checkpoint in {path}")
+
+
+def find(path: Path, tag: str) -> Path:
+    """The folder of one checkpoint. Raises ``NoCheckpointError`` naming those that there are."""
+    if is_native(path / tag):
+        return path / tag
+    tags = [info.tag for info in list_checkpoints(path)]
+    there = f"there are {', '.join(tags[-5:])}" if tags else "there is none at all"
+    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {there}")
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """What tells the next checkpoint of a run: its sequence, the run's id, an id of its own."""
+
+    sequence: int
+    run: str
+    id: str
+
+
+def successor(path: Path) -> Successor:
+    """The next checkpoint of the run in a folder; the first one draws the run's id."""
+    complete = [info for info in list_checkpoints(path) if info.status == "complete"]
+    last = complete[-1] if complete else None
+    return Successor(last.sequence + 1 if last else 1, last.run if last else secrets.token_hex(8), secrets.token_hex(8))

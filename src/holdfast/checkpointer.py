@@ -1,0 +1,140 @@
+"""A run's folder: what is set once for all its saves and loads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from holdfast.catalog import CheckpointInfo, list_checkpoints
+from holdfast.engine.ranks import Ranks, current_group
+from holdfast.errors import InvalidArgumentError
+from holdfast.layout.files import parse_size
+from holdfast.loading import LoadRequest, Restored, load
+from holdfast.saving import PlanCache, SaveRequest, save
+from holdfast.state.capture import Training
+from holdfast.state.restore import Policy
+
+
+class SaveHandle:
+    """A save that was begun; synchronous saves are done when it is returned."""
+
+    def __init__(self, info: CheckpointInfo, stall_seconds: float) -> None:
+        self._info = info
+        #: Seconds for which the call kept the caller.
+        self.stall_seconds = stall_seconds
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self._info.path
+
+    def done(self) -> bool:
+        """Whether the checkpoint is committed."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> CheckpointInfo:
+        """What was committed. Raises what went wrong. ``timeout`` is in seconds."""
+        del timeout
+        return self._info
+
+
+class Checkpointer:
+    """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
+
+    ``max_shard_size`` is the most bytes of tensors in one file (a number, or text such as ``"5GB"``);
+    ``timeout`` the seconds that ranks wait for each other before all of them fail. Usable as a context manager.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.path = local_path(path)
+        self._limit = parse_size(max_shard_size)
+        self._process_group, self._timeout = process_group, timeout
+        self._plans = PlanCache()
+        self._ranks: Ranks | None = None
+
+    def save(
+        self,
+        tag: str,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        user_content: Any = None,
+        *,
+        rank_content: Any = None,
+        step: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        rng: bool = True,
+    ) -> SaveHandle:
+        """Save under ``tag``: see :func:`holdfast.save_checkpoint`."""
+        started = time.perf_counter()
+        training = Training(model, optimizer, scheduler, user_content, rank_content, rng)
+        request = SaveRequest(self.path, tag, training, self._limit, step, metrics or {})
+        info = save(request, self._current_ranks(), self._plans, self._timeout)
+        return SaveHandle(info, time.perf_counter() - started)
+
+    def load(
+        self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
+    ) -> Any:
+        """Load ``tag`` or the latest, and return the user content: see :func:`holdfast.load_checkpoint`."""
+        return self.restore(tag, model, optimizer, scheduler, **options).user_content
+
+    def restore(
+        self,
+        tag: str | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        strict: bool = True,
+        verify: bool = True,
+        rng: bool | None = None,
+        map_dtype: bool = False,
+    ) -> Restored:
+        """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
+        request = LoadRequest(
+            path=self.path,
+            tag=tag,
+            training=Training(model, optimizer, scheduler),
+            policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
+            verify=verify,
+        )
+        return load(request, self._current_ranks(), self._timeout)
+
+    def list(self) -> list[CheckpointInfo]:
+        """The checkpoints in the folder, oldest first."""
+        return list_checkpoints(self.path)
+
+    def _current_ranks(self) -> Ranks:
+        if self._ranks is None or self._ranks.group is not current_group(self._process_group):
+            self._ranks = Ranks(self._process_group)
+        return self._ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def local_path(path: str | PathLike[str]) -> Path:
+    """An absolute path. Raises ``InvalidArgumentError`` for an address of an object store."""
+    if "://" in str(path):
+        raise InvalidArgumentError(
+            f"{path} is not a path of a file system; object stores are not supported yet: save to a local or shared folder"
+        )
+    return Path(path).absolute()

@@ -1,0 +1,89 @@
+"""Verification of what was read: block by block, by each rank for itself where it read whole blocks, together where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.engine.transfer import CHUNK, Fragments
+from holdfast.errors import DamagedError
+from holdfast.layout.blocks import BLOCK, Fragment, assemble, crc64, join, span
+from holdfast.layout.files import TensorInfo
+from holdfast.storage.bulk import BulkReader
+
+
+class Source(Protocol):
+    """What verification asks of a checkpoint's reader."""
+
+    @property
+    def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The tensors, by group and name."""
+
+    def crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """The CRC of each block, or ``None``."""
+
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[tuple[Path, int, int, int]]:
+        """File, offset, start and stop of each range that holds part of a tensor."""
+
+
+class Checks:
+    """The expected CRCs of a checkpoint's tensors; ``numbered`` are their keys, by number."""
+
+    def __init__(self, source: Source, numbered: Sequence[tuple[str, str]]) -> None:
+        self._source, self._numbered = source, numbered
+
+    def check_own(self, found: Fragments) -> Fragments:
+        """Verify blocks that this rank read whole. Returns the fragments of all others, for the ranks to check together."""
+        partial: Fragments = {}
+        for tensor, fragments in found.items():
+            rest = [fragment for fragment in fragments if not self._is_whole(tensor, fragment)]
+            for fragment in fragments:
+                if self._is_whole(tensor, fragment):
+                    self._compare(tensor, fragment.start // BLOCK, fragment.crc)
+            if rest and self._crcs(tensor) is not None:
+                partial[tensor] = rest
+        return partial
+
+    def check_shared(self, partial: Fragments) -> None:
+        """Verify blocks of which several ranks read parts. Those that the parts do not tile are read again, whole."""
+        for tensor, fragments in partial.items():
+            assembled = assemble(fragments, self._nbytes(tensor))
+            for block in sorted({fragment.start // BLOCK for fragment in fragments}):
+                crc = assembled[block]
+                self._compare(tensor, block, self._read_again(tensor, block) if crc is None else crc)
+
+    def cover(self, keys: Iterable[tuple[str, str]]) -> bool:
+        """Whether all of these tensors have CRCs."""
+        return all(self._source.crcs(*key) is not None for key in keys)
+
+    def _crcs(self, tensor: int) -> Sequence[int] | None:
+        return self._source.crcs(*self._numbered[tensor])
+
+    def _nbytes(self, tensor: int) -> int:
+        group, name = self._numbered[tensor]
+        return self._source.groups[group][name].nbytes
+
+    def _is_whole(self, tensor: int, fragment: Fragment) -> bool:
+        return (fragment.start, fragment.stop) == span(fragment.start // BLOCK, self._nbytes(tensor))
+
+    def _compare(self, tensor: int, block: int, crc: int) -> None:
+        expected = self._crcs(tensor)
+        if expected is not None and expected[block] != crc:
+            group, name = self._numbered[tensor]
+            start, stop = span(block, self._nbytes(tensor))
+            file = self._source.extents(group, name, start, stop)[0][0]
+            raise DamagedError(
+                f"{group} tensor {name!r} in {file} is damaged: its bytes {start} to {stop} do not match their CRC"
+            )
+
+    def _read_again(self, tensor: int, block: int) -> int:
+        start, stop = span(block, self._nbytes(tensor))
+        pieces = []
+        for file, offset, first, last in self._source.extents(*self._numbered[tensor], start, stop):
+            with BulkReader(file) as reader:
+                for at in range(0, last - first, CHUNK):
+                    data = bytearray(min(CHUNK, last - first - at))
+                    reader.read(offset + at, memoryview(data))
+                    pieces.append((crc64(data), len(data)))
+        return join(pieces)

@@ -1,0 +1,260 @@
+"""How the ranks of a job decide things together, with a deadline, and fail together.
+
+One primitive: each rank does a piece of work that may fail and posts its outcome, rank 0 looks at all
+outcomes and decides, and every rank gets the decision or raises the same error. It runs over the
+process group's key-value store, on a connection of its own: no collective, any backend, and a rank that
+does not come is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast import errors
+from holdfast.errors import DisagreementError, HoldfastError, RankFailedError, RankTimeoutError
+
+#: Rank 0 decides for all.
+LEADER = 0
+
+#: Seconds that the others wait beyond the deadline for the leader's word.
+_GRACE = 1.0
+
+T = TypeVar("T")
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way to the other ranks: the name of its type in :mod:`holdfast.errors`, and its message."""
+
+    kind: str
+    message: str
+    errno: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error; those that are not ours become ``RankFailedError``."""
+        if isinstance(error, HoldfastError):
+            number = error.errno if isinstance(error, OSError) else None
+            return cls(type(error).__name__, error.args[-1] if error.args else "", number)
+        return cls(RankFailedError.__name__, f"{type(error).__name__}: {error}")
+
+    def rebuild(self) -> HoldfastError:
+        """The error again, on whichever rank."""
+        kind: type[HoldfastError] = getattr(errors, self.kind)
+        return kind(self.message) if self.errno is None else kind(self.errno, self.message)
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    payload: bytes = b""
+    failure: Failure | None = None
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(_Outcome).decode
+
+
+class Ranks:
+    """This process among the ranks of a process group; alone when there is none."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.group = current_group(process_group)
+        self.rank, self.size = 0, 1
+        self._store: dist.Store | None = None
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            self._store = dist.PrefixStore(
+                f"holdfast/{self.group.group_name}", dist.distributed_c10d._get_default_store().clone()
+            )
+
+    def global_ranks(self) -> list[int]:
+        """The global rank of each rank of the group."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def session(self, timeout: float) -> Session:
+        """A conversation about one save or load. The n-th session of each rank is the same conversation."""
+        if self._store is None:
+            return Session(None, 0, 1, timeout)
+        number = self._store.add(f"sessions/{self.rank}", 1)
+        return Session(dist.PrefixStore(str(number), self._store), self.rank, self.size, timeout)
+
+
+def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group given, else the default one, else ``None``."""
+    if process_group is not None or not (dist.is_available() and dist.is_initialized()):
+        return process_group
+    return dist.group.WORLD
+
+
+class Session:
+    """The votes of one save or load, in an order that is the same on every rank."""
+
+    def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self._store, self._timeout, self._votes = rank, size, store, timeout, 0
+
+    def vote(
+        self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Callable[[list[bytes]], bytes]
+    ) -> tuple[T, bytes]:
+        """Do ``work`` here; ``decide`` on rank 0 over what all ranks' work gave; return both results.
+
+        An error in anybody's work, or in the decision, is raised by every rank, naming the ranks it
+        happened on. Raises ``RankTimeoutError`` naming ranks that did not come within the timeout.
+        """
+        if self._store is None:
+            result = work()
+            return result, decide([encode(result)])
+        return self._vote(self._store, phase, work, encode, decide)
+
+    def _vote(
+        self,
+        store: dist.Store,
+        phase: str,
+        work: Callable[[], T],
+        encode: Callable[[T], bytes],
+        decide: Callable[[list[bytes]], bytes],
+    ) -> tuple[T, bytes]:
+        self._votes += 1
+        deadline = time.monotonic() + self._timeout
+        result, mine, error = _attempt(work, encode)
+        ballot = _Ballot(store, self._votes, self.size, phase)
+        with _store_alive(phase):
+            ballot.post(self.rank, mine)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise error
+            decision = ballot.lead(deadline, decide) if self.rank == LEADER else ballot.follow(deadline + _GRACE)
+        if decision.failure is not None:
+            raise decision.failure.rebuild() from error
+        if result is None:
+            raise RankFailedError(f"rank {self.rank} lost its own result while {phase}") from error
+        return result[0], decision.payload
+
+    def all(self, phase: str, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank; all succeed, or all raise the same error."""
+        return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
+
+    def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
+        """Do ``work`` on rank 0 alone and give its result to every rank."""
+        return self.vote(phase, lambda: None, lambda _: b"", lambda _: work())[1]
+
+
+def _attempt(
+    work: Callable[[], T], encode: Callable[[T], bytes]
+) -> tuple[tuple[T] | None, _Outcome, BaseException | None]:
+    try:
+        result = work()
+        return (result,), _Outcome(encode(result)), None
+    except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
+        return None, _Outcome(failure=Failure.of(error)), error
+
+
+@contextmanager
+def _store_alive(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RankFailedError(
+            f"the ranks' key-value store was lost while {phase}; it lives in rank {LEADER}'s process: {error}"
+        ) from error
+
+
+class _Ballot:
+    """The keys of one vote in the store."""
+
+    def __init__(self, store: dist.Store, number: int, size: int, phase: str) -> None:
+        self._store, self._number, self._phase = store, number, phase
+        self._keys = [f"{number}/{rank}" for rank in range(size)]
+
+    def post(self, rank: int, outcome: _Outcome) -> None:
+        self._store.set(self._keys[rank], _pack(outcome))
+
+    def lead(self, deadline: float, decide: Callable[[list[bytes]], bytes]) -> _Outcome:
+        """Collect what all ranks posted, decide, and publish the decision."""
+        try:
+            self._wait(self._keys, deadline)
+            outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
+            self._forget()
+            decision = _decide(outcomes, decide, self._phase)
+        except RankTimeoutError as error:
+            decision = _Outcome(failure=Failure.of(error))
+        self._store.set(self._decision(self._number), _pack(decision))
+        return decision
+
+    def follow(self, deadline: float) -> _Outcome:
+        """Wait for the decision."""
+        key = self._decision(self._number)
+        self._wait([key], deadline)
+        return _unpack(self._store.get(key))
+
+    def _forget(self) -> None:
+        # Everybody who posted to this vote has read the decision of the one before.
+        for key in (*self._keys, self._decision(self._number - 1)):
+            self._store.delete_key(key)
+
+    @staticmethod
+    def _decision(number: int) -> str:
+        return f"{number}/decision"
+
+    def _wait(self, keys: list[str], deadline: float) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except dist.DistStoreError as error:
+            raise RankTimeoutError(self._absent()) from error
+
+    def _absent(self) -> str:
+        absent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        names = _names(absent) if absent else f"rank {LEADER}"
+        return f"{names} did not come within the timeout while {self._phase}; all ranks must make the same calls in the same order, or the rank is stuck or dead"
+
+
+def _decide(outcomes: Sequence[_Outcome], decide: Callable[[list[bytes]], bytes], phase: str) -> _Outcome:
+    failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
+    if failed:
+        return _Outcome(failure=_blame(failed, len(outcomes), phase))
+    try:
+        return _Outcome(decide([outcome.payload for outcome in outcomes]))
+    except Exception as error:  # noqa: BLE001 - raised again by every rank
+        return _Outcome(failure=Failure.of(error))
+
+
+def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
+    """One failure for all: the first, with the ranks that it happened on."""
+    first = failed[0][1]
+    same = [rank for rank, failure in failed if failure == first]
+    if len(same) == size:
+        return first
+    message = f"{_names(same)} of {size}, {phase}: {first.message}"
+    others = [rank for rank, failure in failed if failure != first]
+    if others:
+        message += f" ({_names(others)} failed too, otherwise)"
+    return Failure(first.kind, message, first.errno)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def unanimous(what: str, said: Sequence[str]) -> str:
+    """What all ranks said of one thing. Raises ``DisagreementError`` naming both sides."""
+    for rank, word in enumerate(said):
+        if word != said[0]:
+            raise DisagreementError(f"ranks disagree about {what}: rank 0 has {said[0]}, rank {rank} has {word}")
+    return said[0]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What every first vote begins with: which call a rank made."""
+
+    call: str
+
+
+def same_call(posted: Sequence[bytes]) -> None:
+    """Raise ``DisagreementError`` where one rank saves and another loads."""
+    unanimous("the call", [msgspec.msgpack.decode(raw, type=Call).call for raw in posted])

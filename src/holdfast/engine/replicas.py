@@ -1,0 +1,99 @@
+"""Proof that ranks which hold the same run hold the same bytes, before they share the writing of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.engine.plan import Replica, SavePlan
+from holdfast.engine.transfer import CHUNK, PartOf
+from holdfast.errors import ReplicaMismatchError
+from holdfast.layout.blocks import BLOCK, crc64, join
+
+#: From the second save with one plan on, one block in this many is compared, another one each time.
+SAMPLE = 16
+
+#: How many tensors an error names.
+_SHOWN = 5
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_digests = msgspec.msgpack.Decoder(dict[str, bytes]).decode
+_decode_details = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]]).decode
+
+
+def digests(plan: SavePlan, part_of: PartOf, save: int) -> bytes:
+    """16 bytes for each set of holders that this rank is in, over their runs: all at save 0, then a sample."""
+    return _encode({_key(holders): _digest(replicas, part_of, save) for holders, replicas in plan.replicas.items()})
+
+
+def agree(posted: Sequence[bytes]) -> bool:
+    """Whether all ranks' digests are equal wherever they hold the same."""
+    known: dict[str, bytes] = {}
+    return all(
+        known.setdefault(key, digest) == digest for raw in posted for key, digest in _decode_digests(raw).items()
+    )
+
+
+def details(plan: SavePlan, part_of: PartOf) -> bytes:
+    """The tensor and CRC of every replicated run, to find out which differ."""
+    return _encode(
+        {
+            _key(holders): [(replica.tensor, _crc(replica, part_of)) for replica in replicas]
+            for holders, replicas in plan.replicas.items()
+        }
+    )
+
+
+def mismatch(plan: SavePlan, posted: Sequence[bytes]) -> ReplicaMismatchError:
+    """The error that names the tensors that differ, and the ranks. Tensors have one number in every rank's plan."""
+    reports = [_decode_details(raw) for raw in posted]
+    for key in dict.fromkeys(key for report in reports for key in report):
+        said = {rank: reports[rank][key] for rank in map(int, key.split(","))}
+        first = next(iter(said))
+        differing = [i for i, mine in enumerate(said[first]) if any(crcs[i] != mine for crcs in said.values())]
+        if differing:
+            ranks = [rank for rank, crcs in said.items() if crcs[differing[0]] != said[first][differing[0]]]
+            names = [plan.tensors[said[first][i][0]] for i in differing]
+            return ReplicaMismatchError(_message(names, first, ranks))
+    return ReplicaMismatchError(
+        "replicated tensors changed on some rank while they were being saved; save between steps. Nothing was saved"
+    )
+
+
+def _message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int]) -> str:
+    shown = ", ".join(f"{group} tensor {name!r}" for group, name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"ranks hold different values of {shown}{more}: rank {first} and rank {', '.join(map(str, ranks))} differ. "
+        "Either the replicas have diverged, or these are different tensors under one name (parts of one tensor must be a DTensor; "
+        "stages of a pipeline need names of their own). Nothing was saved"
+    )
+
+
+def _key(holders: tuple[int, ...]) -> str:
+    return ",".join(map(str, holders))
+
+
+def _digest(replicas: Sequence[Replica], part_of: PartOf, save: int) -> bytes:
+    total = hashlib.blake2b(digest_size=16)
+    number = save
+    for replica in replicas:
+        size = replica.run.stop - replica.run.start
+        for start in range(0, size, BLOCK):
+            number += 1
+            if save == 0 or number % SAMPLE == 0:
+                total.update(_crc_of(replica, start, min(size, start + BLOCK), part_of).to_bytes(8, "little"))
+    return total.digest()
+
+
+def _crc(replica: Replica, part_of: PartOf) -> int:
+    return _crc_of(replica, 0, replica.run.stop - replica.run.start, part_of)
+
+
+def _crc_of(replica: Replica, start: int, stop: int, part_of: PartOf) -> int:
+    part = part_of(replica.tensor)
+    base = replica.local
+    cuts = [(at, min(stop, at + CHUNK)) for at in range(start, stop, CHUNK)]
+    return join((crc64(part.read(base + low, base + high)), high - low) for low, high in cuts)

@@ -1,0 +1,157 @@
+"""What writing and reading have in common: fragments of tensors, what ranks report of them, and worker threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from holdfast.engine.local import Bytes, LocalPart
+from holdfast.layout.blocks import BLOCK, Fragment, combine
+from holdfast.storage.bulk import aligned_buffer
+
+#: Bytes moved at a time by one thread, and the size of its buffer.
+CHUNK = 4 * 2**20
+
+#: Threads that move bytes. Storage needs requests in flight, not processors.
+THREADS = 4
+
+#: ``{tensor number: its fragments}``.
+Fragments = dict[int, list[Fragment]]
+
+_ROW = np.dtype([("tensor", "<u4"), ("start", "<u8"), ("stop", "<u8"), ("crc", "<u8")])
+
+
+class Piece(NamedTuple):
+    """Bytes ``[start, stop)`` of tensor number ``tensor``, to be written or read by this rank.
+
+    ``local`` is where they start in this rank's part of the tensor, ``offset`` in file number ``file``.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    local: int
+    file: int
+    offset: int
+
+    def cut(self, skip: int, size: int) -> Piece:
+        """``size`` bytes of it, after the first ``skip``."""
+        return Piece(
+            self.tensor, self.start + skip, self.start + skip + size, self.local + skip, self.file, self.offset + skip
+        )
+
+
+class Chunk(NamedTuple):
+    """A contiguous range of one file of at most :data:`CHUNK` bytes, and the pieces that it consists of."""
+
+    file: int
+    offset: int
+    size: int
+    pieces: Sequence[Piece]
+
+
+#: This rank's part of tensor number n.
+PartOf = Callable[[int], LocalPart]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """``work`` on every item by a few threads; the first error stops the rest and is raised."""
+    items = list(items)
+    if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(THREADS, "holdfast") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class Buffers:
+    """One aligned buffer for each thread, made when first needed and used again."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._own = size, threading.local()
+
+    def get(self) -> Bytes:
+        """This thread's buffer."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = np.frombuffer(aligned_buffer(self._size), np.uint8)
+        buffer: Bytes = self._own.buffer
+        return buffer
+
+
+def file_chunks(pieces: Iterable[Piece]) -> Iterator[Chunk]:
+    """Chunks that start and end at multiples of :data:`CHUNK` in the file wherever pieces allow: for direct writes."""
+    return _group(_cut(pieces, lambda piece: piece.offset), lambda piece: piece.offset % CHUNK == 0)
+
+
+def tensor_chunks(pieces: Iterable[Piece]) -> Iterator[Chunk]:
+    """Chunks whose pieces are cut at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
+    return _group(_cut(pieces, lambda piece: piece.start), lambda piece: False)
+
+
+def _cut(pieces: Iterable[Piece], position: Callable[[Piece], int]) -> Iterator[Piece]:
+    """Pieces that cross neither a multiple of ``CHUNK`` by ``position`` nor a block of their tensor."""
+    for piece in pieces:
+        rest = piece
+        while rest.start < rest.stop:
+            size = min(rest.stop - rest.start, BLOCK - rest.start % BLOCK, CHUNK - position(rest) % CHUNK)
+            yield rest if size == rest.stop - rest.start else rest.cut(0, size)
+            rest = rest.cut(size, rest.stop - rest.start - size)
+
+
+def _group(pieces: Iterable[Piece], fresh: Callable[[Piece], bool]) -> Iterator[Chunk]:
+    """Neighbours in a file together; a ``fresh`` piece begins a chunk of its own."""
+    current: list[Piece] = []
+    file = offset = size = 0
+    for piece in pieces:
+        nbytes = piece.stop - piece.start
+        follows = piece.file == file and piece.offset == offset + size and size + nbytes <= CHUNK
+        if current and (not follows or fresh(piece)):
+            yield Chunk(file, offset, size, current)
+            current = []
+        if not current:
+            file, offset, size = piece.file, piece.offset, 0
+        current.append(piece)
+        size += nbytes
+    if current:
+        yield Chunk(file, offset, size, current)
+
+
+def gather(found: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:
+    """Fragments by tensor, neighbours in one block combined."""
+    result: Fragments = {}
+    for tensor, fragment in sorted(item for items in found for item in items):
+        known = result.setdefault(tensor, [])
+        if known and known[-1].stop == fragment.start and fragment.start % BLOCK:
+            last = known[-1]
+            known[-1] = Fragment(
+                last.start, fragment.stop, combine(last.crc, fragment.crc, fragment.stop - fragment.start)
+            )
+        else:
+            known.append(fragment)
+    return result
+
+
+def encode_fragments(fragments: Mapping[int, Iterable[Fragment]]) -> bytes:
+    """Fragments for another rank: 28 bytes each."""
+    rows = [(tensor, *fragment) for tensor, known in fragments.items() for fragment in known]
+    return np.array(rows, dtype=_ROW).tobytes()
+
+
+def decode_fragments(reports: Iterable[bytes]) -> Fragments:
+    """The fragments that all ranks reported."""
+    result: Fragments = {}
+    for raw in reports:
+        for tensor, start, stop, crc in np.frombuffer(raw, dtype=_ROW).tolist():
+            result.setdefault(tensor, []).append(Fragment(start, stop, crc))
+    return result

@@ -1,0 +1,75 @@
+"""One type for each thing that can go wrong; each is also the built-in that fits it.
+
+Every message names the thing (tensor, file, rank, tag) and says what to do. In a distributed
+run all ranks raise the same error: see :mod:`holdfast.engine.ranks`.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Base of every error that holdfast raises on purpose."""
+
+
+class InvalidArgumentError(HoldfastError, ValueError):
+    """An argument cannot be used: a tag with a slash, a size that is no size."""
+
+
+class NoCheckpointError(HoldfastError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class TagExistsError(HoldfastError, FileExistsError):
+    """The tag is taken; a checkpoint is never overwritten by accident."""
+
+
+class UnstorableError(HoldfastError, TypeError):
+    """Values that have no place in a checkpoint, each named by its path in the tree."""
+
+
+class UnsupportedTensorError(HoldfastError, TypeError):
+    """A tensor whose dtype, layout or placement cannot be stored."""
+
+
+class StateError(HoldfastError, ValueError):
+    """Training objects that contradict each other: a parameter no model holds, a name twice."""
+
+
+class MismatchError(HoldfastError, ValueError):
+    """What was asked for is not what the checkpoint holds: missing, unexpected, shape, dtype."""
+
+
+class OptimizerMismatchError(MismatchError):
+    """The checkpoint's optimizer is of another class, or groups its parameters otherwise."""
+
+
+class ReplicaMismatchError(HoldfastError, ValueError):
+    """Ranks that should hold the same tensor hold different values."""
+
+
+class DisagreementError(HoldfastError, ValueError):
+    """Ranks called with different arguments, or see different files."""
+
+
+class RankFailedError(HoldfastError, RuntimeError):
+    """One rank failed for a reason of its own; every rank raises this, naming it."""
+
+
+class RankTimeoutError(HoldfastError, TimeoutError):
+    """A rank did not arrive before the deadline."""
+
+
+class StorageError(HoldfastError, OSError):
+    """The file system refused: no space, no permission, an input or output error."""
+
+
+class DamagedError(HoldfastError, ValueError):
+    """Bytes that are not what was saved. Names the file and, where it is one, the tensor."""
+
+
+class UnsafeNameError(DamagedError):
+    """A name inside a checkpoint that leads out of its folder."""
+
+
+class FormatError(HoldfastError, ValueError):
+    """Not a checkpoint of a format known here, or of a newer version of it."""

@@ -1,0 +1,103 @@
+"""Checkpoints of ours, format v1: see ``docs/format.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.errors import DamagedError
+from holdfast.formats.reader import Extent, Values
+from holdfast.formats.safetensors import FileGroup, SafetensorsFile
+from holdfast.layout import blocks, manifest, values
+from holdfast.layout.files import TensorInfo
+from holdfast.layout.manifest import FileRecord, Manifest
+from holdfast.layout.values import ArrayCodec
+from holdfast.storage import local
+
+#: The file of values that all ranks share, and the one of those that belong to single ranks.
+STATE, RANKS = "state.json", "ranks.json"
+
+
+def is_native(path: Path) -> bool:
+    """Whether a folder has a manifest."""
+    return (path / manifest.NAME).is_file()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint's folder."""
+    file = path / manifest.NAME
+    return manifest.decode(local.read_small(file), str(file))
+
+
+class NativeReader:
+    """A checkpoint's folder of ours."""
+
+    format = "holdfast"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._groups = {group: FileGroup(files) for group, files in self._open_data().items()}
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: found.tensors for group, found in self._groups.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = {group: found.tied for group, found in self._groups.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """The checkpoint's id and the CRC of its manifest."""
+        return f"{self.manifest.id}-{blocks.crc64(manifest.encode(self.manifest)):016x}"
+
+    def _open_data(self) -> dict[str, list[SafetensorsFile]]:
+        found: dict[str, list[SafetensorsFile]] = {}
+        for name, record in self.manifest.files.items():
+            if name.endswith(".safetensors"):
+                folder, _, file = name.rpartition("/")
+                group = folder or file.split(".")[0].split("-")[0]
+                found.setdefault(group, []).append(SafetensorsFile.open(self._file(name), record))
+        return found
+
+    def _file(self, name: str) -> Path:
+        path = self.path / name
+        if not path.exists():
+            raise DamagedError(f"{path} is missing; the manifest names it")
+        local.check_regular(path, within=(self.path,))
+        return path
+
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return [self._groups[group].home(name).extent(name, start, stop)]
+
+    def crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return self._groups[group].home(name).crcs[name]
+
+    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        tree = values.loads(self.small(STATE), shared, str(self.path / STATE))
+        table = values.parse(self.small(RANKS), str(self.path / RANKS))
+        ranks = table.get("ranks") if isinstance(table, dict) else None
+        if not isinstance(tree, dict) or not isinstance(ranks, list):
+            raise DamagedError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")
+        mine = values.decode(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
+        return Values(tree, mine, len(ranks))
+
+    def small(self, name: str) -> bytes:
+        """The bytes of a file without tensor data, verified."""
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise DamagedError(f"the manifest of {self.path} does not name {name}, which every checkpoint has")
+        data = local.read_small(self._file(name))
+        if not _matches(data, record):
+            raise DamagedError(f"{self.path / name} does not match the manifest: it is damaged")
+        return data
+
+    def check_files(self) -> None:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        for name in self.manifest.files:
+            if not name.endswith(".safetensors"):
+                self.small(name)
+
+
+def _matches(data: bytes, record: FileRecord) -> bool:
+    return len(data) == record.size and f"{blocks.crc64(data):016x}" == record.crc64nvme

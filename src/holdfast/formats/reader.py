@@ -1,0 +1,73 @@
+"""The hub's protocol: what every format tells of its tensors and values.
+
+A reader parses metadata and moves no tensor data. It answers for any run of a tensor which ranges of which
+files hold it, so that whatever a checkpoint's shape, any rank reads just what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.layout.files import TensorInfo
+from holdfast.layout.values import ArrayCodec
+
+
+class Extent(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor lie in ``file`` from byte ``offset`` on."""
+
+    file: Path
+    offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The plain values of a checkpoint. A part that was not saved is not in ``shared``.
+
+    ``shared`` has the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``; ``own`` is what belongs to
+    one rank, with the keys ``rng`` and ``content``, or ``None`` where that rank did not save. ``world_size`` ranks did.
+    """
+
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any] | None = None
+    world_size: int = 0
+
+
+class Reader(Protocol):
+    """A checkpoint of some format, open for reading."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file."""
+
+    @property
+    def format(self) -> str:
+        """The format's name, for people."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly if they see the same checkpoint."""
+
+    @property
+    def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The tensors, by group (``"model"``, ``"optimizer"``, …) and name."""
+
+    @property
+    def tied(self) -> Mapping[str, Mapping[str, str]]:
+        """``{group: {tied name: stored name}}``."""
+
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+        """Where bytes ``[start, stop)`` of a tensor lie, in their order."""
+
+    def crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """The CRC of each block of a tensor; ``None`` in formats without."""
+
+    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
+        """The values, with those of one rank. Tensors of the groups ``state`` and ``ranks`` in them go through the codecs."""
+
+    def check_files(self) -> None:
+        """Verify every file that holds no tensor data. Raises ``DamagedError`` naming the file."""

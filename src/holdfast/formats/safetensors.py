@@ -1,0 +1,92 @@
+"""One safetensors file, of ours or not: its header, and block CRCs where the header has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from holdfast.errors import DamagedError
+from holdfast.formats.reader import Extent
+from holdfast.layout import blocks, header
+from holdfast.layout.files import CRC_KEY, TIED_KEY, TensorInfo
+from holdfast.layout.header import Header, parse_json_object
+from holdfast.layout.manifest import FileRecord
+from holdfast.storage import local
+from holdfast.storage.bulk import BulkReader
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file whose header has been read and checked."""
+
+    path: Path
+    header: Header
+
+    @classmethod
+    def open(cls, path: Path, record: FileRecord | None = None) -> SafetensorsFile:
+        """Read a header. With a ``record`` from a manifest, sizes and the header's CRC are checked against it."""
+        size = local.size_of(path)
+        if record is not None and size != record.size:
+            raise DamagedError(f"{path} has {size} bytes, the manifest says {record.size}: it is damaged or cut short")
+        with BulkReader(path) as reader:
+            prefix = bytearray(min(header.LENGTH, size))
+            reader.read(0, memoryview(prefix))
+            raw = bytearray(header.length(bytes(prefix), size, str(path)))
+            reader.read(0, memoryview(raw))
+        if record is not None and (
+            len(raw) != record.header_size or f"{blocks.crc64(raw):016x}" != record.header_crc64nvme
+        ):
+            raise DamagedError(f"the header of {path} does not match the manifest: it is damaged")
+        return cls(path, header.decode(bytes(raw), size, str(path)))
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensors of the file."""
+        return {name: TensorInfo(entry.dtype, entry.shape) for name, entry in self.header.entries.items()}
+
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        """``{tied name: stored name}``, as files of ours have it."""
+        text = self.header.metadata.get(TIED_KEY)
+        names = parse_json_object(text, f"{TIED_KEY} of {self.path}") if text else {}
+        if not all(isinstance(name, str) and name in self.header.entries for name in names.values()):
+            raise DamagedError(f"{TIED_KEY} of {self.path} names a tensor that is not in the file")
+        return {alias: str(name) for alias, name in names.items()}
+
+    def extent(self, name: str, start: int, stop: int) -> Extent:
+        """Where bytes ``[start, stop)`` of a tensor lie."""
+        return Extent(self.path, self.header.size + self.header.entries[name].data_offsets[0] + start, start, stop)
+
+    @cached_property
+    def crcs(self) -> Mapping[str, list[int]]:
+        """The CRCs of each tensor's blocks; empty where the file has none."""
+        text = self.header.metadata.get(CRC_KEY)
+        if text is None:
+            return {}
+        entries = sorted(self.header.entries.items(), key=lambda item: item[1].data_offsets)
+        counts = [blocks.count(entry.nbytes) for _, entry in entries]
+        try:
+            row = blocks.from_hex(text)
+        except ValueError as error:
+            raise DamagedError(f"{CRC_KEY} of {self.path} is {error}") from error
+        if len(row) != sum(counts):
+            raise DamagedError(f"{CRC_KEY} of {self.path} has {len(row)} CRCs for {sum(counts)} blocks")
+        crcs = iter(row)
+        return {name: [next(crcs) for _ in range(count)] for (name, _), count in zip(entries, counts, strict=True)}
+
+
+class FileGroup:
+    """The files of one group of tensors, seen as one."""
+
+    def __init__(self, files: list[SafetensorsFile]) -> None:
+        self._home = {name: file for file in files for name in file.tensors}
+        if len(self._home) != sum(len(file.tensors) for file in files):
+            raise DamagedError(f"two of the files beside {files[0].path} hold a tensor of the same name")
+        self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
+        self.tied = {alias: name for file in files for alias, name in file.tied.items()}
+
+    def home(self, name: str) -> SafetensorsFile:
+        """The file that holds a tensor."""
+        return self._home[name]

@@ -1,0 +1,147 @@
+"""The whole training state in one call: the default ``Checkpointer`` of a path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast import catalog
+from holdfast.catalog import CheckpointInfo
+from holdfast.checkpointer import Checkpointer, SaveHandle, local_path
+from holdfast.loading import Restored
+
+#: The default instances, one for each path and what was set with it. The only module-level state there is.
+_defaults: dict[tuple[Path, int | str, float], Checkpointer] = {}
+
+
+def save_checkpoint(
+    path: str | PathLike[str],
+    tag: str,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    *,
+    rank_content: Any = None,
+    step: float | None = None,
+    metrics: Mapping[str, float] | None = None,
+    max_shard_size: int | str = "5GB",
+    rng: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> SaveHandle:
+    """Save a training state into the folder ``path/tag``. Every rank of the process group calls it.
+
+    Args:
+        path: the run's folder, shared by all ranks; made if it is not there.
+        tag: one path component, such as ``"step_1000"``.
+        model: a module (plain, DDP, FSDP2, compiled) or a state dict.
+        optimizer: a ``torch.optim.Optimizer``. It is not stepped, and its state is kept at its own dtypes.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``; taken from rank 0.
+        user_content: any tree of plain values, tensors and arrays; taken from rank 0.
+        rank_content: the same, but each rank's own is kept and given back to that rank.
+        step: kept in the manifest, for people and for retention.
+        metrics: numbers by name, likewise. Those that are not finite are kept as null.
+        max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
+        rng: keep the states of the random number generators, per rank.
+        process_group: the ranks that save together; the default group, or this process alone where there is none.
+        timeout: seconds that ranks wait for each other before all of them fail.
+
+    Returns:
+        A handle. The checkpoint is complete and durable when this returns.
+
+    Raises:
+        TagExistsError: there is such a checkpoint already.
+        UnstorableError: values that cannot be stored, each named by its path.
+        ReplicaMismatchError: ranks hold different values of one tensor.
+        DisagreementError: ranks were called with different arguments, or see different file systems.
+        RankTimeoutError: a rank did not come in time.
+        StorageError: the file system refused.
+
+        Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
+    """
+    options = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
+    return _default(path, max_shard_size, process_group, timeout).save(
+        tag, model, optimizer, scheduler, user_content, **options
+    )
+
+
+def load_checkpoint(
+    path: str | PathLike[str],
+    tag: str | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    **options: Any,
+) -> Any:
+    """Load a checkpoint in place and return its user content, ``None`` when it has none.
+
+    The arguments are those of :func:`restore`, which tells more about what was done.
+    """
+    return restore(path, tag, model, optimizer, scheduler, **options).user_content
+
+
+def restore(
+    path: str | PathLike[str],
+    tag: str | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    rng: bool | None = None,
+    map_dtype: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> Restored:
+    """Load a checkpoint in place, on any number of ranks and in any layout. Every rank of the process group calls it.
+
+    Args:
+        path: a run's folder, or one checkpoint of any format that holdfast reads.
+        tag: which checkpoint of the run; the latest when left out.
+        model: a module or a state dict, whose tensors are filled in place.
+        optimizer: a ``torch.optim.Optimizer``; one that has never stepped gets its state without a step.
+        scheduler: its ``load_state_dict`` is called.
+        strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
+        verify: check every byte that is read against its CRC.
+        rng: put the states of random number generators back; by default when an optimizer is loaded.
+        map_dtype: cast where dtypes differ, instead of raising.
+        process_group: the ranks that load together.
+        timeout: seconds that ranks wait for each other before all of them fail.
+
+    Raises:
+        NoCheckpointError: there is none.
+        MismatchError: names, shapes, dtypes or groups do not match. Nothing was changed.
+        DamagedError: bytes are not what was saved; names the file and tensor.
+        DisagreementError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
+    """
+    checkpointer = _default(path, "5GB", process_group, timeout)
+    return checkpointer.restore(
+        tag, model, optimizer, scheduler, strict=strict, verify=verify, rng=rng, map_dtype=map_dtype
+    )
+
+
+def has_checkpoint(path: str | PathLike[str]) -> bool:
+    """Whether a run's folder has a complete checkpoint. Looks at this process's file system only."""
+    return any(info.status == "complete" for info in list_checkpoints(path))
+
+
+def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
+    """The checkpoints in a run's folder, oldest first; those whose manifest is damaged before all others."""
+    return catalog.list_checkpoints(local_path(path))
+
+
+def _default(
+    path: str | PathLike[str], max_shard_size: int | str, process_group: dist.ProcessGroup | None, timeout: float
+) -> Checkpointer:
+    if process_group is not None:
+        return Checkpointer(path, max_shard_size=max_shard_size, process_group=process_group, timeout=timeout)
+    key = (local_path(path), max_shard_size, timeout)
+    if key not in _defaults:
+        _defaults[key] = Checkpointer(path, max_shard_size=max_shard_size, timeout=timeout)
+    return _defaults[key]

@@ -1,0 +1,123 @@
+"""``manifest.json``: what a checkpoint consists of, schema-checked, its own CRC last.
+
+The manifest is the commit record: a folder with its final name has one, and it names every file
+with its size and CRC.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from holdfast.errors import DamagedError, FormatError
+from holdfast.layout.blocks import crc64
+from holdfast.layout.names import check_inside
+
+NAME = "manifest.json"
+VERSION = 1
+
+Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+T = TypeVar("T")
+
+_TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One file: its size in bytes and the CRC of all of it; of a data file also those of its header."""
+
+    size: Count
+    crc64nvme: Hex64
+    header_size: Count = 0
+    header_crc64nvme: Hex64 | None = None
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """What wrote the checkpoint. For people; nothing depends on it."""
+
+    holdfast: str
+    torch: str
+    python: str
+    world_size: Count
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of ``manifest.json``, but for its last line, the CRC of all bytes before it.
+
+    ``sequence`` counts the saves into a run's folder, and with ``time`` (seconds since 1970) and ``id``
+    decides which checkpoint is the latest. ``run`` is drawn at the first save into a folder.
+    A metric that was not finite is ``None``.
+    """
+
+    format: str
+    version: int
+    tag: str
+    id: Hex64
+    run: Hex64
+    sequence: Count
+    time: float
+    step: int | float | None
+    metrics: dict[str, float | None]
+    provenance: Provenance
+    files: dict[str, FileRecord]
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """Sorts checkpoints of a run from the oldest to the latest."""
+        return self.sequence, self.time, self.id
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files that the manifest names."""
+        return sum(record.size for record in self.files.values())
+
+
+class _Version(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    body = text.removesuffix(b"\n}")
+    return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
+
+
+def decode(raw: bytes, file: str) -> Manifest:
+    """Parse and check a manifest. Raises ``FormatError`` for a newer version, ``DamagedError`` for all else."""
+    found = _parse(raw, _Version, file)
+    if found.format == "holdfast" and found.version > VERSION:
+        raise FormatError(
+            f"{file} is of format version {found.version}; this holdfast reads up to {VERSION}: update holdfast"
+        )
+    tail = _TAIL.search(raw)
+    if tail is None:
+        raise DamagedError(f"{file} does not end in its CRC: it is damaged or cut short")
+    if crc64(raw[: tail.start()]) != int(tail[1], 16):
+        raise DamagedError(f"{file} does not match its own CRC: it is damaged")
+    manifest = _parse(raw[: tail.start()] + b"\n}", Manifest, file)
+    if manifest.format != "holdfast" or manifest.version < 1:
+        raise FormatError(f"{file} is not a manifest of holdfast")
+    for name in manifest.files:
+        check_inside(name, file)
+    return manifest
+
+
+def schema() -> bytes:
+    """The JSON Schema of ``manifest.json``, as it is published in the package."""
+    described = msgspec.json.schema(Manifest)
+    fields = described["$defs"]["Manifest"]
+    fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
+    fields["required"].append("crc64nvme")
+    return msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n"
+
+
+def _parse(raw: bytes, kind: type[T], file: str) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{file} is damaged: {error}") from error

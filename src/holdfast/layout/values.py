@@ -1,0 +1,258 @@
+"""Plain values as JSON, without pickle: what JSON lacks is an object with one key, a tag such as ``$tuple``.
+
+Tensors and arrays become a reference (``{"$tensor": "key"}``) to a safetensors file beside the JSON.
+Types are kept exactly: what cannot come back as it was is refused at save time, all of it at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime as dt
+import json
+import math
+import pathlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+from uuid import UUID
+
+from holdfast.errors import DamagedError, UnstorableError
+
+#: Deeper trees are refused, at save and at load.
+DEPTH = 200
+
+#: Longest list of problems in one message.
+_SHOWN = 20
+
+#: Python reads no longer integers back from text.
+_INT_BITS = 10_000
+
+
+class ArrayCodec(Protocol):
+    """What this module asks of those who know tensors and arrays."""
+
+    def encode(self, value: object, key: str) -> Any:
+        """The JSON for a tensor, array, dtype or device; ``NotImplemented`` for any other value."""
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """The inverse; ``NotImplemented`` for an unknown tag."""
+
+
+def dumps(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes:
+    """JSON of a tree. ``prefix`` goes before the keys of its tensors.
+
+    Raises ``UnstorableError`` that names the path of every value that cannot be stored.
+    """
+    problems: list[str] = []
+    encoded = _encode(tree, (), _Encoder(codec, prefix, problems))
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UnstorableError(
+            f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\nStore plain values, tensors or arrays instead."
+        )
+    return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(raw: bytes, codec: ArrayCodec, file: str) -> Any:
+    """The tree that :func:`dumps` wrote. Raises ``DamagedError`` naming ``file`` for anything it could not have written."""
+    return decode(parse(raw, file), codec, file)
+
+
+def parse(raw: bytes, file: str) -> Any:
+    """JSON with every key once and finite numbers only, its tags not yet looked at."""
+    with _blaming(file):
+        return json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def decode(encoded: Any, codec: ArrayCodec, file: str) -> Any:
+    """The values of :func:`parse`'d JSON."""
+    with _blaming(file):
+        return _decode(encoded, codec, 0)
+
+
+@contextmanager
+def _blaming(file: str) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{file}: {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"{file} holds no values that holdfast wrote: {error}") from error
+
+
+class _Encoder:
+    def __init__(self, codec: ArrayCodec, prefix: str, problems: list[str]) -> None:
+        self.codec, self.prefix, self.problems = codec, prefix, problems
+
+    def refuse(self, path: tuple[object, ...], why: str) -> None:
+        self.problems.append(f"{_show(path)}: {why}")
+
+
+def _encode(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str or (kind is int and value.bit_length() <= _INT_BITS):
+        return value
+    if len(path) > DEPTH:
+        return encoder.refuse(path[:5] + ("…",), f"nested deeper than {DEPTH} levels, or inside itself")
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is list:
+        return [_encode(item, (*path, i), encoder) for i, item in enumerate(value)]
+    if kind is dict:
+        return _encode_dict(value, path, encoder)
+    if kind in _PLAIN:
+        tag, to_json = _PLAIN[kind]
+        return {tag: _encode(to_json(value), path, encoder)}
+    return _encode_other(value, path, encoder)
+
+
+def _encode_dict(value: dict[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> Any:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(item, (*path, key), encoder) for key, item in value.items()}
+    return {"$dict": _encode_pairs(value, path, encoder)}
+
+
+def _encode_pairs(value: Mapping[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> list[Any]:
+    return [
+        [_encode(key, (*path, "key", repr(key)), encoder), _encode(item, (*path, key), encoder)]
+        for key, item in value.items()
+    ]
+
+
+def _encode_other(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
+    if type(value) in _PAIRS:
+        return {_PAIRS[type(value)]: _encode_pairs(value, path, encoder)}
+    if isinstance(value, pathlib.PurePath):
+        return {"$path": str(value)}
+    try:
+        encoded = encoder.codec.encode(value, encoder.prefix + ".".join(str(part) for part in path))
+    except (TypeError, ValueError) as error:
+        return encoder.refuse(path, str(error))
+    if type(value) is int:
+        return encoder.refuse(path, f"an integer of more than {_INT_BITS} bits")
+    if encoded is NotImplemented:
+        return encoder.refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
+    return encoded
+
+
+def _show(path: tuple[object, ...]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "the value itself"
+
+
+def _decode(value: Any, codec: ArrayCodec, depth: int) -> Any:
+    if depth > 2 * DEPTH:
+        raise DamagedError(f"values are nested deeper than {DEPTH} levels")
+    if isinstance(value, list):
+        return [_decode(item, codec, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decode(item, codec, depth + 1) for key, item in value.items()}
+    if len(value) != 1:
+        raise DamagedError(f"the tag {tag!r} is not alone in its object")
+    return _decode_tag(tag, value[tag], codec, depth)
+
+
+def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
+    if tag in _FROM_JSON:
+        expected, build = _FROM_JSON[tag]
+        plain = _decode(payload, codec, depth + 1)
+        if type(plain) is not expected:
+            raise DamagedError(f"the tag {tag!r} holds {type(plain).__name__}, not {expected.__name__}")
+        return build(plain)
+    decoded = codec.decode(tag, payload)
+    if decoded is NotImplemented:
+        raise DamagedError(f"the tag {tag!r} is not known; written by a newer version?")
+    return decoded
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise DamagedError("a key stands twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise DamagedError(f"{name} is not JSON")
+
+
+def _counter(pairs: list[Any]) -> collections.Counter[Any]:
+    return collections.Counter(dict(pairs))
+
+
+def _complex(pair: list[float]) -> complex:
+    real, imaginary = pair
+    return complex(real, imaginary)
+
+
+def _slice(parts: list[Any]) -> slice:
+    start, stop, step = parts
+    return slice(start, stop, step)
+
+
+def _timedelta(parts: list[int]) -> dt.timedelta:
+    days, seconds, microseconds = parts
+    return dt.timedelta(days, seconds, microseconds)
+
+
+def _float(text: str) -> float:
+    if text not in {"nan", "inf", "-inf"}:
+        raise DamagedError(f"{text!r} is no float that needs a tag")
+    return float(text)
+
+
+def _sorted(items: set[Any] | frozenset[Any]) -> list[Any]:
+    """A set's items in an order that does not depend on the hash seed of this process."""
+    return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+
+
+_PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("$tuple", list),
+    set: ("$set", _sorted),
+    frozenset: ("$frozenset", _sorted),
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    bytearray: ("$bytearray", lambda value: base64.b64encode(value).decode()),
+    complex: ("$complex", lambda value: [value.real, value.imag]),
+    range: ("$range", lambda value: [value.start, value.stop, value.step]),
+    slice: ("$slice", lambda value: [value.start, value.stop, value.step]),
+    dt.datetime: ("$datetime", dt.datetime.isoformat),
+    dt.date: ("$date", dt.date.isoformat),
+    dt.time: ("$time", dt.time.isoformat),
+    dt.timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    UUID: ("$uuid", str),
+    Namespace: ("$namespace", vars),
+    collections.deque: ("$deque", lambda value: [list(value), value.maxlen]),
+}
+
+_PAIRS: dict[type, str] = {collections.OrderedDict: "$ordereddict", collections.Counter: "$counter"}
+
+_FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "$float": (str, _float),
+    "$tuple": (list, tuple),
+    "$set": (list, set),
+    "$frozenset": (list, frozenset),
+    "$bytes": (str, lambda text: base64.b64decode(text, validate=True)),
+    "$bytearray": (str, lambda text: bytearray(base64.b64decode(text, validate=True))),
+    "$complex": (list, _complex),
+    "$range": (list, lambda parts: range(*parts)),
+    "$slice": (list, _slice),
+    "$datetime": (str, dt.datetime.fromisoformat),
+    "$date": (str, dt.date.fromisoformat),
+    "$time": (str, dt.time.fromisoformat),
+    "$timedelta": (list, _timedelta),
+    "$uuid": (str, UUID),
+    "$path": (str, pathlib.Path),
+    "$namespace": (dict, lambda table: Namespace(**table)),
+    "$deque": (list, lambda parts: collections.deque(parts[0], parts[1])),
+    "$dict": (list, dict),
+    "$ordereddict": (list, collections.OrderedDict),
+    "$counter": (list, _counter),
+}

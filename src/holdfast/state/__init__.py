@@ -1,0 +1,1 @@
+"""Training objects on one side, named runs and plain values on the other. No file is touched here."""

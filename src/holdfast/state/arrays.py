@@ -1,0 +1,148 @@
+"""Tensors, arrays, dtypes and devices inside trees of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import DamagedError, UnsupportedTensorError
+from holdfast.layout.files import TensorInfo
+from holdfast.state.tensors import DTYPES, describe
+
+#: NumPy dtypes that come back as they were. Names, never objects: a file can name nothing else.
+_SCALARS = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+class ArraysOut:
+    """Takes tensors and arrays out of a tree as it is encoded. :attr:`tensors` are those to be stored, by key."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: object, key: str) -> Any:
+        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._store(value, key)}
+        if type(value) is np.ndarray:
+            return {"$array": self._store(_from_numpy(value), key)}
+        if isinstance(value, np.generic):
+            return _encode_scalar(value)
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if type(value) is torch.Size:
+            return {"$size": list(value)}
+        return NotImplemented
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """Nothing is decoded on the way out."""
+        return NotImplemented
+
+    def _store(self, tensor: torch.Tensor, key: str) -> str:
+        if isinstance(tensor, DTensor):
+            raise UnsupportedTensorError("a DTensor; only model and optimizer state may be sharded")
+        if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+            raise UnsupportedTensorError(
+                f"a tensor of the class {type(tensor).__qualname__}, which would come back as a plain one"
+            )
+        describe(tensor, "a tensor")
+        name, n = key, 1
+        while name in self.tensors:
+            n += 1
+            name = f"{key}#{n}"
+        self.tensors[name] = tensor.detach()
+        return name
+
+
+class ArraysIn:
+    """Gives tensors and arrays back to a tree as it is decoded: allocated at once, in :attr:`tensors`, filled later."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self._infos = infos
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: object, key: str) -> Any:
+        """Nothing is encoded on the way in."""
+        return NotImplemented
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        decoder = _DECODERS.get(tag)
+        if decoder is not None:
+            return decoder(payload)
+        if tag == "$tensor":
+            return self._allocate(payload)
+        if tag == "$array":
+            return self._allocate(payload).numpy()
+        return NotImplemented
+
+    def _allocate(self, key: object) -> torch.Tensor:
+        info = self._infos.get(key) if isinstance(key, str) else None
+        if info is None:
+            raise DamagedError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
+        if key not in self.tensors:
+            self.tensors[str(key)] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        return self.tensors[str(key)]
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if array.dtype.name not in _SCALARS or array.dtype.name == "complex128" or not array.dtype.isnative:
+        raise UnsupportedTensorError(f"a NumPy array of dtype {array.dtype}")
+    return torch.from_numpy(np.array(array, order="C"))
+
+
+def _encode_scalar(value: np.generic) -> Any:
+    if value.dtype.name not in _SCALARS:
+        return NotImplemented
+    return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
+
+
+def _decode_scalar(payload: Any) -> np.generic:
+    name, digits = payload
+    if name not in _SCALARS:
+        raise DamagedError(f"{name!r} is no NumPy dtype that holdfast writes")
+    (scalar,) = np.frombuffer(bytes.fromhex(digits), dtype=name)
+    return scalar  # type: ignore[no-any-return]
+
+
+def _decode_dtype(payload: Any) -> torch.dtype:
+    return _TORCH_DTYPES[payload]
+
+
+def _decode_device(payload: Any) -> torch.device:
+    try:
+        return torch.device(payload)
+    except RuntimeError as error:
+        raise DamagedError(f"{payload!r} is no device") from error
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$numpy": _decode_scalar,
+    "$dtype": _decode_dtype,
+    "$device": _decode_device,
+    "$size": torch.Size,
+}

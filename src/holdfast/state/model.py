@@ -1,0 +1,139 @@
+"""A model's tensors under clean names, whatever wraps it, and its tied weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorError
+from holdfast.state.tensors import identity
+
+#: Attributes by which wrappers hold the module they wrap, where only wrappers use the name.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+#: The name under which ``state_dict`` keeps what ``get_extra_state`` returns.
+_EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model as a checkpoint sees it.
+
+    ``tensors`` are live, each once, by FQN; ``tied`` maps further names of one to the name it has there. ``extra``
+    are values of a state dict that are not tensors, by name.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    buffers: frozenset[str]
+    extra: dict[str, Any] = field(default_factory=dict)
+    module: nn.Module | None = None
+
+    def name_of_parameters(self) -> dict[int, str]:
+        """The FQN of each parameter, by its ``id``."""
+        return {id(tensor): name for name, tensor in self.tensors.items()}
+
+
+def view(model: object) -> ModelView:
+    """Look at a module or at a state dict. Raises ``StateError`` where two tensors have one name."""
+    if isinstance(model, nn.Module):
+        return _view_module(model)
+    if isinstance(model, Mapping):
+        return _view(dict(model), frozenset(), frozenset())
+    raise InvalidArgumentError(f"model must be a torch.nn.Module or a state dict, not {type(model).__qualname__}")
+
+
+def _view_module(model: nn.Module) -> ModelView:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedTensorError(
+            "the model is wrapped by FSDP1 (FullyShardedDataParallel); shard it with FSDP2's fully_shard"
+        )
+    module = unwrap(model)
+    parts = _wrapper_prefixes(module)
+    state: dict[str, Any] = {}
+    for raw, value in module.state_dict(keep_vars=True).items():
+        name = _clean(raw, parts)
+        if name in state:
+            raise StateError(f"the model has two entries named {name!r} once wrappers' names are taken off")
+        state[name] = value
+    parameters = {id(parameter) for parameter in module.parameters()}
+    buffers = frozenset(
+        name for name, value in state.items() if isinstance(value, torch.Tensor) and id(value) not in parameters
+    )
+    found = _view(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()))
+    return ModelView(found.tensors, found.tied, found.buffers, found.extra, module)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DDP and ``torch.compile``."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(model._modules.get("_orig_mod"), nn.Module):
+            model = model._modules["_orig_mod"]  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _wrapper_prefixes(module: nn.Module) -> list[str]:
+    """The prefixes, with ``module.``, of parts that are wrapped by DDP on their own."""
+    return [
+        f"{name}.module."
+        for name, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, DistributedDataParallel)
+    ]
+
+
+def _clean(name: str, ddp: list[str]) -> str:
+    for prefix in sorted(ddp, key=len, reverse=True):
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def _view(state: Mapping[str, Any], buffers: frozenset[str], aliases: frozenset[str]) -> ModelView:
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"a state dict's keys are names, not {name!r}")
+        if isinstance(value, torch.Tensor):
+            names.setdefault(identity(value), []).append(name)
+        else:
+            extra[name] = value
+    tied: dict[str, str] = {}
+    for same in names.values():
+        # transformers lists the names that it drops when it saves; a checkpoint keeps the other one.
+        kept = next((name for name in same if name not in aliases), same[0])
+        tensors[kept] = state[kept]
+        tied.update((name, kept) for name in same if name != kept)
+    return ModelView({name: tensors[name] for name in state if name in tensors}, tied, buffers, extra)
+
+
+def set_extra(module: nn.Module, name: str, value: object) -> None:
+    """Hand back what ``get_extra_state`` of a part of ``module`` gave."""
+    owner = name.removesuffix(_EXTRA).removesuffix(".")
+    module.get_submodule(owner).set_extra_state(value)
+
+
+def companions(module: nn.Module | None) -> dict[str, bytes]:
+    """The files that make a folder of weights a transformers model: its configurations. None for other models."""
+    config = getattr(module, "config", None)
+    if module is None or not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
+        return {}
+    config = copy.deepcopy(config)
+    # fully_shard() renames the class; transformers must find the one it knows.
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    files = {"config.json": config.to_json_string().encode()}
+    generation = getattr(module, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files

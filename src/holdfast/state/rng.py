@@ -1,0 +1,46 @@
+"""The random number generators of this process: Python's, NumPy's, torch's on the CPU and on the accelerator."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """The state of every generator, as plain values and arrays."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global generator is the one to save
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": np.asarray(keys),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    accelerator = _accelerator()
+    if accelerator is not None:
+        state[accelerator] = torch.get_device_module(accelerator).get_rng_state()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put every generator that the state speaks of back; those of an accelerator that is not here are passed over."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    accelerator = _accelerator()
+    if accelerator in state:
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator])
+
+
+def _accelerator() -> str | None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type

@@ -1,0 +1,96 @@
+"""One tensor of a training object: its dtype, global shape and layout, and the local part in this rank's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from holdfast.engine import runs
+from holdfast.engine.runs import Layout
+from holdfast.errors import UnsupportedTensorError
+
+#: The torch dtype of each safetensors dtype.
+DTYPES = {
+    "BOOL": torch.bool,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    local: torch.Tensor
+
+
+def describe(tensor: torch.Tensor, what: str) -> Described:
+    """Describe a tensor. Raises ``UnsupportedTensorError`` naming ``what`` where it cannot be stored."""
+    layout = None
+    local = tensor
+    if isinstance(tensor, DTensor):
+        layout = _layout(tensor, what)
+        local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
+    if local.layout != torch.strided or local.is_quantized:
+        raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
+    if local.is_meta:
+        raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
+    name = NAMES.get(tensor.dtype)
+    if name is None:
+        raise UnsupportedTensorError(f"{what} has dtype {tensor.dtype}, which safetensors files cannot hold")
+    return Described(name, tuple(tensor.shape), layout, local)
+
+
+def _layout(tensor: DTensor, what: str) -> Layout:
+    mesh = tensor.device_mesh
+    placements = tuple(_placement(placement, what) for placement in tensor.placements)
+    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
+
+
+def _placement(placement: Placement, what: str) -> runs.Placement:
+    if isinstance(placement, Partial):
+        raise UnsupportedTensorError(
+            f"{what} has a Partial placement: its value is spread over ranks as a sum; redistribute it first"
+        )
+    if isinstance(placement, Replicate):
+        return runs.Placement()
+    if isinstance(placement, Shard):
+        return runs.Placement(placement.dim, getattr(placement, "split_factor", 1))
+    split = getattr(placement, "split_factor", None)
+    dim = getattr(placement, "dim", None)
+    if isinstance(split, int) and isinstance(dim, int):
+        return runs.Placement(dim, split)
+    raise UnsupportedTensorError(f"{what} has the placement {placement}, which is not known here")
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tied weights: one parameter under two names, or (in a state dict) one memory seen the same way."""
+    if isinstance(tensor, nn.Parameter):
+        return (id(tensor),)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if local.layout != torch.strided or local.numel() == 0 or local.is_meta:
+        return (id(tensor),)
+    return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride())

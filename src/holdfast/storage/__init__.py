@@ -1,0 +1,1 @@
+"""Where bytes live. The only package that opens files."""

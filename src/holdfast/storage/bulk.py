@@ -1,0 +1,132 @@
+"""Large data: direct writes into parts of a file, and positioned reads.
+
+``O_DIRECT`` moves whole sectors from aligned memory past the page cache. What is not whole sectors (the
+first and last of a range) is written through the cache; two writers may share a sector only on one host.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast.errors import DamagedError
+from holdfast.storage.local import reported
+
+#: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
+SECTOR = 4096
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Zeroed memory for ``size`` bytes that starts on a page."""
+    return memoryview(mmap.mmap(-1, size))
+
+
+class BulkWriter:
+    """Writes byte ranges into a file that exists, directly where the file system can."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with reported("open for writing", path):
+            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct = _open_direct(path)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset`` bytes. Its address modulo :data:`SECTOR` must be that of ``offset``.
+
+        Safe to call from several threads for ranges that do not overlap.
+        """
+        with reported("write", self._path):
+            first = min(-offset % SECTOR, len(data))
+            last = first + (len(data) - first) // SECTOR * SECTOR
+            if self._direct is None or first == last:
+                _write_all(self._buffered, data, offset)
+                return
+            _write_all(self._buffered, data[:first], offset)
+            _write_all(self._buffered, data[last:], offset + last)
+            self._write_direct(data[first:last], offset + first)
+
+    def _write_direct(self, data: memoryview, offset: int) -> None:
+        try:
+            _write_all(self._direct, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _write_all(self._buffered, data, offset)
+
+    def sync(self) -> None:
+        """Make everything written so far durable."""
+        with reported("sync", self._path):
+            os.fsync(self._buffered)
+
+    def close(self) -> None:
+        """Close the file; not a sync."""
+        for fd in (self._buffered, self._direct):
+            if fd is not None:
+                os.close(fd)
+        self._direct = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BulkReader:
+    """Reads byte ranges of a file, through the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with reported("open", path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before."""
+        with reported("read", self._path):
+            done = 0
+            while done < len(into):
+                n = os.preadv(self._fd, [into[done:]], offset + done)
+                if n == 0:
+                    raise DamagedError(
+                        f"{self._path} ends at byte {offset + done}, inside of its data: it was cut short"
+                    )
+                done += n
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_direct(path: Path) -> int | None:
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+    except OSError as error:
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return None
+        raise
+
+
+def _write_all(fd: int | None, data: memoryview, offset: int) -> None:
+    if fd is None:
+        raise ValueError("the file is closed")
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)

@@ -1,0 +1,138 @@
+"""Files of the local (or a shared) POSIX file system: folders, small files, atomic rename, durability.
+
+Every ``OSError`` leaves here as ``StorageError`` with the path in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import HoldfastError, StorageError, TagExistsError, UnsafeNameError
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+@contextmanager
+def reported(action: str, path: object) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``StorageError`` that says what could not be done to which path."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, f"could not {action} {path}: {os.strerror(error.errno or 0)}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents; one that exists is fine."""
+    with reported("create the folder", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a new small file and make its bytes durable."""
+    with reported("write", path), path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def allocate(path: Path, size: int) -> None:
+    """Create a new file of ``size`` bytes, so that others may write into any part of it."""
+    with reported("create", path):
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    with reported("sync the folder", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished folder its final name in one atomic step, and make that durable.
+
+    Raises ``TagExistsError`` where the name is taken.
+    """
+    with reported("rename to its final name", partial):
+        try:
+            _rename_noreplace(partial, final)
+        except FileExistsError:
+            raise TagExistsError(
+                f"{final} appeared while this checkpoint was being saved; it was left as it is"
+            ) from None
+    sync_folder(final.parent)
+
+
+def _rename_noreplace(source: Path, target: Path) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}:
+            raise OSError(code, os.strerror(code), str(target))
+    # rename() itself refuses a folder that is not empty, so an existing checkpoint is safe here too.
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    source.rename(target)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder and all in it; what is already gone is fine."""
+    with reported("remove", path):
+        shutil.rmtree(path, ignore_errors=False, onerror=_unless_gone)
+
+
+def _unless_gone(_function: object, _path: object, info: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
+
+
+def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
+    """The path is a regular file whose real place is inside one of the folders. Raises ``UnsafeNameError``."""
+    with reported("look at", path):
+        real = path.resolve(strict=True)
+        if not any(real.is_relative_to(folder.resolve()) for folder in within):
+            raise UnsafeNameError(f"{path} is a link to {real}, outside of the checkpoint: refused")
+        if not stat.S_ISREG(real.stat().st_mode):
+            raise UnsafeNameError(f"{path} is not a regular file: refused")
+
+
+def read_small(path: Path, limit: int = 2**30) -> bytes:
+    """All bytes of a small file. Raises ``StorageError`` when it has more than ``limit``."""
+    with reported("read", path), path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"{path} has more than {limit} bytes")
+        return file.read()
+
+
+def size_of(path: Path) -> int:
+    """A file's size in bytes."""
+    with reported("read", path):
+        return path.stat().st_size
+
+
+def subfolders(path: Path) -> list[Path]:
+    """The folders in a folder, hidden ones left out; none where there is no such folder."""
+    with reported("list", path):
+        try:
+            return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []

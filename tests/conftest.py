@@ -1,0 +1,18 @@
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.pool import Ranks
+
+settings.register_profile(
+    "holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("holdfast")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()

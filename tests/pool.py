@@ -1,0 +1,105 @@
+"""A pool of ranks that starts once for a test session.
+
+Starting Python and torch costs seconds; a rank that is there already joins a process group of any size
+in milliseconds. Each task gets a fresh gloo group over a prefix of one store that the parent serves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing as mp
+import pickle
+import random
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120.0
+
+
+class Ranks:
+    """Runs functions on 1 to n ranks."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._tasks = itertools.count()
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(*args)`` returns on each rank. The first error is raised."""
+        results = self.outcomes(world_size, function, *args)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise AssertionError(f"rank {rank} of {world_size} raised") from result
+        return results
+
+    def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same, but errors are returned in place of results."""
+        self._grow(world_size)
+        task = f"task{next(self._tasks)}"
+        for rank in range(world_size):
+            self._workers[rank][1].send((task, rank, world_size, function, args))
+        results = []
+        for process, pipe in self._workers[:world_size]:
+            if not pipe.poll(TIMEOUT):
+                self.close()
+                raise TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")
+            results.append(pipe.recv())
+        return results
+
+    def _grow(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, self._store.port), name=f"rank {len(self._workers)}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(10)
+            process.kill()
+        self._workers = []
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, rank, world_size, function, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_run(port, task, rank, world_size, function, args))
+
+
+def _run(port: int, task: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    store = dist.PrefixStore(task, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+    try:
+        return _portable(function(*args))
+    except BaseException as error:  # noqa: BLE001 - handed to the test
+        error.add_note("".join(traceback.format_exception(error)))
+        return _portable(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def _portable(result: Any) -> Any:
+    try:
+        pickle.loads(pickle.dumps(result))  # noqa: S301
+    except Exception as error:  # noqa: BLE001
+        return RuntimeError(f"cannot be sent to the test: {result!r} ({error})")
+    return result
