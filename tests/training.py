@@ -104,6 +104,8 @@ def trained(layout: str, optimizer: str = "adamw", steps: int = 3) -> Run:
     run = start(layout, optimizer)
     put(run, whole(oracle))
     run.scheduler.load_state_dict(oracle.scheduler.state_dict())
+    for group, known in zip(run.optimizer.param_groups, oracle.optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in known.items() if key != "params"})
     return run
 
 

@@ -5,29 +5,31 @@ Everything that can be known before a tensor of the caller's is touched is check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.catalog import find, latest
 from holdfast.engine.checks import Checks
 from holdfast.engine.local import LocalPart
 from holdfast.engine.ranks import LEADER, Call, Ranks, same_call, unanimous
 from holdfast.engine.read import read_pieces
-from holdfast.engine.runs import Run, local_runs
+from holdfast.engine.runs import Layout, Run, local_runs
 from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
 from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
 from holdfast.layout.dtypes import width
+from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import check_tag
 from holdfast.state.capture import Training
-from holdfast.state.restore import Intake, Policy, saved_dtype
-from holdfast.state.tensors import describe
+from holdfast.state.restore import Intake, Policy
+from holdfast.state.tensors import DTYPES, describe
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,13 @@ class _Load:
     def _read(self, reader: Reader, intake: Intake) -> bool:
         """Fill the targets. Returns whether every byte was verified."""
         numbered = sorted((group, name) for group, names in reader.groups.items() for name in names)
-        number = {key: i for i, key in enumerate(numbered)}
-        parts = {number[key]: part for key, part in _parts(reader, intake)}
-        files: dict[Path, int] = {}
         checks = Checks(reader, numbered) if self._request.verify else None
 
         def work() -> Fragments:
-            pieces = [
-                piece
-                for key, tensor in intake.targets.items()
-                for piece in _pieces(reader, key, number[key], list(self._runs(reader, key, tensor)), files)
-            ]
-            found = read_pieces(list(files), pieces, parts.__getitem__)
+            transfer = _Transfer(reader, numbered, self._global_rank, alone=self._session.size == 1)
+            for key, tensor in intake.targets.items():
+                transfer.add(key, tensor)
+            found = read_pieces(list(transfer.files), transfer.pieces, transfer.parts.__getitem__, transfer.shared)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:
@@ -168,17 +165,6 @@ class _Load:
         except DamagedError as error:
             raise DamagedError(f"{error}. {_partly(self._request.training)}") from error
         return checks is not None and checks.cover(intake.targets)
-
-    def _runs(self, reader: Reader, key: tuple[str, str], tensor: Any) -> Iterator[Run]:
-        """The byte ranges of a stored tensor that this rank's part of ``tensor`` consists of."""
-        info = reader.groups[key[0]][key[1]]
-        described = describe(tensor, f"{key[0]} tensor {key[1]!r}")
-        if described.layout is None:
-            yield Run(0, info.nbytes)
-            return
-        size = width(info.dtype)
-        for start, stop in local_runs(info.shape, described.layout, self._global_rank):
-            yield Run(start * size, stop * size)
 
     def _report(self, reader: Reader, intake: Intake, values: Values, *, verified: bool) -> Restored:
         manifest = reader.manifest if isinstance(reader, NativeReader) else None
@@ -201,22 +187,37 @@ def _locate(path: Path, tag: str | None) -> Path:
     return path if is_checkpoint(path) else latest(path).path
 
 
-def _parts(reader: Reader, intake: Intake) -> Iterator[tuple[tuple[str, str], LocalPart]]:
-    for key, tensor in intake.targets.items():
-        local = describe(tensor, f"{key[0]} tensor {key[1]!r}").local
-        yield key, LocalPart(local, saved_dtype(reader.groups[key[0]][key[1]]))
+class _Transfer:
+    """What this rank reads: pieces of files, and the parts of tensors that they go into."""
 
+    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], rank: int, *, alone: bool) -> None:
+        self._reader, self._rank, self._alone = reader, rank, alone
+        self._number = {key: i for i, key in enumerate(numbered)}
+        self.files: dict[Path, int] = {}
+        self.pieces: list[Piece] = []
+        self.parts: dict[int, LocalPart] = {}
+        self.shared: set[int] = set()
 
-def _pieces(
-    reader: Reader, key: tuple[str, str], tensor: int, runs: Sequence[Run], files: dict[Path, int]
-) -> Iterator[Piece]:
-    local = 0
-    for run in runs:
-        for extent in reader.extents(*key, run.start, run.stop):
-            yield Piece(
-                tensor, extent.start, extent.stop, local, files.setdefault(extent.file, len(files)), extent.offset
-            )
-            local += extent.stop - extent.start
+    def add(self, key: tuple[str, str], tensor: torch.Tensor) -> None:
+        """Plan to fill a tensor from the stored tensor ``key``."""
+        number, info = self._number[key], self._reader.groups[key[0]][key[1]]
+        described = describe(tensor, f"{key[0]} tensor {key[1]!r}")
+        self.parts[number] = LocalPart(described.local, DTYPES[info.dtype])
+        if not self._alone and (described.layout is None or len(described.layout.holders(self._rank)) > 1):
+            self.shared.add(number)
+        local = 0
+        for run in self._runs(info, described.layout):
+            for extent in self._reader.extents(*key, run.start, run.stop):
+                file = self.files.setdefault(extent.file, len(self.files))
+                self.pieces.append(Piece(number, extent.start, extent.stop, local, file, extent.offset))
+                local += extent.stop - extent.start
+
+    def _runs(self, info: TensorInfo, layout: Layout | None) -> Sequence[Run]:
+        """The byte ranges of the stored tensor that this rank's part consists of."""
+        if layout is None:
+            return [Run(0, info.nbytes)]
+        size = width(info.dtype)
+        return [Run(start * size, stop * size) for start, stop in local_runs(info.shape, layout, self._rank)]
 
 
 def _partly(training: Training) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from holdfast.engine.transfer import CHUNK, Fragments
 from holdfast.errors import DamagedError
-from holdfast.layout.blocks import BLOCK, Fragment, assemble, crc64, join, span
+from holdfast.layout.blocks import BLOCK, assemble, crc64, join, span
 from holdfast.layout.files import TensorInfo
 from holdfast.storage.bulk import BulkReader
 
@@ -34,24 +34,31 @@ class Checks:
         self._source, self._numbered = source, numbered
 
     def check_own(self, found: Fragments) -> Fragments:
-        """Verify blocks that this rank read whole. Returns the fragments of all others, for the ranks to check together."""
+        """Verify blocks that this rank read whole. Returns the fragments of all others, to be checked together."""
         partial: Fragments = {}
         for tensor, fragments in found.items():
-            rest = [fragment for fragment in fragments if not self._is_whole(tensor, fragment)]
+            crcs = self._crcs(tensor)
+            if crcs is None:
+                continue
+            nbytes = self._nbytes(tensor)
             for fragment in fragments:
-                if self._is_whole(tensor, fragment):
-                    self._compare(tensor, fragment.start // BLOCK, fragment.crc)
-            if rest and self._crcs(tensor) is not None:
-                partial[tensor] = rest
+                block = fragment.start // BLOCK
+                if (fragment.start, fragment.stop) != span(block, nbytes):
+                    partial.setdefault(tensor, []).append(fragment)
+                elif fragment.crc != crcs[block]:
+                    raise self._damaged(tensor, block)
         return partial
 
     def check_shared(self, partial: Fragments) -> None:
         """Verify blocks of which several ranks read parts. Those that the parts do not tile are read again, whole."""
         for tensor, fragments in partial.items():
+            expected = self._crcs(tensor)
             assembled = assemble(fragments, self._nbytes(tensor))
             for block in sorted({fragment.start // BLOCK for fragment in fragments}):
                 crc = assembled[block]
-                self._compare(tensor, block, self._read_again(tensor, block) if crc is None else crc)
+                found = self._read_again(tensor, block) if crc is None else crc
+                if expected is not None and expected[block] != found:
+                    raise self._damaged(tensor, block)
 
     def cover(self, keys: Iterable[tuple[str, str]]) -> bool:
         """Whether all of these tensors have CRCs."""
@@ -64,18 +71,13 @@ class Checks:
         group, name = self._numbered[tensor]
         return self._source.groups[group][name].nbytes
 
-    def _is_whole(self, tensor: int, fragment: Fragment) -> bool:
-        return (fragment.start, fragment.stop) == span(fragment.start // BLOCK, self._nbytes(tensor))
-
-    def _compare(self, tensor: int, block: int, crc: int) -> None:
-        expected = self._crcs(tensor)
-        if expected is not None and expected[block] != crc:
-            group, name = self._numbered[tensor]
-            start, stop = span(block, self._nbytes(tensor))
-            file = self._source.extents(group, name, start, stop)[0][0]
-            raise DamagedError(
-                f"{group} tensor {name!r} in {file} is damaged: its bytes {start} to {stop} do not match their CRC"
-            )
+    def _damaged(self, tensor: int, block: int) -> DamagedError:
+        group, name = self._numbered[tensor]
+        start, stop = span(block, self._nbytes(tensor))
+        file = self._source.extents(group, name, start, stop)[0][0]
+        return DamagedError(
+            f"{group} tensor {name!r} in {file} is damaged: its bytes {start} to {stop} do not match their CRC"
+        )
 
     def _read_again(self, tensor: int, block: int) -> int:
         start, stop = span(block, self._nbytes(tensor))

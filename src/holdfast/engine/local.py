@@ -23,7 +23,7 @@ class LocalPart:
     __slots__ = ("_cast", "_flat", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._cast = None if dtype is None or dtype == tensor.dtype else dtype
         self._flat = None if self._cast is not None else _flat_bytes(self._tensor)
 
@@ -68,8 +68,10 @@ class LocalPart:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    reachable = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor.view(-1).view(torch.uint8).numpy() if reachable else None
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    flat = tensor if tensor.ndim else tensor.view(1)
+    return flat.view(torch.uint8).numpy().reshape(-1)
 
 
 def _bytes_of(part: torch.Tensor) -> Bytes:

@@ -54,6 +54,8 @@ def assemble(fragments: Sequence[Fragment], nbytes: int) -> list[int | None]:
     Several ranks may hash the same fragment; a range that two fragments give different CRCs
     makes the block ``None``, as does a gap or a partial overlap.
     """
+    if len(fragments) == 1 and nbytes <= BLOCK:
+        return [_tile(fragments, 0, nbytes)]
     result: list[int | None] = []
     ordered = sorted(set(fragments))
     at = 0

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorError
-from holdfast.state.tensors import identity
+from holdfast.state.tensors import shared
 
 #: Attributes by which wrappers hold the module they wrap, where only wrappers use the name.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -101,21 +101,21 @@ def _clean(name: str, ddp: list[str]) -> str:
 def _view(state: Mapping[str, Any], buffers: frozenset[str], aliases: frozenset[str]) -> ModelView:
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
-    names: dict[tuple[object, ...], list[str]] = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"a state dict's keys are names, not {name!r}")
         if isinstance(value, torch.Tensor):
-            names.setdefault(identity(value), []).append(name)
+            tensors[name] = value
         else:
             extra[name] = value
     tied: dict[str, str] = {}
-    for same in names.values():
+    for same in shared(tensors):
         # transformers lists the names that it drops when it saves; a checkpoint keeps the other one.
         kept = next((name for name in same if name not in aliases), same[0])
-        tensors[kept] = state[kept]
         tied.update((name, kept) for name in same if name != kept)
-    return ModelView({name: tensors[name] for name in state if name in tensors}, tied, buffers, extra)
+    for name in tied:
+        del tensors[name]
+    return ModelView(tensors, tied, buffers, extra)
 
 
 def set_extra(module: nn.Module, name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from holdfast.state import optimizer as optimizers
 from holdfast.state import rng
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.capture import MODEL, OPTIMIZER, STATE, Training
-from holdfast.state.tensors import DTYPES, NAMES
+from holdfast.state.tensors import NAMES
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
@@ -172,8 +172,3 @@ class Intake:
                 models.set_extra(view.module, name, value)
             else:
                 self._training.model[name] = value
-
-
-def saved_dtype(info: TensorInfo) -> torch.dtype:
-    """The torch dtype of a stored tensor."""
-    return DTYPES[info.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,11 +87,35 @@ def _placement(placement: Placement, what: str) -> runs.Placement:
     raise UnsupportedTensorError(f"{what} has the placement {placement}, which is not known here")
 
 
-def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tied weights: one parameter under two names, or (in a state dict) one memory seen the same way."""
-    if isinstance(tensor, nn.Parameter):
-        return (id(tensor),)
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-    if local.layout != torch.strided or local.numel() == 0 or local.is_meta:
-        return (id(tensor),)
-    return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride())
+def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names, in order, of each tensor that has several: tied weights.
+
+    Tied are one parameter under two names and, among tensors of a state dict, one memory seen the same way.
+    """
+    by_address: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        address = id(tensor) if type(tensor) is nn.Parameter else _address(tensor)
+        by_address.setdefault(address, []).append(name)
+    for names in by_address.values():
+        if len(names) > 1:
+            same: dict[object, list[str]] = {}
+            for name in names:
+                same.setdefault(_identity(tensors[name]), []).append(name)
+            yield from (group for group in same.values() if len(group) > 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = _local(tensor)
+    has_memory = local.layout == torch.strided and not local.is_meta
+    return (local.data_ptr() if has_memory else 0) or id(tensor)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    local = _local(tensor)
+    if isinstance(tensor, nn.Parameter) or _address(tensor) == id(tensor):
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()

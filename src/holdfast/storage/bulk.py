@@ -6,9 +6,11 @@ first and last of a range) is written through the cache; two writers may share a
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,7 +36,7 @@ class BulkWriter:
         self._path = path
         with reported("open for writing", path):
             self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct = _open_direct(path)
+        self._direct = _open_direct(path, os.O_WRONLY)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes. Its address modulo :data:`SECTOR` must be that of ``offset``.
@@ -81,28 +83,50 @@ class BulkWriter:
 
 
 class BulkReader:
-    """Reads byte ranges of a file, through the page cache."""
+    """Reads byte ranges of a file, through the page cache or past it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with reported("open", path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct = _open_direct(path, os.O_RDONLY)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before."""
+        self._fill(self._buffered, offset, into, len(into))
+
+    def read_direct(self, offset: int, size: int, buffer: memoryview) -> memoryview:
+        """``size`` bytes from ``offset`` on, read past the page cache into an aligned buffer of two sectors more.
+
+        Returns the part of the buffer that they are in.
+        """
+        lead = offset % SECTOR
+        whole = buffer[: -(-(lead + size) // SECTOR) * SECTOR]
+        self._fill(self._buffered if self._direct is None else self._direct, offset - lead, whole, lead + size)
+        return whole[lead : lead + size]
+
+    def _fill(self, fd: int, offset: int, into: memoryview, needed: int) -> None:
         with reported("read", self._path):
             done = 0
-            while done < len(into):
-                n = os.preadv(self._fd, [into[done:]], offset + done)
+            while done < needed:
+                n = os.preadv(fd, [into[done:]], offset + done)
                 if n == 0:
-                    raise DamagedError(
-                        f"{self._path} ends at byte {offset + done}, inside of its data: it was cut short"
-                    )
+                    raise DamagedError(f"{self._path} ends at byte {offset + done}, inside its data: it was cut short")
                 done += n
+
+    def is_cached(self, offset: int, size: int) -> bool:
+        """Whether most of a range is in the page cache; true where the system cannot tell or cannot read directly."""
+        if self._direct is None or _cachestat is None:
+            return True
+        found = _CacheStat()
+        failed = _cachestat(_CACHESTAT, self._buffered, ctypes.byref(_CacheRange(offset, size)), ctypes.byref(found), 0)
+        return bool(failed) or found.cached * mmap.PAGESIZE * 2 > size
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        for fd in (self._buffered, self._direct):
+            if fd is not None:
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -113,11 +137,29 @@ class BulkReader:
         self.close()
 
 
-def _open_direct(path: Path) -> int | None:
+class _CacheRange(ctypes.Structure):
+    """``struct cachestat_range`` of Linux 6.5."""
+
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    """``struct cachestat``: pages in the cache, and four more counts."""
+
+    _fields_ = (("cached", ctypes.c_uint64), ("rest", ctypes.c_uint64 * 4))
+
+
+#: The number of the system call ``cachestat``, the same on all architectures.
+_CACHESTAT = 451
+_cachestat = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
+
+
+def _open_direct(path: Path, mode: int) -> int | None:
+    """The file past the page cache; ``None`` where the file system has no such way."""
     if not _DIRECT:
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+        return os.open(path, mode | os.O_CLOEXEC | _DIRECT)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None

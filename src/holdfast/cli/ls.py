@@ -1,0 +1,142 @@
+"""``holdfast ls``: the checkpoints of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.catalog import CheckpointInfo, list_checkpoints
+from holdfast.cli.output import Cell, Column, Table, clean, console, count, human_size, human_time, print_error, print_json
+from holdfast.cli.target import place
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats.detect import is_checkpoint
+from holdfast.storage import local
+
+#: A save in progress; see ``engine.commit.draft_name``.
+_DRAFT = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.partial")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a save that never ended left behind, or one that is under way: nobody can tell from here.
+
+    ``nbytes`` is what its files take of the disk now, ``time`` when its folder last changed.
+    """
+
+    name: str
+    tag: str
+    path: Path
+    time: float
+    nbytes: int
+
+
+def leftovers(run: Path) -> list[Leftover]:
+    """The hidden folders of saves that did not end."""
+    found = []
+    with local.reported("list", run):
+        for folder in sorted(run.iterdir()):
+            draft = _DRAFT.fullmatch(folder.name)
+            with suppress(FileNotFoundError):  # it was committed or removed meanwhile
+                if draft and folder.is_dir():
+                    found.append(Leftover(folder.name, draft["tag"], folder, folder.stat().st_mtime, _used(folder)))
+    return found
+
+
+def _used(folder: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
+
+
+def ls(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.")],
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also what saves that never ended left behind.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first; damaged ones come before all others.
+
+    Exit code 1 where there is none, or one whose manifest is damaged.
+    """
+    path = place(run)
+    found = list_checkpoints(path)
+    drafts = leftovers(path) if path.is_dir() else []
+    shown = drafts if show_all else []
+    if as_json and path.is_dir():
+        _print_json(path, found, shown)
+    elif found or shown:
+        _print_table(found, shown)
+    if not found:
+        _explain(path, len(drafts) - len(shown))
+    raise typer.Exit(0 if found and all(info.status == "complete" for info in found) else 1)
+
+
+def _explain(path: Path, hidden: int) -> None:
+    if is_checkpoint(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
+    if not path.is_dir():
+        print_error(f"there is no folder {path}")
+    else:
+        hint = f"--all shows {count(hidden, 'save')} that never ended." if hidden else ""
+        print_error(f"there is no checkpoint in {path}", hint)
+
+
+def _print_json(path: Path, found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) -> None:
+    table = {
+        "path": str(path),
+        "latest": next((info.tag for info in found[-1:] if info.status == "complete"), None),
+        "checkpoints": [_record(info) for info in found],
+        "leftovers": [
+            {"name": draft.name, "tag": draft.tag, "path": str(draft.path), "time": draft.time, "bytes": draft.nbytes}
+            for draft in drafts
+        ],
+    }
+    print_json(table)
+
+
+def _record(info: CheckpointInfo) -> dict[str, object]:
+    readable = info.status == "complete"
+    return {
+        "tag": info.tag,
+        "path": str(info.path),
+        "status": info.status,
+        "problem": info.problem or None,
+        "step": info.step,
+        "metrics": dict(info.metrics),
+        "sequence": info.sequence if readable else None,
+        "time": info.time if readable else None,
+        "bytes": info.nbytes if readable else None,
+    }
+
+
+def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) -> None:
+    columns = [Column("tag", elastic=True), Column("step", right=True), Column("saved"), Column("size", right=True)]
+    columns += [Column("status"), Column("metrics" if any(info.metrics for info in found) else " ", elastic=True)]
+    rows = [_row(info, latest=info is found[-1]) for info in found]
+    rows += [
+        [clean(draft.tag), "", human_time(draft.time), human_size(draft.nbytes), ("unfinished", "yellow"), ""]
+        for draft in drafts
+    ]
+    out = console()
+    out.print(Table(columns, rows), end="")
+    for info in found:
+        if info.problem:
+            out.print(f"{clean(info.tag)}: {clean(info.problem)}", style="red")
+    if drafts:
+        out.print("unfinished: a save in progress, or what is left of one that was killed", style="dim")
+
+
+def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
+    if info.status == "damaged":
+        return [clean(info.tag), "", "", "", ("damaged", "bold red"), ""]
+    return [
+        clean(info.tag),
+        "" if info.step is None else str(info.step),
+        human_time(info.time),
+        human_size(info.nbytes),
+        ("complete (latest)", "bold green") if latest else ("complete", "green"),
+        clean(" ".join(f"{name}={'n/a' if value is None else f'{value:.4g}'}" for name, value in info.metrics.items())),
+    ]

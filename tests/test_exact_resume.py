@@ -1,0 +1,41 @@
+"""Training goes on as if it had not been interrupted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from tests.pool import Ranks
+from tests.training import Run, assert_equal, start, whole
+
+
+def train(layout: str, optimizer: str, path: str | None, steps: tuple[int, int]) -> tuple[list[float], dict]:
+    """Losses and state of a run over steps [0, a + b); with a path it is saved, thrown away and loaded at a."""
+    run = start(layout, optimizer)
+    first, last = steps
+    losses = [run.step(n) for n in range(first)]
+    if path is not None:
+        run = interrupt(run, path, layout, optimizer)
+    losses += [run.step(n) for n in range(first, first + last)]
+    return losses, whole(run)
+
+
+def interrupt(run: Run, path: str, layout: str, optimizer: str) -> Run:
+    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
+    torch.manual_seed(99)
+    other = start(layout, optimizer, seed=7)
+    holdfast.load_checkpoint(path, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+    return other
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize(("layout", "n"), [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+def test_a_resumed_run_is_bitwise_the_run_without_a_break(
+    ranks: Ranks, tmp_path: Path, layout: str, n: int, optimizer: str
+) -> None:
+    unbroken = ranks(n, train, layout, optimizer, None, (3, 3))
+    resumed = ranks(n, train, layout, optimizer, str(tmp_path), (3, 3))
+    for (expected, state), (losses, other) in zip(unbroken, resumed, strict=True):
+        assert losses == expected
+        assert_equal(other, state)
