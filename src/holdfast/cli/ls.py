@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.catalog import CheckpointInfo, list_checkpoints
-from holdfast.cli.output import Cell, Column, Table, clean, console, count, human_size, human_time, print_error, print_json
+from holdfast.cli.leftovers import Leftover, leftovers
+from holdfast.cli.output import clean, console, count, human_metrics, human_size, human_time, print_error, print_json
+from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import place
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
-from holdfast.storage import local
-
-#: A save in progress; see ``engine.commit.draft_name``.
-_DRAFT = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.partial")
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """What a save that never ended left behind, or one that is under way: nobody can tell from here.
-
-    ``nbytes`` is what its files take of the disk now, ``time`` when its folder last changed.
-    """
-
-    name: str
-    tag: str
-    path: Path
-    time: float
-    nbytes: int
-
-
-def leftovers(run: Path) -> list[Leftover]:
-    """The hidden folders of saves that did not end."""
-    found = []
-    with local.reported("list", run):
-        for folder in sorted(run.iterdir()):
-            draft = _DRAFT.fullmatch(folder.name)
-            with suppress(FileNotFoundError):  # it was committed or removed meanwhile
-                if draft and folder.is_dir():
-                    found.append(Leftover(folder.name, draft["tag"], folder, folder.stat().st_mtime, _used(folder)))
-    return found
-
-
-def _used(folder: Path) -> int:
-    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
 
 
 def ls(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.")],
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also what saves that never ended left behind.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", "-a", help="Also what saves that never ended left behind.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
 ) -> None:
-    """List the checkpoints of a run, oldest first; damaged ones come before all others.
+    """List the checkpoints of a run.
 
-    Exit code 1 where there is none, or one whose manifest is damaged.
+    The latest is the last; damaged ones come first. Exit code 1 where there is none, or one whose manifest is damaged.
     """
     path = place(run)
     found = list_checkpoints(path)
@@ -113,8 +80,8 @@ def _record(info: CheckpointInfo) -> dict[str, object]:
 
 
 def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) -> None:
-    columns = [Column("tag", elastic=True), Column("step", right=True), Column("saved"), Column("size", right=True)]
-    columns += [Column("status"), Column("metrics" if any(info.metrics for info in found) else " ", elastic=True)]
+    columns = [Column("tag", elastic="middle"), Column("step", right=True), Column("saved"), Column("size", right=True)]
+    columns += [Column("status"), Column("metrics" if any(info.metrics for info in found) else "", elastic="end")]
     rows = [_row(info, latest=info is found[-1]) for info in found]
     rows += [
         [clean(draft.tag), "", human_time(draft.time), human_size(draft.nbytes), ("unfinished", "yellow"), ""]
@@ -138,5 +105,5 @@ def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
         human_time(info.time),
         human_size(info.nbytes),
         ("complete (latest)", "bold green") if latest else ("complete", "green"),
-        clean(" ".join(f"{name}={'n/a' if value is None else f'{value:.4g}'}" for name, value in info.metrics.items())),
+        human_metrics(info.metrics),
     ]

@@ -21,7 +21,7 @@ _MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError)
 
 
 class _Commands(TyperGroup):
-    """Catches for every command what it raises, so that none prints a traceback for what the user did or the disk has."""
+    """Catches what any command raises, so that none prints a traceback for what the user did or the disk has."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an expected error ends it with a message and the fitting exit code."""

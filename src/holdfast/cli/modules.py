@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from holdfast.layout.files import TensorInfo
 
+#: Groups of tensors that lie inside values.
+INSIDE = frozenset({"state", "ranks"})
+
 #: A module that holds more than this share of its group says nothing; its parts are shown instead …
 _TELLING = 0.9
 
@@ -16,7 +19,7 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of one group (``"model"``, ``"optimizer"``) below one module; all of the group where ``name`` is empty."""
+    """Tensors of one group (``"model"``, ``"optimizer"``) below one module; the whole group where ``name`` is empty."""
 
     group: str
     name: str
@@ -31,13 +34,13 @@ def modules(groups: Mapping[str, Mapping[str, TensorInfo]]) -> list[Module]:
         sizes = [(_module_path(group, name), info.nbytes) for name, info in infos.items()]
         parts = _parts(group, sizes, 1)
         found.append(_total(group, "", sizes))
-        found += sorted(parts, key=lambda part: (-part.nbytes, part.name)) if group not in {"state", "ranks"} else []
+        found += sorted(parts, key=lambda part: (-part.nbytes, part.name)) if group not in INSIDE else []
     return found
 
 
 def _module_path(group: str, name: str) -> tuple[str, ...]:
     """An optimizer's tensors are named by their parameter, a slash and the state."""
-    return tuple((name.rpartition("/")[0] if group.split("/")[0] == "optimizer" else name).split("."))
+    return tuple((name.rpartition("/")[0] if group.startswith("optimizer") else name).split("."))
 
 
 def _parts(group: str, sizes: list[tuple[tuple[str, ...], int]], depth: int) -> list[Module]:
@@ -48,7 +51,9 @@ def _parts(group: str, sizes: list[tuple[tuple[str, ...], int]], depth: int) -> 
     for path, inside in below.items():
         whole = _total(group, ".".join(path), inside)
         deeper = []
-        if whole.nbytes > _TELLING * sum(nbytes for _, nbytes in sizes) and all(len(own) > depth + 1 for own, _ in inside):
+        if whole.nbytes > _TELLING * sum(nbytes for _, nbytes in sizes) and all(
+            len(own) > depth + 1 for own, _ in inside
+        ):
             deeper = _parts(group, inside, depth + 1)
         found += deeper if 0 < len(deeper) <= _MOST else [whole]
     return found

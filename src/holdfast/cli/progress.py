@@ -13,6 +13,9 @@ from holdfast.cli.output import clean, console
 #: Seconds before the bar appears.
 _PATIENCE = 1.0
 
+#: The most characters of what the bar is about: the line fits into 80 columns.
+_WIDEST = 25
+
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -29,7 +32,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=err, transient=True)
-    task = bar.add_task(clean(what), total=total)
+    task = bar.add_task(clean(what)[:_WIDEST], total=total)
     # A timer, as the first tensor may be the one that takes long.
     timer = Timer(_PATIENCE, bar.start)
     timer.daemon = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from holdfast.errors import DamagedError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
+from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Manifest
+from holdfast.storage import local
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,32 @@ class Target:
     reader: Reader
     manifest: Manifest | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(info.nbytes for infos in self.reader.groups.values() for info in infos.values())
+    def entries(self) -> Iterator[tuple[str, str, TensorInfo]]:
+        """Group, name and description of every tensor, those inside values included; layer 2 comes before layer 10."""
+        for group, infos in sorted(self.reader.groups.items()):
+            for name in sorted(infos, key=_natural):
+                yield group, name, infos[name]
 
     @property
     def tensors(self) -> int:
-        """How many tensors it has, those inside values included."""
-        return sum(len(infos) for infos in self.reader.groups.values())
+        """How many tensors it has."""
+        return sum(1 for _ in self.entries())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(info.nbytes for _, _, info in self.entries())
+
+    def files(self) -> dict[Path, int]:
+        """Its files and their sizes: those that the manifest names, in other formats those that hold tensors."""
+        if self.manifest:
+            return {self.path / name: record.size for name, record in self.manifest.files.items()}
+        extents = (self.reader.extents(group, name, 0, info.nbytes) for group, name, info in self.entries())
+        return {file: local.size_of(file) for file in sorted({extent.file for row in extents for extent in row})}
+
+
+def _natural(name: str) -> list[str | int]:
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]{1,18})", name))]
 
 
 def place(argument: str) -> Path:
@@ -40,7 +61,7 @@ def place(argument: str) -> Path:
 
 
 def checkpoints(path: Path) -> list[CheckpointInfo]:
-    """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or not a folder."""
+    """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or no folder."""
     return [] if is_checkpoint(path) else list_checkpoints(path)
 
 
@@ -49,10 +70,14 @@ def one(path: Path) -> Path:
     found = checkpoints(path)
     if found and found[-1].status == "damaged":
         raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
-    return latest(path).path if path.is_dir() and not is_checkpoint(path) else path
+    if path.is_dir() and not is_checkpoint(path):
+        return latest(path).path
+    if not is_checkpoint(path):
+        open_reader(path)  # says what it is instead
+    return path
 
 
 def load(path: Path) -> Target:
-    """Read a checkpoint's metadata; no tensors, and no torch."""
+    """Read a checkpoint's metadata; no tensors, and without torch. Raises ``FormatError`` and ``DamagedError``, too."""
     reader = open_reader(path)
     return Target(path, reader, reader.manifest if isinstance(reader, NativeReader) else None)

@@ -1,104 +1,80 @@
-"""The plain values of a checkpoint for people, in few lines, and for programs, as JSON.
-
-Tensors and arrays inside them are described, not read, so that looking costs nothing, however large they are.
-"""
+"""The plain values of a checkpoint for people, in few lines, and for programs, as JSON."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import numpy as np
+from holdfast.cli.described import Described
 
-from holdfast.errors import DamagedError
-from holdfast.layout.files import TensorInfo
+#: What takes lines of its own where it is long.
+_DEEP = (dict, list, tuple, Namespace)
 
 #: The longest text of one value, in characters.
 _ROOM = 56
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, _ROOM, _ROOM, _ROOM
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdeque = 8
+#: The most items of a list of which each takes lines of its own.
+_ITEMS = 5
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Described:
-    """Stands for a tensor or an array."""
+class _Short(reprlib.Repr):
+    """``repr`` of bounded length, with the keys of a dict in their own order."""
 
-    kind: str
-    info: TensorInfo
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, _ROOM, _ROOM, _ROOM
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 8
+        self.maxdict = 1000
 
-    def __repr__(self) -> str:
-        return f"{self.kind} {self.info.dtype} {list(self.info.shape)}"
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if len(x) > self.maxdict or level <= 0:
+            return super().repr_dict(x, level)
+        return "{" + ", ".join(f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in x.items()) + "}"
 
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Named:
-    """Stands for a dtype, a device or a size of torch."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
+    def repr_Namespace(self, x: Namespace, level: int) -> str:  # noqa: N802 - how reprlib finds it
+        return self.repr_dict(vars(x), level)
 
 
-class Describing:
-    """Puts descriptions in the place of tensors. See :class:`holdfast.layout.values.ArrayCodec`."""
+_SHORT = _Short()
 
-    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
-        self._infos = infos
 
-    def encode(self, value: object, key: str) -> Any:
-        """Nothing is encoded here."""
-        del value, key
-        return NotImplemented
-
-    def decode(self, tag: str, payload: Any) -> Any:
-        """What stands for a tagged value."""
-        if tag in {"$tensor", "$array"}:
-            if payload not in self._infos:
-                raise DamagedError(f"a value refers to the tensor {payload!r}, which is not in the checkpoint")
-            return Described(tag[1:], self._infos[payload])
-        if tag == "$numpy":
-            name, digits = payload
-            return np.frombuffer(bytes.fromhex(digits), dtype=name)[0].item()
-        if tag == "$size":
-            return tuple(payload)
-        return Named(str(payload)) if tag in {"$dtype", "$device"} else NotImplemented
+def brief(value: Any) -> str:
+    """A value on one line: what is long is cut, and the number of items said."""
+    text = _SHORT.repr(value)
+    if len(text) <= _ROOM and "..." not in text:
+        return text
+    size = f" ({len(value):,} items)" if isinstance(value, Collection) and not isinstance(value, str) else ""
+    return (text if len(text) <= _ROOM else text[: _ROOM - 3] + "...") + size
 
 
 def lines(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """A tree as ``(path, text)``: what fits on a line on one, what does not, a line for each part."""
     value = vars(value) if isinstance(value, Namespace) else value
-    text = _SHORT.repr(value)
-    nested = isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple | Namespace) for item in value)
-    if isinstance(value, dict) and value and (not path or len(text) > _ROOM):
+    short = bool(path) and len(_SHORT.repr(value)) <= _ROOM
+    if isinstance(value, dict) and value and not short:
         for key, item in value.items():
             yield from lines(item, f"{path}.{key}" if path else str(key))
-    elif nested and len(text) > _ROOM:
-        for i, item in enumerate(value):
+    elif isinstance(value, list | tuple) and not short and any(isinstance(item, _DEEP) for item in value):
+        for i, item in enumerate(value[:_ITEMS]):
             yield from lines(item, f"{path}[{i}]")
+        if len(value) > _ITEMS:
+            yield f"{path}[{_ITEMS}:]", f"{len(value) - _ITEMS:,} more"
     else:
-        cut = text if len(text) <= _ROOM else text[: _ROOM - 3] + "..."
-        yield path, f"{cut} ({len(value):,} items)" if hasattr(value, "__len__") and cut != repr(value) else cut
+        yield path, brief(value)
 
 
 def plain(value: Any) -> Any:
     """The nearest JSON: lists for tuples and sets, text for what JSON lacks, a description for a tensor."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
     if isinstance(value, Described):
         return {"kind": value.kind, "dtype": value.info.dtype, "shape": list(value.info.shape)}
-    if isinstance(value, Namespace):
-        return plain(vars(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, Namespace | Mapping):
+        table = vars(value) if isinstance(value, Namespace) else value
+        return {str(key): plain(item) for key, item in table.items()}
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return [plain(item) for item in value]
-    return str(value)
+    is_json = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)

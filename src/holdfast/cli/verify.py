@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-import holdfast
-from holdfast.cli.output import clean, console, count, human_size, print_json
-from holdfast.cli.progress import progress
-from holdfast.cli.target import checkpoints, load, one, place
-from holdfast.errors import DamagedError, HoldfastError
+from holdfast.cli import target
+from holdfast.cli.examine import Verdict, examine
+from holdfast.cli.output import clean, console, count, human_seconds, human_size, print_json
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What was found in one checkpoint.
-
-    ``tensors`` and ``bytes`` were read in ``seconds``, ``checksummed`` of the tensors have CRCs. ``"unchecked"`` is
-    a checkpoint whose format has no checksums for some or all of them. ``problem`` names the file or tensor.
-    """
-
-    path: str
-    status: Literal["verified", "unchecked", "damaged", "unreadable"]
-    tensors: int = 0
-    checksummed: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    problem: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found wrong."""
-        return self.status in {"verified", "unchecked"}
+#: The most problems of one checkpoint that are printed.
+_SHOWN = 20
 
 
 def verify(
@@ -46,39 +23,56 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint, check every CRC, and name what is damaged.
 
-    Exit code 1 where something is. Of a run, checkpoints whose manifest is damaged are always named, as one of
+    Exit code 1 where something is. A run's checkpoints with a damaged manifest are always named, as one of
     them may be its latest.
     """
     verdicts = []
-    for path in _places(place(checkpoint), check_all=check_all):
-        verdicts.append(_examine(path))
+    for path in _paths(target.place(checkpoint), check_all=check_all):
+        verdicts.append(examine(path))
         if not as_json:
             _print(verdicts[-1])
+    ok = all(verdict.ok for verdict in verdicts)
     if as_json:
-        print_json({"ok": all(verdict.ok for verdict in verdicts), "checkpoints": [asdict(one) for one in verdicts]})
-    raise typer.Exit(0 if all(verdict.ok for verdict in verdicts) else 1)
+        print_json({"ok": ok, "checkpoints": [asdict(verdict) for verdict in verdicts]})
+    raise typer.Exit(0 if ok else 1)
 
 
-def _places(path: Path, *, check_all: bool) -> list[Path]:
-    found = checkpoints(path)
+def _paths(path: Path, *, check_all: bool) -> list[Path]:
+    found = target.checkpoints(path)
     if not found:
-        return [one(path)]
+        return [target.one(path)]
     return [info.path for info in found if check_all or info.status == "damaged" or info is found[-1]]
 
 
-def _examine(path: Path) -> Verdict:
-    tensors = nbytes = checksummed = 0
-    started = time.perf_counter()
-    try:
-        target = load(path)
-        checksummed = sum(
-            target.reader.crcs(group, name) is not None for group, infos in target.reader.groups.items() for name in infos
-        )
-        with progress(path.name, target.nbytes) as done:
-            view = holdfast.Checkpoint(target.reader)
-            started = time.perf_counter()  # torch is there now
-            for _, size in view.verify():
-                tensors, nbytes = tensors + 1, nbytes + size
-                done(size)
-    except HoldfastError as error:
-        ...
+def _print(verdict: Verdict) -> None:
+    out = console()
+    out.print(clean(verdict.path), end="  ")
+    if verdict.ok:
+        sound = verdict.status == "verified"
+        out.print("verified" if sound else "no checksums", style="bold green" if sound else "bold yellow")
+    else:
+        out.print(verdict.status, style="bold red")
+    for problem in verdict.problems[:_SHOWN]:
+        out.print(f"  {clean(problem)}", style="red")
+    if len(verdict.problems) > _SHOWN:
+        out.print(f"  and {count(len(verdict.problems) - _SHOWN, 'more problem')}; --json names all", style="red")
+    if verdict.status == "unchecked":
+        out.print(f"  {_reservation(verdict)}", style="yellow")
+    if verdict.seconds:
+        out.print(f"  {_summary(verdict)}", style="dim")
+
+
+def _reservation(verdict: Verdict) -> str:
+    if not verdict.checksummed:
+        return "All of it can be read and its structure is sound; whether the values are right cannot be told."
+    without = verdict.tensors - verdict.checksummed
+    return (
+        f"{count(without, 'tensor')} of {verdict.tensors:,} have no checksums: of these only the structure was checked."
+    )
+
+
+def _summary(verdict: Verdict) -> str:
+    sound = "" if verdict.ok else " sound"
+    rate = human_size(verdict.bytes / verdict.seconds)
+    read = f"{count(verdict.tensors, f'{sound} tensor'.strip())}, {human_size(verdict.bytes)}"
+    return f"{read} in {human_seconds(verdict.seconds)} ({rate}/s)"

@@ -56,7 +56,7 @@ class LocalPart:
         done = 0
         for part in self._boxes(start, start + len(data)):
             values = torch.empty(part.shape, dtype=self.dtype)
-            flat = values.view(-1).view(torch.uint8).numpy()
+            flat = _as_bytes(values)
             flat[:] = data[done : done + len(flat)]
             part.copy_(values)
             done += len(flat)
@@ -68,11 +68,16 @@ class LocalPart:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    flat = tensor if tensor.ndim else tensor.view(1)
-    return flat.view(torch.uint8).numpy().reshape(-1)
+    reachable = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return _as_bytes(tensor) if reachable else None
 
 
 def _bytes_of(part: torch.Tensor) -> Bytes:
-    return part.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return _as_bytes(part.resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def _as_bytes(contiguous: torch.Tensor) -> Bytes:
+    # A dimension of fewer than two elements may have any stride, and view() would keep it.
+    plain = contiguous.ndim > 0 and contiguous.stride(-1) == 1
+    flat = contiguous if plain else contiguous.as_strided((contiguous.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().reshape(-1)

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdfast.errors import InvalidArgumentError
+import msgspec
+
+from holdfast.errors import InvalidArgumentError, UnsupportedTensorError
 from holdfast.layout import blocks
 from holdfast.layout.dtypes import width
-from holdfast.layout.header import Entry, encode
+from holdfast.layout.header import DIMENSIONS, Entry, encode
 
 #: Key of the header metadata that holds the block CRCs, in the order of the data.
 CRC_KEY = "holdfast.crc64nvme"
@@ -24,8 +26,11 @@ CRC_KEY = "holdfast.crc64nvme"
 #: Key of the header metadata that holds ``{tied name: stored name}`` as JSON.
 TIED_KEY = "holdfast.tied"
 
-#: A file takes no more tensors once their names fill this many bytes of header.
+#: A file takes no more tensors once their names and CRCs fill this many bytes of header.
 _HEADER_BUDGET = 32_000_000
+
+#: About what the header says of a tensor beside its name and CRCs, in bytes.
+_ENTRY = 128
 
 _UNITS = {
     "B": 1,
@@ -86,12 +91,12 @@ def parse_size(size: int | str) -> int:
         unit = size.strip().upper()[len(number) :] or "B"
         try:
             size = int(float(number) * _UNITS[unit])
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             raise InvalidArgumentError(
                 f"size {size!r} is not understood; write bytes, or a number with a unit such as '5GB'"
             ) from None
-    if size <= 0:
-        raise InvalidArgumentError(f"a size must be more than 0 bytes, not {size}")
+    if not isinstance(size, int) or size <= 0:
+        raise InvalidArgumentError(f"a size must be a number of bytes above 0, or such a text as '5GB', not {size!r}")
     return size
 
 
@@ -100,6 +105,7 @@ def pack(group: str, tensors: Mapping[str, TensorInfo], tied: Mapping[str, str],
 
     ``group`` is ``"model"``, ``"optimizer"``, ``"model/gen"`` (a folder and the stem of its files), or
     ``"state"`` or ``"ranks"`` (files beside the manifest). A tensor is never split over files.
+    Raises ``UnsupportedTensorError`` for a tensor that could not be read back.
     """
     order = sorted(tensors, key=lambda name: (-width(tensors[name].dtype), name))
     shelves: list[list[str]] = []
@@ -111,15 +117,28 @@ def pack(group: str, tensors: Mapping[str, TensorInfo], tied: Mapping[str, str],
             filled = named = 0
         shelves[-1].append(name)
         filled += nbytes
-        named += len(name) + 128
+        named += _named(name, tensors[name])
     return [
-        DataFile(
-            path,
-            _entries(shelf, tensors),
-            {alias: name for alias, name in tied.items() if name in set(shelf)} if tied else {},
-        )
+        _data_file(path, _entries(shelf, tensors), tied)
         for path, shelf in zip(_paths(group, len(shelves)), shelves, strict=True)
     ]
+
+
+def _data_file(path: str, entries: Mapping[str, Entry], tied: Mapping[str, str]) -> DataFile:
+    return DataFile(path, entries, {alias: name for alias, name in tied.items() if name in entries})
+
+
+def _named(name: str, info: TensorInfo) -> int:
+    """About how many bytes of header a tensor takes. Raises ``UnsupportedTensorError`` where none can hold it."""
+    if name == "__metadata__":
+        raise UnsupportedTensorError(f"a tensor has the name {name!r}, which safetensors files keep for themselves")
+    if len(info.shape) > DIMENSIONS:
+        raise UnsupportedTensorError(f"tensor {name!r} has {len(info.shape)} dimensions; there may be {DIMENSIONS}")
+    try:
+        quoted = msgspec.json.encode(name)
+    except UnicodeEncodeError as error:
+        raise UnsupportedTensorError(f"a tensor has the name {name!r}, which is no text: {error}") from error
+    return len(quoted) + _ENTRY + blocks.DIGITS * blocks.count(info.nbytes)
 
 
 def _entries(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> dict[str, Entry]:

@@ -6,14 +6,15 @@ checked in full: tensors tile the data area, without holes or overlaps, to its l
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.errors import DamagedError
+from holdfast.errors import DamagedError, FormatError
+from holdfast.layout import strictjson
 from holdfast.layout.dtypes import width
 
 #: Data starts at a multiple of this many bytes in files of ours, so that it can be moved by direct I/O.
@@ -24,13 +25,18 @@ LIMIT = 100_000_000
 
 LENGTH = 8
 
+#: The most dimensions of a tensor, and the most bytes: NumPy's and torch's limits.
+DIMENSIONS, LARGEST = 64, 2**63 - 1
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
 
 class Entry(msgspec.Struct, frozen=True):
     """One tensor of a file: dtype, shape, and its byte range within the data area."""
 
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +82,12 @@ def length(prefix: bytes, file_size: int, file: str) -> int:
 
 def decode(raw: bytes, file_size: int, file: str) -> Header:
     """Parse and check the bytes before the data of ``file``. Raises ``DamagedError`` naming it."""
+    parsed = strictjson.parse(raw[LENGTH:], f"the header of {file}")
     try:
-        table = _DECODE_TABLE(raw[LENGTH:])
-        metadata = _DECODE_METADATA(table.pop("__metadata__", msgspec.Raw(b"{}")))
-        entries = {name: _DECODE_ENTRY(entry) for name, entry in table.items()}
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        table = msgspec.convert(parsed, dict[str, Any])
+        metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, str])
+        entries = msgspec.convert(table, dict[str, Entry])
+    except msgspec.ValidationError as error:
         raise DamagedError(f"the header of {file} is damaged: {error}") from error
     _check(entries, file_size - len(raw), file)
     return Header(entries, metadata, len(raw))
@@ -92,7 +99,7 @@ def _check(entries: Mapping[str, Entry], data: int, file: str) -> None:
         start, stop = entry.data_offsets
         if start != reached or stop < start:
             raise DamagedError(f"{file}: tensor {name!r} at bytes {start} to {stop} leaves a hole or overlaps another")
-        if min(entry.shape, default=0) < 0 or math.prod(entry.shape) * width(entry.dtype) != stop - start:
+        if _nbytes(entry, name, file) != stop - start:
             raise DamagedError(
                 f"{file}: tensor {name!r} has {stop - start} bytes, not those of {entry.dtype} {list(entry.shape)}"
             )
@@ -103,17 +110,21 @@ def _check(entries: Mapping[str, Entry], data: int, file: str) -> None:
         )
 
 
+def _nbytes(entry: Entry, name: str, file: str) -> int:
+    """The bytes that a tensor of such dtype and shape has."""
+    try:
+        size = width(entry.dtype)
+    except FormatError as error:
+        raise FormatError(f"{file}: tensor {name!r}: {error}") from None
+    # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
+    if math.prod(dim or 1 for dim in entry.shape) * size > LARGEST:
+        raise DamagedError(f"{file}: no tensor can have the shape {list(entry.shape)} that {name!r} has")
+    return math.prod(entry.shape) * size
+
+
 def parse_json_object(text: str, what: str) -> dict[str, object]:
     """A JSON object out of a header's metadata. Raises ``DamagedError`` naming ``what``."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{what} is not JSON: {error}") from error
+    value = strictjson.parse(text.encode(), what)
     if not isinstance(value, dict):
         raise DamagedError(f"{what} is not a JSON object")
     return value
-
-
-_DECODE_TABLE = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_DECODE_METADATA = msgspec.json.Decoder(dict[str, str]).decode
-_DECODE_ENTRY = msgspec.json.Decoder(Entry).decode

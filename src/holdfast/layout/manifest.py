@@ -7,11 +7,12 @@ with its size and CRC.
 from __future__ import annotations
 
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from holdfast.errors import DamagedError, FormatError
+from holdfast.layout import strictjson
 from holdfast.layout.blocks import crc64
 from holdfast.layout.names import check_inside
 
@@ -20,8 +21,6 @@ VERSION = 1
 
 Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-
-T = TypeVar("T")
 
 _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
@@ -75,11 +74,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(record.size for record in self.files.values())
 
 
-class _Version(msgspec.Struct):
-    format: str = ""
-    version: int = 0
-
-
 def encode(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
@@ -88,23 +82,35 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes, file: str) -> Manifest:
-    """Parse and check a manifest. Raises ``FormatError`` for a newer version, ``DamagedError`` for all else."""
-    found = _parse(raw, _Version, file)
-    if found.format == "holdfast" and found.version > VERSION:
-        raise FormatError(
-            f"{file} is of format version {found.version}; this holdfast reads up to {VERSION}: update holdfast"
-        )
+    """Parse and check a manifest.
+
+    Raises ``FormatError`` for a newer version or another format, ``DamagedError`` for all else.
+    """
+    table = strictjson.parse(raw, file)
     tail = _TAIL.search(raw)
+    if tail is not None and crc64(raw[: tail.start()]) != int(tail[1], 16):
+        raise DamagedError(f"{file} does not match its own CRC: it is damaged")
+    if not isinstance(table, dict):
+        raise DamagedError(f"{file} is damaged: it is no JSON object")
+    _check_version(table.get("format"), table.get("version"), file)
     if tail is None:
         raise DamagedError(f"{file} does not end in its CRC: it is damaged or cut short")
-    if crc64(raw[: tail.start()]) != int(tail[1], 16):
-        raise DamagedError(f"{file} does not match its own CRC: it is damaged")
-    manifest = _parse(raw[: tail.start()] + b"\n}", Manifest, file)
-    if manifest.format != "holdfast" or manifest.version < 1:
-        raise FormatError(f"{file} is not a manifest of holdfast")
+    del table["crc64nvme"]
+    try:
+        manifest = msgspec.convert(table, Manifest)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{file} is damaged: {error}") from error
     for name in manifest.files:
         check_inside(name, file)
     return manifest
+
+
+def _check_version(form: object, version: object, file: str) -> None:
+    number = version if isinstance(version, int) else VERSION
+    if form != "holdfast" or number < 1:
+        raise FormatError(f"{file} is not a manifest of holdfast")
+    if number > VERSION:
+        raise FormatError(f"{file} is of format version {number}; this holdfast reads up to {VERSION}: update holdfast")
 
 
 def schema() -> bytes:
@@ -114,10 +120,3 @@ def schema() -> bytes:
     fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
     fields["required"].append("crc64nvme")
     return msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n"
-
-
-def _parse(raw: bytes, kind: type[T], file: str) -> T:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{file} is damaged: {error}") from error

@@ -19,9 +19,13 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from holdfast.errors import DamagedError, UnstorableError
+from holdfast.layout.strictjson import parse
 
-#: Deeper trees are refused, at save and at load.
-DEPTH = 200
+#: Deeper trees are refused when they are saved.
+DEPTH = 100
+
+#: Levels of JSON that one level of a tree may take: the tag of a namespace, that of its dict, a pair, the value.
+_LEVELS = 4
 
 #: Longest list of problems in one message.
 _SHOWN = 20
@@ -51,24 +55,19 @@ def dumps(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes
         shown = "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise UnstorableError(
-            f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\nStore plain values, tensors or arrays instead."
+            f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\n"
+            "Store plain values, tensors or arrays instead."
         )
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
 
 def loads(raw: bytes, codec: ArrayCodec, file: str) -> Any:
-    """The tree that :func:`dumps` wrote. Raises ``DamagedError`` naming ``file`` for anything it could not have written."""
+    """The tree that :func:`dumps` wrote. Raises ``DamagedError`` naming ``file`` for what it could not have written."""
     return decode(parse(raw, file), codec, file)
 
 
-def parse(raw: bytes, file: str) -> Any:
-    """JSON with every key once and finite numbers only, its tags not yet looked at."""
-    with _blaming(file):
-        return json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-
-
 def decode(encoded: Any, codec: ArrayCodec, file: str) -> Any:
-    """The values of :func:`parse`'d JSON."""
+    """The values of JSON that is parsed already."""
     with _blaming(file):
         return _decode(encoded, codec, 0)
 
@@ -79,7 +78,7 @@ def _blaming(file: str) -> Iterator[None]:
         yield
     except DamagedError as error:
         raise DamagedError(f"{file}: {error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise DamagedError(f"{file} holds no values that holdfast wrote: {error}") from error
 
 
@@ -93,40 +92,64 @@ class _Encoder:
 
 def _encode(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
     kind = type(value)
-    if value is None or kind is bool or kind is str or (kind is int and value.bit_length() <= _INT_BITS):
+    if value is None or kind is bool or (kind in _AS_THEY_ARE and _AS_THEY_ARE[kind](value)):
         return value
     if len(path) > DEPTH:
-        return encoder.refuse(path[:5] + ("…",), f"nested deeper than {DEPTH} levels, or inside itself")
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return encoder.refuse((*path[:5], "…"), f"nested deeper than {DEPTH} levels, or inside itself")
     if kind is list:
         return [_encode(item, (*path, i), encoder) for i, item in enumerate(value)]
     if kind is dict:
         return _encode_dict(value, path, encoder)
     if kind in _PLAIN:
         tag, to_json = _PLAIN[kind]
-        return {tag: _encode(to_json(value), path, encoder)}
+        encoded = _encode(to_json(value), path, encoder)
+        # Hashes differ between processes, and with them the order of a set.
+        return {tag: sorted(encoded, key=json.dumps) if kind in {set, frozenset} else encoded}
     return _encode_other(value, path, encoder)
 
 
+def _is_text(value: str) -> bool:
+    """Whether a text is whole characters; halves of them (from names of files) are no JSON."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+#: Which values JSON has itself.
+_AS_THEY_ARE: dict[type, Callable[[Any], bool]] = {
+    int: lambda value: value.bit_length() <= _INT_BITS,
+    float: math.isfinite,
+    str: _is_text,
+}
+
+
 def _encode_dict(value: dict[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
+    if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
         return {key: _encode(item, (*path, key), encoder) for key, item in value.items()}
     return {"$dict": _encode_pairs(value, path, encoder)}
 
 
 def _encode_pairs(value: Mapping[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> list[Any]:
     return [
-        [_encode(key, (*path, "key", repr(key)), encoder), _encode(item, (*path, key), encoder)]
+        [_encode(key, (*path, "key", _label(key)), encoder), _encode(item, (*path, _label(key)), encoder)]
         for key, item in value.items()
     ]
+
+
+def _label(key: Any) -> int | str:
+    """What a key is called in paths: a number, or whole characters."""
+    if type(key) is int and key.bit_length() <= _INT_BITS:
+        return key
+    try:
+        return str(key).encode(errors="backslashreplace").decode()
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return type(key).__qualname__
 
 
 def _encode_other(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
     if type(value) in _PAIRS:
         return {_PAIRS[type(value)]: _encode_pairs(value, path, encoder)}
-    if isinstance(value, pathlib.PurePath):
-        return {"$path": str(value)}
     try:
         encoded = encoder.codec.encode(value, encoder.prefix + ".".join(str(part) for part in path))
     except (TypeError, ValueError) as error:
@@ -146,14 +169,14 @@ def _show(path: tuple[object, ...]) -> str:
 
 
 def _decode(value: Any, codec: ArrayCodec, depth: int) -> Any:
-    if depth > 2 * DEPTH:
-        raise DamagedError(f"values are nested deeper than {DEPTH} levels")
+    if depth > _LEVELS * DEPTH:
+        raise DamagedError(f"values are nested deeper than {_LEVELS * DEPTH} levels of JSON")
     if isinstance(value, list):
         return [_decode(item, codec, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value), "")
-    if not tag.startswith("$"):
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
         return {key: _decode(item, codec, depth + 1) for key, item in value.items()}
     if len(value) != 1:
         raise DamagedError(f"the tag {tag!r} is not alone in its object")
@@ -171,17 +194,6 @@ def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
     if decoded is NotImplemented:
         raise DamagedError(f"the tag {tag!r} is not known; written by a newer version?")
     return decoded
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise DamagedError("a key stands twice in one object")
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise DamagedError(f"{name} is not JSON")
 
 
 def _counter(pairs: list[Any]) -> collections.Counter[Any]:
@@ -209,25 +221,47 @@ def _float(text: str) -> float:
     return float(text)
 
 
-def _sorted(items: set[Any] | frozenset[Any]) -> list[Any]:
-    """A set's items in an order that does not depend on the hash seed of this process."""
-    return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+def _datetime(parts: list[Any]) -> dt.datetime:
+    text, zone, fold = parts
+    return dt.datetime.fromisoformat(text).replace(tzinfo=zone, fold=fold)
+
+
+def _time(parts: list[Any]) -> dt.time:
+    text, zone, fold = parts
+    return dt.time.fromisoformat(text).replace(tzinfo=zone, fold=fold)
+
+
+def _instant(value: dt.datetime | dt.time) -> list[Any]:
+    """What ``isoformat`` leaves out: which of two equal hours it is when a clock is put back, and the zone's name."""
+    return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
+
+
+def _namespace(table: dict[Any, Any]) -> Namespace:
+    space = Namespace()
+    vars(space).update(table)
+    return space
 
 
 _PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("$tuple", list),
-    set: ("$set", _sorted),
-    frozenset: ("$frozenset", _sorted),
+    float: ("$float", repr),
+    str: ("$str", lambda value: base64.b64encode(value.encode(errors="surrogatepass")).decode()),
+    set: ("$set", list),
+    frozenset: ("$frozenset", list),
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
     bytearray: ("$bytearray", lambda value: base64.b64encode(value).decode()),
     complex: ("$complex", lambda value: [value.real, value.imag]),
     range: ("$range", lambda value: [value.start, value.stop, value.step]),
     slice: ("$slice", lambda value: [value.start, value.stop, value.step]),
-    dt.datetime: ("$datetime", dt.datetime.isoformat),
+    dt.datetime: ("$datetime", _instant),
     dt.date: ("$date", dt.date.isoformat),
-    dt.time: ("$time", dt.time.isoformat),
+    dt.time: ("$time", _instant),
+    dt.timezone: ("$timezone", lambda value: list(value.__reduce__()[1])),
     dt.timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     UUID: ("$uuid", str),
+    pathlib.PosixPath: ("$path", str),
+    pathlib.PurePosixPath: ("$purepath", str),
+    pathlib.PureWindowsPath: ("$windowspath", str),
     Namespace: ("$namespace", vars),
     collections.deque: ("$deque", lambda value: [list(value), value.maxlen]),
 }
@@ -236,6 +270,7 @@ _PAIRS: dict[type, str] = {collections.OrderedDict: "$ordereddict", collections.
 
 _FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$float": (str, _float),
+    "$str": (str, lambda text: base64.b64decode(text, validate=True).decode(errors="surrogatepass")),
     "$tuple": (list, tuple),
     "$set": (list, set),
     "$frozenset": (list, frozenset),
@@ -244,13 +279,16 @@ _FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$complex": (list, _complex),
     "$range": (list, lambda parts: range(*parts)),
     "$slice": (list, _slice),
-    "$datetime": (str, dt.datetime.fromisoformat),
+    "$datetime": (list, _datetime),
     "$date": (str, dt.date.fromisoformat),
-    "$time": (str, dt.time.fromisoformat),
+    "$time": (list, _time),
+    "$timezone": (list, lambda parts: dt.timezone(*parts)),
     "$timedelta": (list, _timedelta),
     "$uuid": (str, UUID),
     "$path": (str, pathlib.Path),
-    "$namespace": (dict, lambda table: Namespace(**table)),
+    "$purepath": (str, pathlib.PurePosixPath),
+    "$windowspath": (str, pathlib.PureWindowsPath),
+    "$namespace": (dict, _namespace),
     "$deque": (list, lambda parts: collections.deque(parts[0], parts[1])),
     "$dict": (list, dict),
     "$ordereddict": (list, collections.OrderedDict),

@@ -134,6 +134,8 @@ def _decode_dtype(payload: Any) -> torch.dtype:
 
 
 def _decode_device(payload: Any) -> torch.device:
+    if not isinstance(payload, str):
+        raise DamagedError(f"{payload!r} is no device")
     try:
         return torch.device(payload)
     except RuntimeError as error:

@@ -73,6 +73,7 @@ class Intake:
         self.findings = Findings()
         self._model: models.ModelView | None = None
         self._optimizer: optimizers.Restoration | None = None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._values: Mapping[str, Any] = {}
         self._rng: Mapping[str, Any] | None = None
 
@@ -108,17 +109,16 @@ class Intake:
                 self._aim(source, tensor)
         wanted = view.tensors.keys() | view.tied.keys()
         used = {tied.get(name, name) for name in wanted}
-        self.findings.unexpected += [name for name in [*stored, *tied] if name not in wanted and name not in used]
+        self.findings.unexpected += [name for name in stored if name not in wanted and name not in used]
         extra = self._values.get("model", {})
         self.findings.missing += [name for name in view.extra if name not in extra]
         self.findings.unexpected += [name for name in extra if name not in view.extra]
 
     def _aim(self, source: str, tensor: torch.Tensor) -> None:
-        if (MODEL, source) in self.targets:
-            raise InvalidArgumentError(
-                f"two tensors of the model take their values from {source!r}, which the checkpoint has tied; tie them in the model too"
-            )
-        self.targets[MODEL, source] = tensor
+        """A stored tensor is read once; where the checkpoint has two tied that are separate here, the second is copied."""
+        first = self.targets.setdefault((MODEL, source), tensor)
+        if first is not tensor:
+            self._copies.append((first, tensor))
 
     def _fits(self, name: str, tensor: torch.Tensor, info: TensorInfo) -> bool:
         shape, dtype = tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -155,6 +155,9 @@ class Intake:
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
+        with torch.no_grad():
+            for source, target in self._copies:
+                target.copy_(source)
         if self._optimizer is not None:
             self._optimizer.apply()
         if self._training.scheduler is not None and "scheduler" in self._values:

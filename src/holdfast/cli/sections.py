@@ -1,0 +1,98 @@
+"""The parts of what ``holdfast show`` prints, each a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from textwrap import wrap
+from typing import Any
+
+from holdfast.cli.modules import INSIDE, Module
+from holdfast.cli.output import clean, count, human_metrics, human_size, human_time
+from holdfast.cli.table import Column, Table
+from holdfast.cli.target import Target
+from holdfast.cli.values import brief, lines
+from holdfast.formats.reader import Values
+from holdfast.layout.files import TensorInfo
+
+#: The most lines of one part of the values.
+_SHOWN = 30
+
+#: The width of an optimizer's settings, in characters.
+_ROOM = 60
+
+
+def header(found: Target) -> Table:
+    """What the checkpoint is, and where it comes from."""
+    files = found.files()
+    rows = [("path", str(found.path)), ("format", found.reader.format)]
+    if found.manifest:
+        manifest, by = found.manifest, found.manifest.provenance
+        rows += [
+            ("tag", found.path.name),
+            ("step", "" if manifest.step is None else str(manifest.step)),
+            ("sequence", str(manifest.sequence)),
+            ("saved", f"{human_time(manifest.time)} by {count(by.world_size, 'rank')}"),
+            ("with", f"holdfast {by.holdfast}, torch {by.torch}, Python {by.python}"),
+            ("metrics", human_metrics(manifest.metrics)),
+        ]
+    rows.append(("size", f"{human_size(sum(files.values()))} in {count(len(files), 'file')}"))
+    return Table([Column("", style="bold"), Column("")], [(name, clean(text)) for name, text in rows if text])
+
+
+def tensors(found: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Table:
+    """Names, dtypes, shapes, bytes; then the further names of tied ones; then the total."""
+    columns = [Column("tensor", elastic="middle"), Column("dtype"), Column("shape"), Column("bytes", right=True)]
+    rows = [(clean(name), info.dtype, str(list(info.shape)), human_size(info.nbytes)) for name, info in found.items()]
+    rows += [(clean(f"{alias} = {name}"), "", "", "tied") for alias, name in tied.items()]
+    total = (count(len(found), "tensor"), "", "", human_size(sum(info.nbytes for info in found.values())))
+    return Table(columns, [*rows, [(text, "bold") for text in total]])
+
+
+def summary(parts: Sequence[Module]) -> Table:
+    """Bytes of each group, and of its modules below it."""
+    whole = sum(part.nbytes for part in parts if not part.name) or 1
+    columns = [
+        Column("module", elastic="middle"),
+        *(Column(title, right=True) for title in ("tensors", "bytes", "share")),
+    ]
+    rows = []
+    for part in parts:
+        style = "" if part.name else "bold"
+        texts = (f"{part.tensors:,}", human_size(part.nbytes), f"{100 * part.nbytes / whole:.1f} %")
+        rows.append([(text, style) for text in (_label(part), *texts)])
+    return Table(columns, rows)
+
+
+def _label(part: Module) -> str:
+    inside = " (in values)" if part.group in INSIDE else ""
+    return clean(f"  {part.name}" if part.name else f"{part.group}{inside}")
+
+
+def values(found: Values) -> Iterator[Table]:
+    """One table for each part of the values, under its name."""
+    for name, value in found.shared.items():
+        if value is None or value == {}:
+            continue
+        is_optimizer = name == "optimizer" and isinstance(value, dict) and {"class", "groups"} <= value.keys()
+        rows = list(islice(_optimizer(value) if is_optimizer else lines(value), _SHOWN + 1))
+        if len(rows) > _SHOWN:
+            rows[_SHOWN:] = [("…", "--json has the rest")]
+        cells = [(f"  {clean(path)}", clean(text)) for path, text in rows]
+        yield Table([Column(clean(name), elastic="middle"), Column("", elastic="end")], cells)
+    if found.own is not None:
+        kept = ", ".join(found.own) or "nothing"
+        yield Table([Column("ranks")], [(f"  {count(found.world_size, 'rank')}, each with its own {kept}",)])
+
+
+def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Its class, and of each group the number of parameters and what is set; what is off goes without saying."""
+    yield "class", str(value["class"])
+    for i, group in enumerate(value["groups"]):
+        given = {name: item for name, item in group.items() if item is not None and item is not False}
+        settings = [f"{name}={brief(item)}" for name, item in given.items() if name != "params"]
+        text = ", ".join([count(len(group.get("params", ())), "parameter"), *settings])
+        for n, line in enumerate(wrap(text, _ROOM, break_long_words=False)):
+            yield "" if n else f"group {i}", line
+    if value.get("state"):
+        yield "state", f"plain values of {count(len(value['state']), 'parameter')}"

@@ -1,0 +1,98 @@
+"""``holdfast show``: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import sections, target
+from holdfast.cli.described import Describing
+from holdfast.cli.modules import INSIDE, modules
+from holdfast.cli.output import console, print_error, print_json
+from holdfast.cli.target import Target
+from holdfast.cli.values import plain
+from holdfast.formats.reader import Values
+from holdfast.layout.files import TensorInfo
+
+
+def show(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.")],
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+) -> None:
+    """Show what is in a checkpoint: its tensors, how much each module takes, and its values.
+
+    No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
+    """
+    found = target.load(target.one(target.place(checkpoint)))
+    tensors = {name: info for name, info in _tensors(found).items() if _matches(name, pattern)}
+    tied = {alias: name for alias, name in _tied(found).items() if _matches(alias, pattern)}
+    if pattern is not None and not tensors and not tied:
+        print_error(f"no tensor of {found.path} matches {pattern!r}", "Without a pattern all are shown.")
+        raise typer.Exit(1)
+    if as_json:
+        print_json(_record(found, tensors, tied))
+    else:
+        _print(found, tensors, tied, whole=pattern is None)
+
+
+def _print(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str], *, whole: bool) -> None:
+    out = console()
+    parts = [sections.header(found)]
+    if tensors or tied:
+        parts += [sections.tensors(tensors, tied)]
+    if whole:
+        parts += [sections.summary(modules(found.reader.groups)), *sections.values(_values(found))]
+    for i, part in enumerate(part for part in parts if part.rows):
+        out.print(*[""] * bool(i), part)
+
+
+def _tensors(found: Target) -> dict[str, TensorInfo]:
+    return {f"{group}/{name}": info for group, name, info in found.entries() if group not in INSIDE}
+
+
+def _tied(found: Target) -> dict[str, str]:
+    tied = found.reader.tied.items()
+    return {f"{group}/{alias}": f"{group}/{name}" for group, names in tied for alias, name in names.items()}
+
+
+def _matches(name: str, pattern: str | None) -> bool:
+    """A glob is for the whole name, with or without its group; anything else for a part of it."""
+    if pattern is None or not any(c in pattern for c in "*?["):
+        return (pattern or "") in name
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2], pattern)
+
+
+def _values(found: Target) -> Values:
+    groups = found.reader.groups
+    return found.reader.values(0, Describing(groups.get("state", {})), Describing(groups.get("ranks", {})))
+
+
+def _record(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str]) -> dict[str, object]:
+    manifest, files = found.manifest, found.files()
+    return {
+        "path": str(found.path),
+        "format": found.reader.format,
+        "tag": found.path.name if manifest else None,
+        "step": manifest.step if manifest else None,
+        "sequence": manifest.sequence if manifest else None,
+        "time": manifest.time if manifest else None,
+        "world_size": manifest.provenance.world_size if manifest else None,
+        "metrics": dict(manifest.metrics) if manifest else {},
+        "bytes": sum(files.values()),
+        "files": [{"path": str(file), "bytes": size} for file, size in files.items()],
+        "tensors": [
+            {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
+            for name, info in tensors.items()
+        ],
+        "tied": tied,
+        "modules": [
+            {"group": part.group, "module": part.name or None, "tensors": part.tensors, "bytes": part.nbytes}
+            for part in modules(found.reader.groups)
+        ],
+        "values": plain(_values(found).shared),
+    }
