@@ -50,7 +50,7 @@ class CheckpointInfo:
 
     @property
     def age(self) -> tuple[int, float, str]:
-        """Sorts checkpoints from the oldest to the latest; never by a file's time, so that a copied run stays as it was."""
+        """Sorts checkpoints from the oldest to the latest; never by a file's time, so that copies stay in order."""
         return self.sequence, self.time, self.id
 
 

@@ -137,8 +137,10 @@ class Checkpointer:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: its passes over torch's heap, set off by many small records, cost a third
-    of a save of 20,000 small tensors (measured). What is made here has no cycles.
+    """No garbage collection meanwhile.
+
+    Its passes over torch's heap, set off by many small records, cost a third of a save of 20,000 small tensors
+    (measured). What is made here has no cycles.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -153,6 +155,6 @@ def local_path(path: str | PathLike[str]) -> Path:
     """An absolute path. Raises ``InvalidArgumentError`` for an address of an object store."""
     if "://" in str(path):
         raise InvalidArgumentError(
-            f"{path} is not a path of a file system; object stores are not supported yet: save to a local or shared folder"
+            f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
         )
     return Path(path).absolute()

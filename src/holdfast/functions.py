@@ -18,7 +18,7 @@ from holdfast.loading import Restored
 _defaults: dict[tuple[Path, int | str, float], Checkpointer] = {}
 
 
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users know
     path: str | PathLike[str],
     tag: str,
     model: Any = None,

@@ -140,7 +140,7 @@ class _Load:
             if self._session.rank == LEADER:
                 raise
             raise DisagreementError(
-                f"{folder}, which rank 0 has found, cannot be seen here: all ranks must load from one shared file system"
+                f"{folder}, which rank 0 has found, cannot be seen here: all ranks must load from a shared file system"
             ) from None
 
     def _read(self, reader: Reader, intake: Intake) -> bool:

@@ -9,7 +9,6 @@ import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,20 +17,20 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.catalog import CheckpointInfo, Successor, successor
-from holdfast.engine import commit, replicas, spec
+from holdfast.engine import replicas, spec
+from holdfast.engine.commit import Draft, draft_name
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import LEADER, Call, Ranks, same_call, unanimous
 from holdfast.engine.spec import Membership
 from holdfast.engine.transfer import decode_fragments, encode_fragments
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.errors import DisagreementError, InvalidArgumentError, ReplicaMismatchError, TagExistsError
 from holdfast.formats.native import RANKS
 from holdfast.layout import manifest
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.layout.names import check_tag
 from holdfast.state.capture import Capture, Training, capture
-from holdfast.storage import local
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ class _Terms(msgspec.Struct, frozen=True):
     publishers: list[int]
 
 
-class _Draft(msgspec.Struct, frozen=True):
-    """The folder to write into; its name is empty where replicas differ."""
+class _Opened(msgspec.Struct, frozen=True):
+    """The name of the draft that rank 0 has opened, and what its manifest will say; nothing where replicas differ."""
 
     name: str = ""
     successor: Successor | None = None
@@ -99,7 +98,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def save(request: SaveRequest, ranks: Ranks, cache: PlanCache, timeout: float) -> CheckpointInfo:
-    """Save, and return what was committed. On failure nothing is left under the tag, and all ranks raise the same error."""
+    """Save, and return what was committed. On failure nothing is left, and all ranks raise the same error."""
     return _Save(request, ranks, cache, timeout).run()
 
 
@@ -115,14 +114,13 @@ class _Save:
     def run(self) -> CheckpointInfo:
         terms = self._announce()
         membership = self._membership(terms) if terms.publishers else None
-        draft = self._prepare(terms, membership)
-        folder = self._request.path / draft.name
+        name, following = self._prepare(terms, membership)
+        draft = Draft(self._request.path / name, self._cache.plan)
         try:
-            committed = self._write(folder, draft)
+            committed = self._write(draft, following)
         except BaseException:
             if self._session.rank == LEADER:
-                with suppress(StorageError):
-                    local.remove_tree(folder)
+                draft.discard()
             raise
         return CheckpointInfo.of(self._request.path / self._request.tag, committed)
 
@@ -156,8 +154,8 @@ class _Save:
         )
         return Membership([spec.decode(raw) for raw in msgspec.msgpack.decode(specs, type=list[bytes])], terms.spec_of)
 
-    def _prepare(self, terms: _Terms, membership: Membership | None) -> _Draft:
-        """Plan, prove that replicas are equal, and open the draft."""
+    def _prepare(self, terms: _Terms, membership: Membership | None) -> tuple[str, Successor]:
+        """Plan, prove that replicas are equal, and open the draft. Returns its name, and what tells the checkpoint."""
         cache = self._cache
 
         def work() -> bytes:
@@ -169,66 +167,65 @@ class _Save:
 
         def decide(posted: list[bytes]) -> bytes:
             if not replicas.agree(posted):
-                return _encode(_Draft())
+                return _encode(_Opened())
             following = successor(self._request.path)
-            draft = _Draft(commit.draft_name(self._request.tag, following.id), following)
-            commit.open_draft(self._request.path / draft.name, cache.plan)
-            return _encode(draft)
+            name = draft_name(self._request.tag, following.id)
+            Draft(self._request.path / name, cache.plan).open()
+            return _encode(_Opened(name, following))
 
         _, raw = self._session.vote("preparing the save", work, lambda own: own, decide)
-        draft = msgspec.msgpack.decode(raw, type=_Draft)
-        if draft.successor is None:
+        opened = msgspec.msgpack.decode(raw, type=_Opened)
+        if opened.successor is None:
             cache.key = b""
-            self._name_mismatch()
+            raise self._mismatch()
         cache.saves += 1
-        return draft
+        return opened.name, opened.successor
 
-    def _name_mismatch(self) -> None:
-        def decide(posted: list[bytes]) -> bytes:
-            raise replicas.mismatch(self._cache.plan, posted)
-
-        self._session.vote(
-            "comparing replicas", lambda: replicas.details(self._cache.plan, self._part_of), lambda own: own, decide
+    def _mismatch(self) -> ReplicaMismatchError:
+        """Find out together which replicas differ."""
+        _, message = self._session.vote(
+            "comparing replicas",
+            lambda: replicas.details(self._cache.plan, self._part_of),
+            lambda own: own,
+            lambda posted: replicas.mismatch(self._cache.plan, posted).encode(),
         )
+        return ReplicaMismatchError(message.decode())
 
-    def _write(self, folder: Path, draft: _Draft) -> Manifest:
+    def _write(self, draft: Draft, following: Successor) -> Manifest:
         """Write this rank's share; rank 0 commits when all have written theirs."""
-        plan = self._cache.plan
-        files = [folder / file.path for file in plan.files]
+        files = [draft.folder / file.path for file in draft.plan.files]
 
         def work() -> _Report:
-            if not folder.is_dir():
+            if not draft.folder.is_dir():
                 raise DisagreementError(
-                    f"{folder}, which rank 0 has just made, cannot be seen here: all ranks must save into one shared file system"
+                    f"{draft.folder}, which rank 0 has made, cannot be seen here: "
+                    "all ranks must save into a shared file system"
                 )
-            return _Report(encode_fragments(write_pieces(files, plan.pieces, self._part_of)), self._captured.own)
+            fragments = write_pieces(files, draft.plan.pieces, self._part_of)
+            return _Report(encode_fragments(fragments), self._captured.own)
 
         def decide(posted: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
-            small = {
-                **self._captured.small,
-                RANKS: b'{"ranks":[' + b",\n".join(report.own for report in reports) + b"]}\n",
-            }
+            own = b'{"ranks":[' + b",\n".join(report.own for report in reports) + b"]}\n"
             fragments = decode_fragments(report.fragments for report in reports)
             final = self._request.path / self._request.tag
-            return manifest.encode(
-                commit.publish(folder, final, plan, fragments, small, lambda records: self._describe(draft, records))
+            described = draft.publish(
+                final, fragments, {**self._captured.small, RANKS: own}, lambda files: self._describe(following, files)
             )
+            return manifest.encode(described)
 
         _, raw = self._session.vote("writing", work, _encode, decide)
         return manifest.decode(raw, manifest.NAME)
 
-    def _describe(self, draft: _Draft, files: dict[str, FileRecord]) -> Manifest:
+    def _describe(self, following: Successor, files: dict[str, FileRecord]) -> Manifest:
         request = self._request
-        if draft.successor is None:
-            raise ValueError("a draft that was not opened")
         return Manifest(
             format="holdfast",
             version=manifest.VERSION,
             tag=request.tag,
-            id=draft.successor.id,
-            run=draft.successor.run,
-            sequence=draft.successor.sequence,
+            id=following.id,
+            run=following.run,
+            sequence=following.sequence,
             time=round(time.time(), 6),
             step=request.step,
             metrics={name: float(value) if math.isfinite(value) else None for name, value in request.metrics.items()},

@@ -96,14 +96,14 @@ class Checkpoint:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The plain values, with the tensors in them: ``optimizer`` groups, ``scheduler``, ``user_content``, as far as saved."""
+        """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved."""
         arrays, own = ArraysIn(self._reader.groups.get("state", {})), ArraysIn(self._reader.groups.get("ranks", {}))
         found = dict(self._reader.values(0, arrays, own).shared)
         self._fill([(("state", name), tensor, 0, tensor.nbytes) for name, tensor in arrays.tensors.items()])
         return found
 
     def verify(self) -> Iterator[tuple[str, int]]:
-        """Check every byte: yields the name and size of each tensor once it is verified; raises ``DamagedError`` for the first that is not."""
+        """Check every byte: yields each tensor's name and size once verified, or raises ``DamagedError``."""
         self._reader.check_files()
         for name, (group, stored) in self._keys.items():
             nbytes = self._reader.groups[group][stored].nbytes
@@ -127,16 +127,8 @@ class Checkpoint:
             number = self._number[key]
             parts[number] = LocalPart(tensor)
             for extent in self._reader.extents(*key, start, stop):
-                pieces.append(
-                    Piece(
-                        number,
-                        extent.start,
-                        extent.stop,
-                        extent.start - start,
-                        files.setdefault(extent.file, len(files)),
-                        extent.offset,
-                    )
-                )
+                file = files.setdefault(extent.file, len(files))
+                pieces += [Piece(number, extent.start, extent.stop, extent.start - start, file, extent.offset)]
         found = read_pieces(list(files), pieces, parts.__getitem__)
         Checks(self._reader, sorted(self._keys.values())).check_own(found)
 

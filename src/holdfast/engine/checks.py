@@ -1,4 +1,4 @@
-"""Verification of what was read: block by block, by each rank for itself where it read whole blocks, together where not."""
+"""Verification of what was read: each rank checks the blocks that it read whole, all together check the rest."""
 
 from __future__ import annotations
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
-from holdfast.errors import DisagreementError
+from holdfast.errors import DisagreementError, StorageError
 from holdfast.layout import blocks, manifest
 from holdfast.layout.files import DataFile, index, index_path
 from holdfast.layout.manifest import FileRecord, Manifest
@@ -21,85 +23,82 @@ from holdfast.storage.bulk import BulkWriter
 #: ``{path inside the checkpoint: contents}``.
 SmallFiles = Mapping[str, bytes]
 
+#: Makes the manifest of the files that it is given.
+Describe = Callable[[dict[str, FileRecord]], Manifest]
+
 
 def draft_name(tag: str, checkpoint_id: str) -> str:
     """The hidden name of a save in progress."""
     return f".{tag}.{checkpoint_id}.partial"
 
 
-def open_draft(draft: Path, plan: SavePlan) -> None:
-    """Create the folder of a save in progress, and its data files at their final sizes."""
-    local.make_folder(draft)
-    for file in plan.files:
-        path = draft / file.path
-        local.make_folder(path.parent)
-        local.allocate(path, file.size)
+@dataclass(frozen=True)
+class Draft:
+    """A save in progress: a hidden folder, and the plan of what will be in it."""
 
+    folder: Path
+    plan: SavePlan
 
-def publish(
-    draft: Path,
-    final: Path,
-    plan: SavePlan,
-    fragments: Fragments,
-    small: SmallFiles,
-    describe: Callable[[dict[str, FileRecord]], Manifest],
-) -> Manifest:
-    """Complete a draft whose data is durable, and give it its final name.
+    def open(self) -> None:
+        """Create the folder, and its data files at their final sizes."""
+        local.make_folder(self.folder)
+        for file in self.plan.files:
+            path = self.folder / file.path
+            local.make_folder(path.parent)
+            local.allocate(path, file.size)
 
-    ``fragments`` is what all ranks hashed; ``describe`` makes the manifest of the files. Raises
-    ``DisagreementError`` where the fragments leave part of a tensor unwritten.
-    """
-    records = dict(_finish_data(draft, plan, fragments))
-    indexes = {index_path(group): index(files) for group, files in plan.groups.items() if len(files) > 1}
-    for name, data in sorted({**indexes, **small}.items()):
-        local.make_folder((draft / name).parent)
-        local.write_small(draft / name, data)
-        records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
-    described = describe(dict(sorted(records.items())))
-    local.write_small(draft / manifest.NAME, manifest.encode(described))
-    for folder in sorted({(draft / name).parent for name in records} | {draft}, reverse=True):
-        local.sync_folder(folder)
-    local.publish(draft, final)
-    return described
+    def publish(self, final: Path, fragments: Fragments, small: SmallFiles, describe: Describe) -> Manifest:
+        """Complete the folder, whose data is durable, and give it its final name.
 
+        ``fragments`` is what all ranks hashed. Raises ``DisagreementError`` where that leaves a gap in a tensor.
+        """
+        records = dict(self._finish_data(fragments))
+        indexes = {index_path(group): index(files) for group, files in self.plan.groups.items() if len(files) > 1}
+        for name, data in sorted({**indexes, **small}.items()):
+            local.make_folder((self.folder / name).parent)
+            local.write_small(self.folder / name, data)
+            records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
+        described = describe(dict(sorted(records.items())))
+        local.write_small(self.folder / manifest.NAME, manifest.encode(described))
+        for folder in sorted({(self.folder / name).parent for name in records} | {self.folder}, reverse=True):
+            local.sync_folder(folder)
+        local.publish(self.folder, final)
+        return described
 
-def _finish_data(draft: Path, plan: SavePlan, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
-    number = itertools.count()
-    for file in plan.files:
-        crcs = [_crcs(plan, next(number), nbytes, fragments) for nbytes in _sizes(file)]
-        header = file.header(itertools.chain(*crcs))
-        with BulkWriter(draft / file.path) as writer:
-            writer.write(0, memoryview(header))
-            writer.sync()
-        header_crc = blocks.crc64(header)
-        yield (
-            file.path,
-            FileRecord(file.size, f"{_whole(header_crc, file, crcs):016x}", len(header), f"{header_crc:016x}"),
-        )
+    def discard(self) -> None:
+        """Remove the folder, after a failure; what cannot be removed stays hidden."""
+        with suppress(StorageError):
+            local.remove_tree(self.folder)
 
+    def _finish_data(self, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
+        """Write the headers, which hold the CRCs of all blocks."""
+        number = itertools.count()
+        for file in self.plan.files:
+            crcs = [self._crcs(next(number), entry.nbytes, fragments) for entry in file.entries.values()]
+            header = file.header(itertools.chain(*crcs))
+            with BulkWriter(self.folder / file.path) as writer:
+                writer.write(0, memoryview(header))
+                writer.sync()
+            crc = blocks.crc64(header)
+            yield file.path, FileRecord(file.size, f"{_whole(crc, file, crcs):016x}", len(header), f"{crc:016x}")
 
-def _sizes(file: DataFile) -> list[int]:
-    return [entry.nbytes for entry in file.entries.values()]
-
-
-def _crcs(plan: SavePlan, tensor: int, nbytes: int, fragments: Fragments) -> list[int]:
-    found = blocks.assemble(fragments.get(tensor, []), nbytes)
-    whole = [crc for crc in found if crc is not None]
-    if len(whole) != len(found):
-        group, name = plan.tensors[tensor]
-        start, stop = blocks.span(found.index(None), nbytes)
-        raise DisagreementError(
-            f"{group} tensor {name!r}: no rank saved all of bytes {start} to {stop}; some rank of its mesh did not pass it to the save"
-        )
-    return whole
+    def _crcs(self, tensor: int, nbytes: int, fragments: Fragments) -> list[int]:
+        found = blocks.assemble(fragments.get(tensor, []), nbytes)
+        whole = [crc for crc in found if crc is not None]
+        if len(whole) != len(found):
+            group, name = self.plan.tensors[tensor]
+            start, stop = blocks.span(found.index(None), nbytes)
+            raise DisagreementError(
+                f"{group} tensor {name!r}: no rank saved all of bytes {start} to {stop}; "
+                "some rank of its mesh did not pass it to the save"
+            )
+        return whole
 
 
 def _whole(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
     """The CRC of a file from those of its header and of its tensors' blocks."""
-    pieces = [
-        (crc, stop - start)
-        for nbytes, row in zip(_sizes(file), crcs, strict=True)
-        for block, crc in enumerate(row)
-        for start, stop in [blocks.span(block, nbytes)]
-    ]
-    return blocks.join([(header_crc, file.data_start), *pieces])
+    pieces = [(header_crc, file.data_start)]
+    for entry, row in zip(file.entries.values(), crcs, strict=True):
+        spans = (blocks.span(block, entry.nbytes) for block in range(len(row)))
+        pieces += [(crc, stop - start) for crc, (start, stop) in zip(row, spans, strict=True)]
+    return blocks.join(pieces)

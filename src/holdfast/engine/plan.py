@@ -114,7 +114,8 @@ class _Share:
         outside = set(held.layout.ranks) - self._place_of.keys()
         if outside:
             raise StateError(
-                f"{held.group} tensor {held.name!r} is sharded over rank {min(outside)}, which is not in the process group that saves it"
+                f"{held.group} tensor {held.name!r} is sharded over rank {min(outside)}, "
+                "which is not in the process group that saves it"
             )
         return tuple(sorted(self._place_of[number] for number in held.layout.holders(me))), runs
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from holdfast import errors
 from holdfast.errors import DisagreementError, HoldfastError, RankFailedError, RankTimeoutError
@@ -25,6 +26,9 @@ LEADER = 0
 
 #: Seconds that the others wait beyond the deadline for the leader's word.
 _GRACE = 1.0
+
+#: Most ranks that a message lists.
+_SHOWN = 8
 
 T = TypeVar("T")
 
@@ -60,17 +64,16 @@ _unpack = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 class Ranks:
-    """This process among the ranks of a process group; alone when there is none."""
+    """The ranks of a process group, and which of them this process is; alone when there is no group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.group = current_group(process_group)
         self.rank, self.size = 0, 1
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if self.group is not None and dist.get_world_size(self.group) > 1:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            self._store = dist.PrefixStore(
-                f"holdfast/{self.group.group_name}", dist.distributed_c10d._get_default_store().clone()
-            )
+            own = _get_default_store().clone()  # type: ignore[attr-defined]
+            self._store = PrefixStore(f"holdfast/{self.group.group_name}", own)
 
     def global_ranks(self) -> list[int]:
         """The global rank of each rank of the group."""
@@ -81,7 +84,7 @@ class Ranks:
         if self._store is None:
             return Session(None, 0, 1, timeout)
         number = self._store.add(f"sessions/{self.rank}", 1)
-        return Session(dist.PrefixStore(str(number), self._store), self.rank, self.size, timeout)
+        return Session(PrefixStore(str(number), self._store), self.rank, self.size, timeout)
 
 
 def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -94,7 +97,7 @@ def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup 
 class Session:
     """The votes of one save or load, in an order that is the same on every rank."""
 
-    def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self._store, self._timeout, self._votes = rank, size, store, timeout, 0
 
     def vote(
@@ -112,7 +115,7 @@ class Session:
 
     def _vote(
         self,
-        store: dist.Store,
+        store: Store,
         phase: str,
         work: Callable[[], T],
         encode: Callable[[T], bytes],
@@ -165,12 +168,12 @@ def _store_alive(phase: str) -> Iterator[None]:
 class _Ballot:
     """The keys of one vote in the store."""
 
-    def __init__(self, store: dist.Store, number: int, size: int, phase: str) -> None:
+    def __init__(self, store: Store, number: int, size: int, phase: str) -> None:
         self._store, self._number, self._phase = store, number, phase
         self._keys = [f"{number}/{rank}" for rank in range(size)]
 
     def post(self, rank: int, outcome: _Outcome) -> None:
-        self._store.set(self._keys[rank], _pack(outcome))
+        self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
 
     def lead(self, deadline: float, decide: Callable[[list[bytes]], bytes]) -> _Outcome:
         """Collect what all ranks posted, decide, and publish the decision."""
@@ -181,7 +184,7 @@ class _Ballot:
             decision = _decide(outcomes, decide, self._phase)
         except RankTimeoutError as error:
             decision = _Outcome(failure=Failure.of(error))
-        self._store.set(self._decision(self._number), _pack(decision))
+        self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
         return decision
 
     def follow(self, deadline: float) -> _Outcome:
@@ -208,7 +211,10 @@ class _Ballot:
     def _absent(self) -> str:
         absent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         names = _names(absent) if absent else f"rank {LEADER}"
-        return f"{names} did not come within the timeout while {self._phase}; all ranks must make the same calls in the same order, or the rank is stuck or dead"
+        return (
+            f"{names} did not come within the timeout while {self._phase}; "
+            "it is stuck or dead, or does not make the same calls in the same order"
+        )
 
 
 def _decide(outcomes: Sequence[_Outcome], decide: Callable[[list[bytes]], bytes], phase: str) -> _Outcome:
@@ -237,8 +243,8 @@ def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
 def _names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
 def unanimous(what: str, said: Sequence[str]) -> str:

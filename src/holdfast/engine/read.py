@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from holdfast.storage.bulk import SECTOR, BulkReader
 
 
 def read_pieces(
-    files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf, shared: Set[int] = frozenset()
+    files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf, shared: AbstractSet[int] = frozenset()
 ) -> Fragments:
     """Read pieces of files into this rank's parts of tensors and return what it hashed.
 
@@ -36,19 +37,19 @@ def read_pieces(
 class _Task:
     part_of: PartOf
     buffers: Buffers
-    shared: Set[int]
+    shared: AbstractSet[int]
 
     def read(self, chunk: Chunk, reader: BulkReader) -> list[tuple[int, Fragment]]:
         """Read one chunk, put it where it belongs, and hash it."""
         if not self._is_shared(chunk) and not reader.is_cached(chunk.offset, chunk.size):
-            data = reader.read_direct(chunk.offset, chunk.size, memoryview(self.buffers.get()))
+            data = reader.read_direct(chunk.offset, chunk.size, self.buffers.get().data)
             return self._distribute(chunk, np.frombuffer(data, np.uint8))
         in_place = self._view(chunk.pieces[0]) if len(chunk.pieces) == 1 else None
         if in_place is None:
             buffered = self.buffers.get()[: chunk.size]
-            reader.read(chunk.offset, memoryview(buffered))
+            reader.read(chunk.offset, buffered.data)
             return self._distribute(chunk, buffered)
-        reader.read(chunk.offset, memoryview(in_place))
+        reader.read(chunk.offset, in_place.data)
         (piece,) = chunk.pieces
         return [(piece.tensor, Fragment(piece.start, piece.stop, crc64(in_place)))]
 

@@ -9,7 +9,6 @@ import msgspec
 
 from holdfast.engine.plan import Replica, SavePlan
 from holdfast.engine.transfer import CHUNK, PartOf
-from holdfast.errors import ReplicaMismatchError
 from holdfast.layout.blocks import BLOCK, crc64, join
 
 #: From the second save with one plan on, one block in this many is compared, another one each time.
@@ -46,8 +45,8 @@ def details(plan: SavePlan, part_of: PartOf) -> bytes:
     )
 
 
-def mismatch(plan: SavePlan, posted: Sequence[bytes]) -> ReplicaMismatchError:
-    """The error that names the tensors that differ, and the ranks. Tensors have one number in every rank's plan."""
+def mismatch(plan: SavePlan, posted: Sequence[bytes]) -> str:
+    """The message that names the tensors that differ, and the ranks. Tensors have one number in every rank's plan."""
     reports = [_decode_details(raw) for raw in posted]
     for key in dict.fromkeys(key for report in reports for key in report):
         said = {rank: reports[rank][key] for rank in map(int, key.split(","))}
@@ -56,10 +55,8 @@ def mismatch(plan: SavePlan, posted: Sequence[bytes]) -> ReplicaMismatchError:
         if differing:
             ranks = [rank for rank, crcs in said.items() if crcs[differing[0]] != said[first][differing[0]]]
             names = [plan.tensors[said[first][i][0]] for i in differing]
-            return ReplicaMismatchError(_message(names, first, ranks))
-    return ReplicaMismatchError(
-        "replicated tensors changed on some rank while they were being saved; save between steps. Nothing was saved"
-    )
+            return _message(names, first, ranks)
+    return "replicated tensors changed on some rank while they were being saved; save between steps. Nothing was saved"
 
 
 def _message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int]) -> str:
@@ -67,8 +64,8 @@ def _message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"ranks hold different values of {shown}{more}: rank {first} and rank {', '.join(map(str, ranks))} differ. "
-        "Either the replicas have diverged, or these are different tensors under one name (parts of one tensor must be a DTensor; "
-        "stages of a pipeline need names of their own). Nothing was saved"
+        "Either the replicas have diverged, or these are different tensors under one name (parts of one tensor must "
+        "be a DTensor; stages of a pipeline need names of their own). Nothing was saved"
     )
 
 

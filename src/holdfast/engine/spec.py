@@ -7,6 +7,7 @@ each rank derives from them who holds what.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,34 +103,28 @@ class Membership:
                         PER_RANK, f"{rank}/{own.name}", TensorInfo(own.dtype, own.shape), None, (rank,), shared=True
                     )
             return
-        layout = self._layout(*named[0])
-        for number, other in named[1:]:
-            self._compare(tensor, named[0][0], other, number)
-            if self._layout(number, other) != layout:
-                self._differ(tensor, "layout", named[0][0], layout, number, self._layout(number, other))
-        members = (
-            self.members[named[0][0]]
-            if len(named) == 1
-            else tuple(sorted(rank for number, _ in named for rank in self.members[number]))
-        )
-        yield Held(tensor.group, tensor.name, TensorInfo(tensor.dtype, tensor.shape), layout, members, tensor.shared)
+        for what in ("dtype", "shape"):
+            self._agree(tensor, what, [(number, getattr(other, what)) for number, other in named])
+        layouts = [(number, self._layout(number, other)) for number, other in named]
+        self._agree(tensor, "layout", layouts)
+        holders = [self.members[number] for number, _ in named]
+        members = holders[0] if len(holders) == 1 else tuple(sorted(itertools.chain(*holders)))
+        info = TensorInfo(tensor.dtype, tensor.shape)
+        yield Held(tensor.group, tensor.name, info, layouts[0][1], members, tensor.shared)
 
     def _layout(self, number: int, tensor: TensorSpec) -> Layout | None:
         return None if tensor.layout is None else self.specs[number].layouts[tensor.layout]
 
-    def _compare(self, mine: TensorSpec, number: int, other: TensorSpec, other_number: int) -> None:
-        for what in ("dtype", "shape"):
-            if getattr(mine, what) != getattr(other, what):
-                self._differ(mine, what, number, getattr(mine, what), other_number, getattr(other, what))
-
-    def _differ(
-        self, tensor: TensorSpec, what: str, number: int, mine: object, other_number: int, other: object
-    ) -> None:
-        first, second = self.members[number][0], self.members[other_number][0]
-        raise DisagreementError(
-            f"ranks disagree about the {what} of {tensor.group} tensor {tensor.name!r}: rank {first} has {mine}, rank {second} has {other}; "
-            "parts of one tensor must be a DTensor, and different tensors need different names"
-        )
+    def _agree(self, tensor: TensorSpec, what: str, said: Sequence[tuple[int, object]]) -> None:
+        """Raise ``DisagreementError`` where specs, by number, say different things of one tensor."""
+        first, mine = said[0]
+        for number, other in said[1:]:
+            if other != mine:
+                raise DisagreementError(
+                    f"ranks disagree about the {what} of {tensor.group} tensor {tensor.name!r}: "
+                    f"rank {self.members[first][0]} has {mine}, rank {self.members[number][0]} has {other}; "
+                    "parts of one tensor must be a DTensor, and different tensors need different names"
+                )
 
     def tied(self) -> dict[str, dict[str, str]]:
         """``{group: {tied name: stored name}}`` over all ranks."""

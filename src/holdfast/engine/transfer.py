@@ -82,7 +82,7 @@ class Buffers:
         self._size, self._own = size, threading.local()
 
     def get(self) -> Bytes:
-        """This thread's buffer."""
+        """The buffer of the calling thread."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = np.frombuffer(aligned_buffer(self._size), np.uint8)
         buffer: Bytes = self._own.buffer
@@ -90,13 +90,13 @@ class Buffers:
 
 
 def file_chunks(pieces: Iterable[Piece]) -> Iterator[Chunk]:
-    """Chunks that start and end at multiples of :data:`CHUNK` in the file wherever pieces allow: for direct writes."""
+    """Chunks cut at multiples of :data:`CHUNK` in the file: for direct writes."""
     return _group(_cut(pieces, lambda piece: piece.offset), lambda piece: piece.offset % CHUNK == 0)
 
 
 def tensor_chunks(pieces: Iterable[Piece]) -> Iterator[Chunk]:
-    """Chunks whose pieces are cut at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
-    return _group(_cut(pieces, lambda piece: piece.start), lambda piece: False)
+    """Chunks cut at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
+    return _group(_cut(pieces, lambda piece: piece.start), lambda _: False)
 
 
 def _cut(pieces: Iterable[Piece], position: Callable[[Piece], int]) -> Iterator[Piece]:

@@ -41,5 +41,5 @@ def _write(chunk: Chunk, part_of: PartOf, buffer: Bytes, writer: BulkWriter) -> 
         np.copyto(into, part_of(piece.tensor).read(piece.local, piece.local + size))
         found.append((piece.tensor, Fragment(piece.start, piece.stop, crc64(into))))
         filled += size
-    writer.write(chunk.offset, memoryview(buffer)[lead:filled])
+    writer.write(chunk.offset, buffer[lead:filled].data)
     return found

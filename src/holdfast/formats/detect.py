@@ -24,5 +24,6 @@ def open_reader(path: Path) -> Reader:
     if not path.exists():
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
-        f"{path} is no checkpoint of a format that holdfast reads: it has no manifest.json, and no safetensors weights as Hugging Face lays them out"
+        f"{path} is no checkpoint of a format that holdfast reads: "
+        "it has no manifest.json, and no safetensors weights as Hugging Face lays them out"
     )

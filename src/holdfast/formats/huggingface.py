@@ -85,11 +85,12 @@ class HuggingFaceReader:
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """See :class:`holdfast.formats.reader.Reader`."""
         if group != MODEL:
-            raise FormatError(f"{self.path} holds a model only")
+            raise FormatError(f"{self.path} holds a model and no {group}")
         return [self._group.home(name).extent(name, start, stop)]
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """The CRCs where a folder of ours is read as it lies; others have none."""
+        del group  # there is one
         return self._group.home(name).crcs.get(name)
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:

@@ -11,6 +11,7 @@ from holdfast.formats.safetensors import FileGroup, SafetensorsFile
 from holdfast.layout import blocks, manifest, values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import FileRecord, Manifest
+from holdfast.layout.strictjson import parse
 from holdfast.layout.values import ArrayCodec
 from holdfast.storage import local
 
@@ -75,7 +76,7 @@ class NativeReader:
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
         """See :class:`holdfast.formats.reader.Reader`."""
         tree = values.loads(self.small(STATE), shared, str(self.path / STATE))
-        table = values.parse(self.small(RANKS), str(self.path / RANKS))
+        table = parse(self.small(RANKS), str(self.path / RANKS))
         ranks = table.get("ranks") if isinstance(table, dict) else None
         if not isinstance(tree, dict) or not isinstance(ranks, list):
             raise DamagedError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")

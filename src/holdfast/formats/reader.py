@@ -67,7 +67,7 @@ class Reader(Protocol):
         """The CRC of each block of a tensor; ``None`` in formats without."""
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
-        """The values, with those of one rank. Tensors of the groups ``state`` and ``ranks`` in them go through the codecs."""
+        """The values, with those of one rank. Tensors in them are in the groups ``state`` and ``ranks``."""
 
     def check_files(self) -> None:
         """Verify every file that holds no tensor data. Raises ``DamagedError`` naming the file."""

@@ -111,13 +111,14 @@ def _own(training: Training) -> dict[str, Any]:
 def _state_of(scheduler: Any) -> Any:
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise InvalidArgumentError(
-            f"scheduler must have state_dict() and load_state_dict(), as torch's have; {type(scheduler).__qualname__} has not"
+            "a scheduler has state_dict() and load_state_dict(), as torch's have; "
+            f"{type(scheduler).__qualname__} lacks them"
         )
     return scheduler.state_dict()
 
 
 def _add_values(captured: Capture, group: str, tree: Mapping[str, Any], prefix: str) -> bytes:
-    """Encode a tree; its tensors become tensors of ``group``, in the spec without the ``prefix`` that names the rank."""
+    """Encode a tree; its tensors become tensors of ``group``, in the spec without the rank's ``prefix``."""
     arrays = ArraysOut()
     encoded = values.dumps(tree, arrays, prefix)
     for name, tensor in arrays.tensors.items():

@@ -76,8 +76,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(model._modules.get("_orig_mod"), nn.Module):
-            model = model._modules["_orig_mod"]  # type: ignore[assignment]
+        elif isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
+            model = inner
         else:
             return model
 
@@ -126,10 +126,9 @@ def set_extra(module: nn.Module, name: str, value: object) -> None:
 
 def companions(module: nn.Module | None) -> dict[str, bytes]:
     """The files that make a folder of weights a transformers model: its configurations. None for other models."""
-    config = getattr(module, "config", None)
-    if module is None or not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
+    config: Any = copy.deepcopy(getattr(module, "config", None))
+    if not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
         return {}
-    config = copy.deepcopy(config)
     # fully_shard() renames the class; transformers must find the one it knows.
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     files = {"config.json": config.to_json_string().encode()}

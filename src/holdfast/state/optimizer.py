@@ -20,7 +20,7 @@ from holdfast.state.tensors import DTYPES
 
 
 def key(fqn: str, state: str) -> str:
-    """The name of a state tensor in a checkpoint: the parameter's FQN, a slash, the state's name (with ``%`` and ``/`` escaped)."""
+    """A state tensor's name in a checkpoint: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
     return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"
 
 
@@ -94,8 +94,8 @@ def _name(parameter: torch.Tensor, name_of: Mapping[int, str], group: int, numbe
     name = name_of.get(id(parameter))
     if name is None:
         raise StateError(
-            f"parameter {number} of the optimizer's group {group}, of shape {list(parameter.shape)}, is not a parameter of the model; "
-            "make the optimizer after the model is wrapped, and pass the model that it trains"
+            f"parameter {number} of the optimizer's group {group}, of shape {list(parameter.shape)}, is not one of the "
+            "model's; make the optimizer after the model is wrapped, and pass the model that it trains"
         )
     return name
 
@@ -156,7 +156,8 @@ def _home(
         on_device = bool(group.get("fused") or group.get("capturable"))
         return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
     raise OptimizerMismatchError(
-        f"optimizer state {name!r} has shape {list(info.shape)}, its parameter {list(parameter.shape)}: how it is laid out cannot be told before the optimizer's first step"
+        f"optimizer state {name!r} has shape {list(info.shape)}, its parameter {list(parameter.shape)}: "
+        "how it is laid out cannot be told before the optimizer's first step"
     )
 
 

@@ -26,7 +26,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How strictly a checkpoint must match: ``strict`` names, same dtypes unless ``map_dtype``; whether ``rng`` is put back."""
+    """What must match: names if ``strict``, dtypes unless ``map_dtype``; and whether ``rng`` is put back."""
 
     strict: bool
     map_dtype: bool
@@ -78,7 +78,7 @@ class Intake:
         self._rng: Mapping[str, Any] | None = None
 
     def match(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, source: str) -> None:
-        """Find a target for everything asked for. Raises ``MismatchError`` with all that does not fit; changes nothing."""
+        """Find a target for everything asked for. Raises ``MismatchError`` with all that does not fit."""
         self._values = shared
         if self._training.model is not None:
             self._match_model(self._training.model)
@@ -115,7 +115,7 @@ class Intake:
         self.findings.unexpected += [name for name in extra if name not in view.extra]
 
     def _aim(self, source: str, tensor: torch.Tensor) -> None:
-        """A stored tensor is read once; where the checkpoint has two tied that are separate here, the second is copied."""
+        """A stored tensor is read once; of two that are tied in the checkpoint and separate here, one is copied."""
         first = self.targets.setdefault((MODEL, source), tensor)
         if first is not tensor:
             self._copies.append((first, tensor))

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from holdfast.errors import DamagedError
+from holdfast.errors import DamagedError, StorageError
 from holdfast.storage.local import reported
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
@@ -34,9 +34,7 @@ class BulkWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with reported("open for writing", path):
-            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct = _open_direct(path, os.O_WRONLY)
+        self._buffered, self._direct = _open(path, os.O_WRONLY)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes. Its address modulo :data:`SECTOR` must be that of ``offset``.
@@ -87,9 +85,7 @@ class BulkReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with reported("open", path):
-            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._direct = _open_direct(path, os.O_RDONLY)
+        self._buffered, self._direct = _open(path, os.O_RDONLY)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before."""
@@ -102,7 +98,12 @@ class BulkReader:
         """
         lead = offset % SECTOR
         whole = buffer[: -(-(lead + size) // SECTOR) * SECTOR]
-        self._fill(self._buffered if self._direct is None else self._direct, offset - lead, whole, lead + size)
+        try:
+            self._fill(self._buffered if self._direct is None else self._direct, offset - lead, whole, lead + size)
+        except StorageError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fill(self._buffered, offset - lead, whole, lead + size)
         return whole[lead : lead + size]
 
     def _fill(self, fd: int, offset: int, into: memoryview, needed: int) -> None:
@@ -154,8 +155,18 @@ _CACHESTAT = 451
 _cachestat = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
 
 
+def _open(path: Path, mode: int) -> tuple[int, int | None]:
+    """A file that exists: through the page cache, and past it where the file system has such a way."""
+    with reported("open", path):
+        buffered = os.open(path, mode | os.O_CLOEXEC)
+        try:
+            return buffered, _open_direct(path, mode)
+        except BaseException:
+            os.close(buffered)
+            raise
+
+
 def _open_direct(path: Path, mode: int) -> int | None:
-    """The file past the page cache; ``None`` where the file system has no such way."""
     if not _DIRECT:
         return None
     try:

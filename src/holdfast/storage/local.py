@@ -108,7 +108,7 @@ def _unless_gone(_function: object, _path: object, info: tuple[type[BaseExceptio
 def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
     """The path is a regular file whose real place is inside one of the folders. Raises ``UnsafeNameError``."""
     with reported("look at", path):
-        real = path.resolve(strict=True)
+        real = Path(os.path.realpath(path, strict=True))
         if not any(real.is_relative_to(folder.resolve()) for folder in within):
             raise UnsafeNameError(f"{path} is a link to {real}, outside of the checkpoint: refused")
         if not stat.S_ISREG(real.stat().st_mode):
