@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,18 +14,21 @@ from holdfast.formats.native import is_native, read_manifest
 from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
 
+#: A save in progress; see ``engine.commit.draft_name``.
+_DRAFT = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.partial")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint of a run. ``time`` is in seconds since 1970, ``nbytes`` the size of all its files.
+    """One checkpoint of a run. ``time`` is in seconds since 1970, ``nbytes`` the size of the files its manifest names.
 
-    ``status`` is ``"complete"``, or ``"damaged"`` where the manifest cannot be read; the other fields are
-    then empty.
+    ``status`` is ``"complete"``, ``"damaged"`` where the manifest is, or ``"unreadable"`` where it is of a newer format
+    or may not be read. The other fields are then empty but for ``problem``, which says why.
     """
 
     tag: str
     path: Path
-    status: Literal["complete", "damaged"] = "complete"
+    status: Literal["complete", "damaged", "unreadable"] = "complete"
     step: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     sequence: int = 0
@@ -55,7 +60,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
-    """The checkpoints in a run's folder, oldest first; damaged ones come before all others."""
+    """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others."""
     found = [_look(folder) for folder in local.subfolders(path) if is_native(folder)]
     return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
@@ -63,8 +68,10 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 def _look(folder: Path) -> CheckpointInfo:
     try:
         return CheckpointInfo.of(folder, read_manifest(folder))
-    except (DamagedError, FormatError, StorageError) as error:
+    except DamagedError as error:
         return CheckpointInfo(folder.name, folder, "damaged", problem=_text(error))
+    except (FormatError, StorageError) as error:
+        return CheckpointInfo(folder.name, folder, "unreadable", problem=_text(error))
 
 
 def _text(error: HoldfastError) -> str:
@@ -105,3 +112,33 @@ def successor(path: Path) -> Successor:
     complete = [info for info in list_checkpoints(path) if info.status == "complete"]
     last = complete[-1] if complete else None
     return Successor(last.sequence + 1 if last else 1, last.run if last else secrets.token_hex(8), secrets.token_hex(8))
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a save that never ended left behind, or one that is under way: nobody can tell from here.
+
+    ``nbytes`` is what its files take of the disk now, ``time`` when its folder last changed.
+    """
+
+    name: str
+    tag: str
+    path: Path
+    time: float
+    nbytes: int
+
+
+def leftovers(run: Path) -> list[Leftover]:
+    """The hidden folders of saves that did not end."""
+    found = []
+    with local.reported("list", run):
+        for folder in sorted(run.iterdir()):
+            draft = _DRAFT.fullmatch(folder.name)
+            with suppress(FileNotFoundError):  # it was committed or removed meanwhile
+                if draft and folder.is_dir():
+                    found.append(Leftover(folder.name, draft["tag"], folder, folder.stat().st_mtime, _used(folder)))
+    return found
+
+
+def _used(folder: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
-from holdfast.errors import InvalidArgumentError
 from holdfast.layout.files import parse_size
 from holdfast.loading import LoadRequest, Restored, load
 from holdfast.saving import PlanCache, SaveRequest, save
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
+from holdfast.storage.local import local_path
 
 
 class SaveHandle:
@@ -149,12 +149,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def local_path(path: str | PathLike[str]) -> Path:
-    """An absolute path. Raises ``InvalidArgumentError`` for an address of an object store."""
-    if "://" in str(path):
-        raise InvalidArgumentError(
-            f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
-        )
-    return Path(path).absolute()

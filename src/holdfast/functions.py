@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from holdfast import catalog
 from holdfast.catalog import CheckpointInfo
-from holdfast.checkpointer import Checkpointer, SaveHandle, local_path
+from holdfast.checkpointer import Checkpointer, SaveHandle
 from holdfast.loading import Restored
+from holdfast.storage.local import local_path
 
 #: The default instances, one for each path and what was set with it. The only module-level state there is.
 _defaults: dict[tuple[Path, int | str, float], Checkpointer] = {}

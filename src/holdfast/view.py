@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.catalog import latest
 from holdfast.engine.checks import Checks
-from holdfast.engine.local import LocalPart
+from holdfast.engine.local import LocalPart, Nowhere
 from holdfast.engine.read import read_pieces
 from holdfast.engine.transfer import Piece
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import DamagedError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.reader import Reader
 from holdfast.layout.blocks import BLOCK
@@ -22,9 +22,33 @@ from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.tensors import DTYPES
+from holdfast.storage.local import local_path
 
 #: Tensors inside values, which are reached through them.
 _INSIDE = frozenset({"state", "ranks"})
+
+
+#: Bytes verified at a time, a multiple of a block; and the most tensors.
+_BATCH, _MANY = 256 * 2**20, 4096
+
+
+class Verified(NamedTuple):
+    """``nbytes`` of a tensor were read; ``problem`` says what is wrong with them, if anything is.
+
+    An empty ``name`` stands for a file without tensor data.
+    """
+
+    name: str
+    nbytes: int
+    problem: str | None
+
+
+class _Part(NamedTuple):
+    """Bytes ``[start, stop)`` of a stored tensor, by its number."""
+
+    tensor: int
+    start: int
+    stop: int
 
 
 class Checkpoint:
@@ -35,14 +59,12 @@ class Checkpoint:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._keys = {
-            f"{group}/{name}": (group, name) for group, names in sorted(reader.groups.items()) for name in sorted(names)
-        }
-        tied = {
-            f"{group}/{alias}": (group, name) for group, names in reader.tied.items() for alias, name in names.items()
-        }
-        self._places = {**tied, **self._keys}
-        self._number = {key: i for i, key in enumerate(sorted(self._keys.values()))}
+        self._stored = sorted((group, name) for group, names in reader.groups.items() for name in names)
+        self._number = {f"{group}/{name}": number for number, (group, name) in enumerate(self._stored)}
+        for group, names in reader.tied.items():
+            for alias, name in names.items():
+                self._number.setdefault(f"{group}/{alias}", self._number[f"{group}/{name}"])
+        self._checks = Checks(reader, self._stored)
 
     @property
     def path(self) -> Path:
@@ -56,12 +78,11 @@ class Checkpoint:
 
     def keys(self) -> list[str]:
         """The names of the tensors of models and optimizers; further names of tied ones are not among them."""
-        return [key for key, (group, _) in self._keys.items() if group not in _INSIDE]
+        return [f"{group}/{name}" for group, name in self._stored if group not in _INSIDE]
 
     def info(self, name: str) -> TensorInfo:
         """The dtype (by its safetensors name), shape and size in bytes of a tensor."""
-        group, stored = self._place(name)
-        return self._reader.groups[group][stored]
+        return self._info(self._find(name))
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of a tensor in row-major order, as a 1-D CPU tensor."""
@@ -73,20 +94,19 @@ class Checkpoint:
             )
         first, last = start * size // BLOCK * BLOCK, min(info.nbytes, -(-stop * size // BLOCK) * BLOCK)
         blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype])
-        self._fill([(self._place(name), blocks, first, first + blocks.nbytes)])
-        return (
-            blocks[start - first // size : stop - first // size].clone() if blocks.numel() != stop - start else blocks
-        )
+        self._fill({_Part(self._find(name), first, first + blocks.nbytes): blocks})
+        wanted = blocks[start - first // size : stop - first // size]
+        return wanted if wanted.numel() == blocks.numel() else wanted.clone()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
         info = self.info(name)
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        self._fill([(self._place(name), tensor, 0, info.nbytes)])
+        self._fill({_Part(self._find(name), 0, info.nbytes): tensor})
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._number
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -99,38 +119,63 @@ class Checkpoint:
         """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved."""
         arrays, own = ArraysIn(self._reader.groups.get("state", {})), ArraysIn(self._reader.groups.get("ranks", {}))
         found = dict(self._reader.values(0, arrays, own).shared)
-        self._fill([(("state", name), tensor, 0, tensor.nbytes) for name, tensor in arrays.tensors.items()])
+        inside = {self._number[f"state/{name}"]: tensor for name, tensor in arrays.tensors.items()}
+        self._fill({_Part(number, 0, tensor.nbytes): tensor for number, tensor in inside.items()})
         return found
 
-    def verify(self) -> Iterator[tuple[str, int]]:
-        """Check every byte: yields each tensor's name and size once verified, or raises ``DamagedError``."""
-        self._reader.check_files()
-        for name, (group, stored) in self._keys.items():
-            nbytes = self._reader.groups[group][stored].nbytes
-            scratch = torch.empty(min(nbytes, BLOCK), dtype=torch.uint8)
-            for start in range(0, nbytes, BLOCK):
-                stop = min(nbytes, start + BLOCK)
-                self._fill([((group, stored), scratch[: stop - start], start, stop)])
-            yield name, nbytes
+    def verify(self) -> Iterator[Verified]:
+        """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised."""
+        try:
+            self._reader.check_files()
+        except DamagedError as error:
+            yield Verified("", 0, str(error))
+        for batch in self._batches():
+            files: dict[Path, int] = {}
+            pieces = [piece for part in batch for piece in self._pieces(part, files)]
+            found = read_pieces(list(files), pieces, lambda _: Nowhere())
+            problems = {tensor: str(error) for tensor, error in self._checks.damage(found, {})}
+            for number, start, stop in batch:
+                yield Verified("/".join(self._stored[number]), stop - start, problems.get(number))
 
-    def _place(self, name: str) -> tuple[str, str]:
-        if name not in self._places:
-            close = [key for key in self._keys if name in key][:3]
+    def _batches(self) -> Iterator[list[_Part]]:
+        """All tensors in the order of their files, in parts that end at blocks, about ``_BATCH`` bytes at a time."""
+        batch: list[_Part] = []
+        filled = 0
+        for number in sorted(range(len(self._stored)), key=self._position):
+            nbytes = self._info(number).nbytes
+            for start in range(0, max(1, nbytes), _BATCH):
+                batch.append(_Part(number, start, min(nbytes, start + _BATCH)))
+                filled += batch[-1].stop - start
+                if filled >= _BATCH or len(batch) == _MANY:
+                    yield batch
+                    batch, filled = [], 0
+        yield batch
+
+    def _find(self, name: str) -> int:
+        if name not in self._number:
+            close = [key for key in self._number if name in key][:3]
             raise KeyError(f"{name!r} is not in {self.path}" + (f"; did you mean {', '.join(close)}?" if close else ""))
-        return self._places[name]
+        return self._number[name]
 
-    def _fill(self, wanted: Sequence[tuple[tuple[str, str], torch.Tensor, int, int]]) -> None:
-        """Read bytes ``[start, stop)`` of stored tensors into tensors of that size, and verify them."""
+    def _info(self, number: int) -> TensorInfo:
+        group, name = self._stored[number]
+        return self._reader.groups[group][name]
+
+    def _position(self, number: int) -> tuple[Path, int]:
+        extents = self._reader.extents(*self._stored[number], 0, self._info(number).nbytes)
+        return (extents[0].file, extents[0].offset) if extents else (self.path, 0)
+
+    def _fill(self, parts: Mapping[_Part, torch.Tensor]) -> None:
+        """Read parts of stored tensors, whole blocks, into tensors of that size, and verify them."""
         files: dict[Path, int] = {}
-        pieces, parts = [], {}
-        for key, tensor, start, stop in wanted:
-            number = self._number[key]
-            parts[number] = LocalPart(tensor)
-            for extent in self._reader.extents(*key, start, stop):
-                file = files.setdefault(extent.file, len(files))
-                pieces += [Piece(number, extent.start, extent.stop, extent.start - start, file, extent.offset)]
-        found = read_pieces(list(files), pieces, parts.__getitem__)
-        Checks(self._reader, sorted(self._keys.values())).check_own(found)
+        pieces = [piece for part in parts for piece in self._pieces(part, files)]
+        sinks = {part.tensor: LocalPart(tensor) for part, tensor in parts.items()}
+        self._checks.check_own(read_pieces(list(files), pieces, sinks.__getitem__))
+
+    def _pieces(self, part: _Part, files: dict[Path, int]) -> Iterator[Piece]:
+        for extent in self._reader.extents(*self._stored[part.tensor], part.start, part.stop):
+            file = files.setdefault(extent.file, len(files))
+            yield Piece(part.tensor, extent.start, extent.stop, extent.start - part.start, file, extent.offset)
 
 
 def open(path: str | PathLike[str]) -> Checkpoint:  # noqa: A001 - the public name
@@ -138,7 +183,7 @@ def open(path: str | PathLike[str]) -> Checkpoint:  # noqa: A001 - the public na
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
     """
-    place = Path(path).absolute()
+    place = local_path(path)
     if place.is_dir() and not is_checkpoint(place):
         place = latest(place).path
     return Checkpoint(open_reader(place))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,8 @@ from typing import Literal
 import holdfast
 from holdfast.cli.output import message
 from holdfast.cli.progress import progress
-from holdfast.cli.target import Target, load
-from holdfast.errors import DamagedError, HoldfastError, StorageError
-from holdfast.layout.blocks import BLOCK
-from holdfast.layout.dtypes import width
+from holdfast.cli.target import load
+from holdfast.errors import DamagedError, HoldfastError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,43 +50,26 @@ def examine(path: Path) -> Verdict:
     with progress(f"verifying {path.name}", target.nbytes) as done:
         checkpoint = holdfast.Checkpoint(target.reader)
         started = time.perf_counter()  # torch is imported now
-        sound, problems = _check(target, checkpoint, done)
+        sound, problems = _check(checkpoint, done)
         seconds = time.perf_counter() - started
     return Verdict(
         path=str(path),
         status="damaged" if problems else "verified" if checksummed == target.tensors else "unchecked",
         tensors=len(sound),
         checksummed=checksummed,
-        bytes=sum(sound),
+        bytes=sum(sound.values()),
         seconds=seconds,
-        problems=tuple(dict.fromkeys(problems)),
+        problems=tuple(problems),
     )
 
 
-def _check(target: Target, checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> tuple[list[int], list[str]]:
-    """The sizes of the sound tensors, and what is wrong, the first of it maybe twice."""
-    sound: list[int] = []
-    problems: list[str] = []
-    rest = {f"{group}/{name}" for group, name, _ in target.entries()}
-    try:
-        for name, nbytes in checkpoint.verify():
-            rest.discard(name)
-            sound.append(nbytes)
-            done(nbytes)
-    except (DamagedError, StorageError) as error:
-        problems.append(message(error))
-    for name in sorted(rest):  # verify() ends at the first that is damaged
-        try:
-            _read(checkpoint, name)
-            sound.append(checkpoint.info(name).nbytes)
-        except (DamagedError, StorageError) as error:
-            problems.append(message(error))
-        done(checkpoint.info(name).nbytes)
-    return sound, problems
-
-
-def _read(checkpoint: holdfast.Checkpoint, name: str) -> None:
-    info = checkpoint.info(name)
-    size = width(info.dtype)
-    for start in range(0, info.nbytes, BLOCK):
-        checkpoint.read(name, start // size, min(start + BLOCK, info.nbytes) // size)
+def _check(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> tuple[dict[str, int], list[str]]:
+    """The sizes of the sound tensors, and what is wrong with the others and with other files."""
+    sizes: Counter[str] = Counter()
+    problems: dict[str, str] = {}
+    for name, nbytes, problem in checkpoint.verify():
+        sizes[name] += nbytes
+        done(nbytes)
+        if problem:
+            problems[name] = problem
+    return {name: size for name, size in sizes.items() if name not in problems}, list(problems.values())

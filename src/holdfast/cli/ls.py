@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from holdfast.catalog import CheckpointInfo, list_checkpoints
-from holdfast.cli.leftovers import Leftover, leftovers
+from holdfast.catalog import CheckpointInfo, Leftover, leftovers, list_checkpoints
 from holdfast.cli.output import clean, console, count, human_metrics, human_size, human_time, print_error, print_json
 from holdfast.cli.table import Cell, Column, Table
-from holdfast.cli.target import place
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
+from holdfast.storage.local import local_path
 
 
 def ls(
@@ -26,9 +25,9 @@ def ls(
 ) -> None:
     """List the checkpoints of a run.
 
-    The latest is the last; damaged ones come first. Exit code 1 where there is none, or one whose manifest is damaged.
+    Oldest first, but damaged ones before all others. Exit code 1 where there is none, or a damaged one.
     """
-    path = place(run)
+    path = local_path(run)
     found = list_checkpoints(path)
     drafts = leftovers(path) if path.is_dir() else []
     shown = drafts if show_all else []
@@ -97,8 +96,8 @@ def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) ->
 
 
 def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
-    if info.status == "damaged":
-        return [clean(info.tag), "", "", "", ("damaged", "bold red"), ""]
+    if info.status != "complete":
+        return [clean(info.tag), "", "", "", (info.status, "bold red"), ""]
     return [
         clean(info.tag),
         "" if info.step is None else str(info.step),

@@ -15,6 +15,7 @@ from holdfast.cli.target import Target
 from holdfast.cli.values import plain
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
+from holdfast.storage.local import local_path
 
 
 def show(
@@ -28,7 +29,7 @@ def show(
 
     No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
     """
-    found = target.load(target.one(target.place(checkpoint)))
+    found = target.load(target.one(local_path(checkpoint)))
     tensors = {name: info for name, info in _tensors(found).items() if _matches(name, pattern)}
     tied = {alias: name for alias, name in _tied(found).items() if _matches(alias, pattern)}
     if pattern is not None and not tensors and not tied:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.catalog import CheckpointInfo, latest, list_checkpoints
-from holdfast.errors import DamagedError, InvalidArgumentError
+from holdfast.errors import DamagedError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
@@ -53,13 +53,6 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]{1,18})", name))]
 
 
-def place(argument: str) -> Path:
-    """The absolute path of an argument. Raises ``InvalidArgumentError`` for an address of an object store."""
-    if "://" in argument:
-        raise InvalidArgumentError(f"{argument} is not a path of a file system; object stores are not supported yet")
-    return Path(argument).absolute()
-
-
 def checkpoints(path: Path) -> list[CheckpointInfo]:
     """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or no folder."""
     return [] if is_checkpoint(path) else list_checkpoints(path)
@@ -68,7 +61,7 @@ def checkpoints(path: Path) -> list[CheckpointInfo]:
 def one(path: Path) -> Path:
     """The checkpoint itself, or a run's latest. Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``."""
     found = checkpoints(path)
-    if found and found[-1].status == "damaged":
+    if found and found[-1].status != "complete":
         raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
     if path.is_dir() and not is_checkpoint(path):
         return latest(path).path

@@ -11,6 +11,7 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.examine import Verdict, examine
 from holdfast.cli.output import clean, console, count, human_seconds, human_size, print_json
+from holdfast.storage.local import local_path
 
 #: The most problems of one checkpoint that are printed.
 _SHOWN = 20
@@ -23,11 +24,10 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint, check every CRC, and name what is damaged.
 
-    Exit code 1 where something is. A run's checkpoints with a damaged manifest are always named, as one of
-    them may be its latest.
+    Exit code 1 where something is. A run's checkpoints with a damaged manifest are always named, too.
     """
     verdicts = []
-    for path in _paths(target.place(checkpoint), check_all=check_all):
+    for path in _paths(local_path(checkpoint), check_all=check_all):
         verdicts.append(examine(path))
         if not as_json:
             _print(verdicts[-1])
@@ -38,10 +38,11 @@ def verify(
 
 
 def _paths(path: Path, *, check_all: bool) -> list[Path]:
+    """What to check; also checkpoints with a damaged manifest, as any of them may be the latest."""
     found = target.checkpoints(path)
     if not found:
         return [target.one(path)]
-    return [info.path for info in found if check_all or info.status == "damaged" or info is found[-1]]
+    return [info.path for info in found if check_all or info.status != "complete" or info is found[-1]]
 
 
 def _print(verdict: Verdict) -> None:

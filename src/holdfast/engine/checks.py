@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,12 @@ class Checks:
     def check_own(self, found: Fragments) -> Fragments:
         """Verify blocks that this rank read whole. Returns the fragments of all others, to be checked together."""
         partial: Fragments = {}
+        for _, error in self.damage(found, partial):
+            raise error
+        return partial
+
+    def damage(self, found: Fragments, partial: Fragments) -> Iterator[tuple[int, DamagedError]]:
+        """The blocks read whole that are not what was saved, by tensor; other fragments go into ``partial``."""
         for tensor, fragments in found.items():
             crcs = self._crcs(tensor)
             if crcs is None:
@@ -46,8 +52,7 @@ class Checks:
                 if (fragment.start, fragment.stop) != span(block, nbytes):
                     partial.setdefault(tensor, []).append(fragment)
                 elif fragment.crc != crcs[block]:
-                    raise self._damaged(tensor, block)
-        return partial
+                    yield tensor, self._damaged(tensor, block)
 
     def check_shared(self, partial: Fragments) -> None:
         """Verify blocks of which several ranks read parts. Those that the parts do not tile are read again, whole."""

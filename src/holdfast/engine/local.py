@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,28 @@ import torch
 from holdfast.engine.runs import boxes
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Sink(Protocol):
+    """Where bytes that are read go."""
+
+    def view(self, start: int, stop: int) -> Bytes | None:
+        """The memory of bytes ``[start, stop)``, or ``None`` where they must be handed to :meth:`write`."""
+
+    def write(self, start: int, data: Bytes) -> None:
+        """Take in the bytes from ``start`` on."""
+
+
+class Nowhere:
+    """A sink for bytes that are only to be hashed."""
+
+    def view(self, start: int, stop: int) -> Bytes | None:
+        """There is no memory."""
+        del start, stop
+        return None
+
+    def write(self, start: int, data: Bytes) -> None:
+        """Forget them."""
 
 
 class LocalPart:

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.engine.local import Bytes
-from holdfast.engine.transfer import CHUNK, Buffers, Chunk, Fragments, PartOf, Piece, gather, in_threads, tensor_chunks
+from holdfast.engine.transfer import CHUNK, Buffers, Chunk, Fragments, Piece, SinkOf, gather, in_threads, tensor_chunks
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkReader
 
 
 def read_pieces(
-    files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf, shared: AbstractSet[int] = frozenset()
+    files: Sequence[Path], pieces: Sequence[Piece], sink_of: SinkOf, shared: AbstractSet[int] = frozenset()
 ) -> Fragments:
     """Read pieces of files into this rank's parts of tensors and return what it hashed.
 
@@ -29,13 +29,13 @@ def read_pieces(
     with ExitStack() as stack:
         wanted = sorted({piece.file for piece in ordered})
         readers = {file: stack.enter_context(BulkReader(files[file])) for file in wanted}
-        task = _Task(part_of, buffers, shared)
+        task = _Task(sink_of, buffers, shared)
         return gather(in_threads(lambda chunk: task.read(chunk, readers[chunk.file]), tensor_chunks(ordered)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    part_of: PartOf
+    sink_of: SinkOf
     buffers: Buffers
     shared: AbstractSet[int]
 
@@ -58,7 +58,7 @@ class _Task:
         for piece in chunk.pieces:
             at = piece.offset - chunk.offset
             part = data[at : at + piece.stop - piece.start]
-            self.part_of(piece.tensor).write(piece.local, part)
+            self.sink_of(piece.tensor).write(piece.local, part)
             found.append((piece.tensor, Fragment(piece.start, piece.stop, crc64(part))))
         return found
 
@@ -66,4 +66,4 @@ class _Task:
         return any(piece.tensor in self.shared for piece in chunk.pieces)
 
     def _view(self, piece: Piece) -> Bytes | None:
-        return self.part_of(piece.tensor).view(piece.local, piece.local + piece.stop - piece.start)
+        return self.sink_of(piece.tensor).view(piece.local, piece.local + piece.stop - piece.start)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from holdfast.engine.local import Bytes, LocalPart
+from holdfast.engine.local import Bytes, LocalPart, Sink
 from holdfast.layout.blocks import BLOCK, Fragment, combine
 from holdfast.storage.bulk import aligned_buffer
 
@@ -56,6 +56,9 @@ class Chunk(NamedTuple):
 
 #: This rank's part of tensor number n.
 PartOf = Callable[[int], LocalPart]
+
+#: Where the bytes of tensor number n go.
+SinkOf = Callable[[int], Sink]
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorError
@@ -129,8 +129,11 @@ def companions(module: nn.Module | None) -> dict[str, bytes]:
     config: Any = copy.deepcopy(getattr(module, "config", None))
     if not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
         return {}
-    # fully_shard() renames the class; transformers must find the one it knows.
-    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    # fully_shard() puts a class of its own before the model's; transformers must find the one it knows.
+    kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    config.architectures = [kind.__name__]
+    if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
+        config.dtype = str(dtype).removeprefix("torch.")
     files = {"config.json": config.to_json_string().encode()}
     generation = getattr(module, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):

@@ -12,9 +12,10 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, StorageError, TagExistsError, UnsafeNameError
+from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError, UnsafeNameError
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -29,6 +30,15 @@ def reported(action: str, path: object) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(error.errno, f"could not {action} {path}: {os.strerror(error.errno or 0)}") from error
+
+
+def local_path(path: str | PathLike[str]) -> Path:
+    """An absolute path. Raises ``InvalidArgumentError`` for an address of an object store."""
+    if "://" in str(path):
+        raise InvalidArgumentError(
+            f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
+        )
+    return Path(path).absolute()
 
 
 def make_folder(path: Path) -> None:

@@ -1,0 +1,323 @@
+"""A training job is killed twice, and resumed on other numbers of ranks: a story told while it happens.
+
+`make demo` runs it. All files are written into `demo_run` in the current folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+import holdfast
+
+TRAIN = Path(__file__).with_name("train.py")
+FOLDER = Path("demo_run")
+LOG = FOLDER / "torchrun.log"
+STEPS, SAVE_EVERY = 120, 10
+#: How far apart the losses of the two runs may be: sums in another order round otherwise, and nothing else differs.
+TOLERANCE = 1e-4
+#: Seconds that one job may take.
+PATIENCE = 300.0
+#: What training needs to be quiet, and to share two cores.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+
+console = Console(highlight=False, width=min(80, Console().width))
+
+
+class DemoError(Exception):
+    """Something did not go as the story wants it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the training script prints of a step."""
+
+    step: int
+    loss: float
+    ranks: int
+
+
+class Job:
+    """The training script under `torchrun`, and what its rank 0 prints."""
+
+    def __init__(self, run: Path, ranks: int) -> None:
+        options = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={FOLDER / 'logs'}"]
+        script = [str(TRAIN), str(run), f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"]
+        self.steps: list[Step] = []
+        with LOG.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *options, *script],
+                env=os.environ | ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            if line.startswith("{"):
+                self.steps.append(Step(**json.loads(line)))
+
+    @property
+    def at(self) -> int:
+        """The last step it has told of."""
+        return self.steps[-1].step if self.steps else 0
+
+    def running(self) -> bool:
+        """Whether any of its processes is there. All of them hold the pipe; its end is the end of the last one."""
+        return self._reader.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL for torchrun and every rank. None of them can do anything about it."""
+        for pid in descendants(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._reader.join(30)
+        if self.running():
+            raise DemoError("a rank has survived SIGKILL")
+        self._process.wait()
+
+    def must_have_begun(self, after: int) -> None:
+        """Raise unless its first step came right after the given one."""
+        if not self.steps or self.steps[0].step != after + 1:
+            raise DemoError(f"the job did not go on after step {after}. {complaints()}")
+
+    def finish(self) -> None:
+        """Raise unless it ended by itself, and well."""
+        status = self._process.wait()
+        if status != 0:
+            raise DemoError(f"the job ended with status {status}. {complaints()}")
+
+
+def complaints() -> str:
+    """The beginning of what the last job wrote to stderr, where the first error is."""
+    return "\n".join([f"{LOG} begins:", *LOG.read_text().splitlines()[:40]])
+
+
+def descendants(pid: int) -> list[int]:
+    """A process, its children, and theirs.
+
+    `torchrun` starts every rank in a session of its own, so there is no process group that has all of them.
+    """
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found
+
+
+@contextmanager
+def started(run: Path, ranks: int) -> Iterator[Job]:
+    """Start a job; whatever happens, none of its processes is left behind."""
+    tell(f"[bold]$ torchrun --nproc-per-node {ranks} examples/train.py {run} --steps {STEPS}[/]")
+    job = Job(run, ranks)
+    try:
+        yield job
+    finally:
+        if job.running():
+            job.kill()
+
+
+def follow(job: Job, until: Callable[[], bool] = lambda: False) -> None:
+    """Tell of a job's progress until it ends or ``until`` holds."""
+    deadline = time.monotonic() + PATIENCE
+    told, going_on = 0, True
+    while going_on:
+        time.sleep(0.002)
+        going_on = job.running() and not until()
+        for step in job.steps[told:]:
+            told += 1
+            if told == 1 or step.step % 20 == 0:
+                tell(f"  step {step.step:3}   loss {step.loss:.4f}")
+        if time.monotonic() > deadline:
+            raise DemoError(f"the job was not done after {PATIENCE:.0f} seconds")
+
+
+def undisturbed(run: Path) -> list[Step]:
+    """Train on four ranks from beginning to end."""
+    with started(run, 4) as job:
+        follow(job)
+        job.finish()
+    return job.steps
+
+
+def disturbed(run: Path) -> list[list[Step]]:
+    """The same training, in three jobs: killed at some moment, killed in the middle of a save, and left to end."""
+    moment = random.randint(4 * SAVE_EVERY, 6 * SAVE_EVERY)
+    with started(run, 4) as first:
+        follow(first, until=lambda: first.at >= moment)
+        time.sleep(random.uniform(0, 0.2))
+        saved = kill(first, run, known=set())
+
+    known = partials(run)
+    with started(run, 2) as second:
+        follow(second, until=lambda: second.at >= moment + 2 * SAVE_EVERY and partials(run) > known)
+        second.must_have_begun(after=saved)
+        saved = kill(second, run, known)
+
+    with started(run, 3) as third:
+        follow(third)
+        third.finish()
+        third.must_have_begun(after=saved)
+    return [first.steps, second.steps, third.steps]
+
+
+def kill(job: Job, run: Path, known: set[str]) -> int:
+    """Kill a job, tell what that leaves in the run's folder, and return the step of the newest checkpoint there.
+
+    ``known`` are the partial saves that were there before the job.
+    """
+    job.kill()
+    if not 0 < job.at < STEPS:
+        raise DemoError(f"the job was to be killed in the middle, and was at step {job.at}")
+    newest = int(holdfast.list_checkpoints(run)[-1].step or 0)
+    tell(f"[red]kill -9[/] for torchrun and its {job.steps[0].ranks} ranks, after step {job.at}.")
+    for name in sorted(partials(run) - known):
+        tell(f"It was in the middle of a save. {name} is what there is of that: hidden, never listed, never loaded.")
+    lost = job.at - newest
+    cost = f"{lost} step{'s' * (lost > 1)} will be done again." if lost else "nothing is lost."
+    tell(f"The newest complete checkpoint is [bold]step_{newest}[/]; {cost}\n")
+    return newest
+
+
+def partials(run: Path) -> set[str]:
+    """The folders of saves that are going on, or were when their job died."""
+    return {folder.name for folder in run.glob(".*.partial")}
+
+
+def compare(reference: list[Step], jobs: list[list[Step]]) -> None:
+    """Show the losses side by side. Raises where they are not the same, or steps are missing."""
+    expected = {step.step: step.loss for step in reference}
+    done = {step.step for steps in jobs for step in steps}
+    if not done == expected.keys() == set(range(1, STEPS + 1)):
+        raise DemoError("the losses of some steps are missing")
+    tell("Some of the steps. Each gap is a kill; what that cost is done twice.")
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("step", "undisturbed, 4 ranks", "killed twice", "ranks", "apart by"):
+        table.add_column(heading, justify="right")
+    for steps in jobs:
+        for step in steps:
+            if step.step % 20 == 0 or step in (steps[0], steps[-1]):
+                other = expected[step.step]
+                gap = f"{abs(step.loss - other):.1e}" if step.loss != other else "0"
+                table.add_row(f"{step.step}", f"{other:.6f}", f"{step.loss:.6f}", f"{step.ranks}", gap)
+        table.add_section()
+    console.print(table)
+
+    apart = max(abs(step.loss - expected[step.step]) for steps in jobs for step in steps)
+    tell(f"Over all {STEPS} steps the losses are at most [bold]{apart:.1e}[/] apart.")
+    if apart > TOLERANCE:
+        raise DemoError(f"that is more than rounding ({TOLERANCE:.0e}): the run did not go on where it was")
+    tell("That is rounding: other numbers of ranks sum gradients in another order.")
+
+
+def generate(folder: Path) -> Text:
+    """What the model of a checkpoint makes of the beginning of a function. Nothing here comes from holdfast."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    beginning = torch.tensor([list(b"def ")])
+    torch.manual_seed(0)
+    tokens = model.generate(
+        beginning, attention_mask=torch.ones_like(beginning), max_new_tokens=180, do_sample=True, temperature=0.6
+    )
+    tell(f"What {STEPS} steps have taught its {model.num_parameters():,} parameters:")
+    return Text(bytes(tokens[0].tolist()).decode(errors="replace").rstrip())
+
+
+def tree(folder: Path) -> Tree:
+    """The files of a checkpoint with their sizes."""
+    root = Tree(f"[bold]{folder}/[/]", guide_style="dim")
+    _grow(root, folder)
+    return root
+
+
+def _grow(branch: Tree, folder: Path) -> None:
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)):
+        if path.is_dir():
+            _grow(branch.add(f"[bold]{path.name}/[/]"), path)
+        else:
+            branch.add(f"{path.name}  [dim]{decimal(path.stat().st_size)}[/]")
+
+
+def tell(text: str) -> None:
+    """Say a sentence or two."""
+    console.print(text)
+
+
+def chapter(title: str) -> None:
+    """Begin a part of the story."""
+    console.print()
+    console.rule(f"[bold]{title}[/]", align="left")
+
+
+def story() -> None:
+    """The whole of it."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    tell(
+        "A small Llama learns to write Python from the sources of the standard library, on 4 ranks under FSDP2. "
+        "Then the same training is killed twice, and each time goes on with another number of ranks. "
+        "The losses must not show it."
+    )
+
+    chapter("1. Nobody disturbs it")
+    reference = undisturbed(FOLDER / "undisturbed")
+
+    chapter("2. The same training: killed on 4 ranks, killed on 2, finished on 3")
+    run = FOLDER / "killed"
+    jobs = disturbed(run)
+
+    chapter("3. The losses of both, side by side")
+    compare(reference, jobs)
+
+    last = run / f"step_{STEPS}"
+    chapter("4. The model, loaded by transformers from the checkpoint as it lies")
+    tell(f'[bold]>>> AutoModelForCausalLM.from_pretrained("{last / "model"}")[/]')
+    console.print(Padding(generate(last / "model"), (1, 4, 0, 4)))
+
+    chapter("5. The files of that checkpoint")
+    console.print(tree(last))
+
+
+def main() -> int:
+    """Tell the story; 1 where it does not end well."""
+    begun = time.monotonic()
+    try:
+        story()
+    except DemoError as error:
+        console.print(Text(f"The demo failed: {error}", style="red"), soft_wrap=True)
+        return 1
+    tell(f"\nAll of this took {time.monotonic() - begun:.0f} seconds.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

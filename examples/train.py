@@ -1,0 +1,134 @@
+"""Train a small Llama, byte by byte, on the sources of Python's standard library.
+
+On any number of ranks that divides a batch of 12:
+
+    torchrun --standalone --nproc-per-node 4 examples/train.py runs/a
+
+Stop it or kill it whenever you like. Run it again, on as many ranks or on another number of them, and it goes on from
+the latest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import holdfast
+
+BATCH = 12  # sequences in each step, over all ranks
+LENGTH = 128  # bytes in a sequence
+END = 0  # the byte after each file; none of them contains it
+
+
+def main() -> None:
+    """Train from the latest checkpoint on, or from the beginning where there is none."""
+    options = parse_arguments()
+    dist.init_process_group("gloo")
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: warmup_and_cosine(step, options.steps))
+    text = read_standard_library()
+
+    start = 0
+    if holdfast.has_checkpoint(options.run):
+        start = holdfast.load_checkpoint(options.run, model=model, optimizer=optimizer, scheduler=scheduler)["step"]
+
+    for step in range(start + 1, options.steps + 1):
+        loss = train(model, optimizer, pick_batch(text, step))
+        scheduler.step()
+        if dist.get_rank() == 0:
+            print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
+        if step % options.save_every == 0 or step == options.steps:
+            holdfast.save_checkpoint(
+                options.run,
+                tag=f"step_{step}",
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                user_content={"step": step},
+                step=step,
+                metrics={"loss": loss},
+            )
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder; checkpoints go there")
+    parser.add_argument("--steps", type=int, default=100, help="train up to this step (default: 100)")
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS", help="(default: 10)")
+    return parser.parse_args()
+
+
+def build_model() -> LlamaForCausalLM:
+    """A Llama whose tokens are bytes, each of its layers sharded over all ranks."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    model = LlamaForCausalLM(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def read_standard_library() -> torch.Tensor:
+    """The bytes of all modules that lie at the top of Python's standard library, file after file."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() + bytes([END]) for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def pick_batch(text: torch.Tensor, step: int) -> torch.Tensor:
+    """Pick this rank's share of a step's batch. The whole batch depends on the step alone, not on the ranks."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
+    mine = starts.chunk(dist.get_world_size())[dist.get_rank()]
+    return torch.stack([text[start : start + LENGTH + 1] for start in mine.tolist()]).long()
+
+
+def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:
+    """One step; returns the loss, averaged over all ranks."""
+    logits = model(sequences[:, :-1]).logits
+    loss = cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def warmup_and_cosine(step: int, steps: int) -> float:
+    """The learning rate's factor: up over the first tenth of the steps, then down along a cosine."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
+if __name__ == "__main__":
+    main()
