@@ -24,17 +24,17 @@ COUNT = 20_000
 
 def big(folder: Path, rounds: int) -> dict[str, dict[str, Timing]]:
     """One process, 2 GB in eight float32 tensors: durable saves, and cold verified loads."""
-    elements = 2 * GB // 4 // 8
-    state = {f"layer.{number}.weight": torch.randn(elements) for number in range(8)}
-    size = sum(tensor.nbytes for tensor in state.values())
-    limits = {
-        f"raw direct write, {n} thread(s)": _fresh(folder / f"w{n}", partial(raw.write_direct, size=size, threads=n))
+    state = {f"layer.{number}.weight": torch.randn(2 * GB // 4 // 8) for number in range(8)}
+    memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
+    writes = {
+        f"raw direct write, {n} thread(s)": _fresh(folder / "raw", partial(raw.write_direct, memory=memory, threads=n))
         for n in (1, 4)
     }
-    saves = interleaved({**_saves(folder, state), **limits}, rounds)
+    saves = interleaved({**_saves(folder, state), **writes}, rounds)
+    file = folder / "holdfast/s/model/model.safetensors"
     reads = {
         f"raw {kind} read, {n} thread(s)": Contender(
-            partial(raw.read, folder / "w1", n, direct=kind == "direct"), lambda: raw.forget(folder)
+            partial(raw.read, file, n, direct=kind == "direct"), lambda: raw.forget(folder)
         )
         for kind in ("direct", "buffered")
         for n in (1, 4)

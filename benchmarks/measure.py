@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+#: Seconds before each run, for disks that give more for a moment after a rest.
+REST = 1.0
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -41,6 +44,7 @@ def interleaved(contenders: Mapping[str, Contender], rounds: int) -> dict[str, T
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             contenders[name].prepare()
+            time.sleep(REST)
             started = time.perf_counter()
             contenders[name].run()
             seconds[name].append(time.perf_counter() - started)

@@ -5,36 +5,58 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 CHUNK = 4 * 2**20
 
+Bytes = npt.NDArray[np.uint8]
 
-def write_direct(path: Path, size: int, threads: int) -> None:
-    """Write ``size`` bytes past the page cache, and make them durable."""
+
+def aligned_copy(arrays: Sequence[Bytes]) -> mmap.mmap:
+    """The bytes of some arrays in one page-aligned piece of memory, a whole number of pages."""
+    size = sum(array.nbytes for array in arrays)
+    memory = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for array in arrays:
+        memory.write(array.data)
+    return memory
+
+
+def write_direct(path: Path, memory: mmap.mmap, threads: int) -> None:
+    """Write memory to a file past the page cache, and make it durable."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)
-    os.ftruncate(fd, size)
-    _in_threads(threads, size, lambda buffer, offset: os.pwrite(fd, buffer, offset))
+    os.ftruncate(fd, len(memory))
+    view = memoryview(memory)
+    _in_threads(threads, len(memory), lambda _, at: os.pwrite(fd, view[at : at + CHUNK], at))
     os.fsync(fd)
     os.close(fd)
 
 
 def read(path: Path, threads: int, *, direct: bool) -> None:
-    """Read a file whole."""
+    """Read a file whole, into buffers that are used again."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    _in_threads(threads, path.stat().st_size, lambda buffer, offset: os.preadv(fd, [buffer], offset))
+    _in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer], at))
     os.close(fd)
 
 
 def _in_threads(threads: int, size: int, move: Callable[[mmap.mmap, int], object]) -> None:
-    def work(number: int) -> None:
+    """Move a file chunk by chunk; each thread takes the next one."""
+    offsets = iter(range(0, size, CHUNK))
+    lock = threading.Lock()
+
+    def work() -> None:
         buffer = mmap.mmap(-1, CHUNK)
-        buffer.write(bytes(range(256)) * (CHUNK // 256))
-        for offset in range(number * CHUNK, size, threads * CHUNK):
+        while True:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
             move(buffer, offset)
 
-    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    running = [threading.Thread(target=work) for _ in range(threads)]
     for thread in running:
         thread.start()
     for thread in running:

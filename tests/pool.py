@@ -74,17 +74,18 @@ class Ranks:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             task, rank, world_size, function, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run(port, task, rank, world_size, function, args))
+        dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
+        pipe.send(_run(function, args))
+        dist.destroy_process_group()
 
 
-def _run(port: int, task: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    store = dist.PrefixStore(task, dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
@@ -93,8 +94,6 @@ def _run(port: int, task: str, rank: int, world_size: int, function: Callable[..
     except BaseException as error:  # noqa: BLE001 - handed to the test
         error.add_note("".join(traceback.format_exception(error)))
         return _portable(error)
-    finally:
-        dist.destroy_process_group()
 
 
 def _portable(result: Any) -> Any:

@@ -160,7 +160,7 @@ def unseen_folder(path: str) -> None:
     """Rank 1 has no shared file system: it does not see the folder that rank 0 made."""
     patch = pytest.MonkeyPatch()
     if rank() == 1:
-        patch.setattr(Path, "is_dir", lambda self: False)
+        patch.setattr(Path, "is_dir", lambda _: False)
     try:
         holdfast.save_checkpoint(path, "s", MODEL)
     finally:

@@ -40,9 +40,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     generator = random.Random(5)
     run = start("plain")
     load(tmp_path / "run", run)
-    names = {
-        name for key in holdfast.open(folder).keys() for name in [key.partition("/")[2]]  # noqa: SIM118
-    }
+    names = {key.partition("/")[2] for key in holdfast.open(folder)}
     for number in range(FLIPS):
         # Every file in turn, so that the small ones get their share.
         file = files[number % len(files)]
@@ -92,7 +90,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_verify_false_reads_without_looking_at_crcs(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
-    file = sorted((folder / "model").glob("*.safetensors"))[0]
+    file = min((folder / "model").glob("*.safetensors"))
     flip(file, file.stat().st_size - 1, 0)
     run = start("plain")
     result = holdfast.restore(tmp_path / "run", model=run.model, verify=False)

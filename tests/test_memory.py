@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 SCRIPT = """
 import resource, sys, threading, time
 import torch, holdfast

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,7 +107,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
 def test_no_checkpoint_is_a_file_not_found_error_that_names_those_there_are(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match="there is no checkpoint in"):
         holdfast.load_checkpoint(tmp_path / "nothing", model=Net())
-    with pytest.raises(FileNotFoundError, match="no checkpoint 'step_9' in .*; there are s"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint 'step_9' in .*; there are s"):
         holdfast.load_checkpoint(saved, "step_9", model=Net())
     assert not holdfast.has_checkpoint(tmp_path / "nothing")
     assert holdfast.list_checkpoints(tmp_path / "nothing") == []
@@ -155,3 +156,30 @@ def test_things_that_are_no_training_objects_are_refused(tmp_path: Path) -> None
     for objects in ({"model": 3}, {"optimizer": 3}, {"scheduler": 3}, {"step": "x"}, {"metrics": {"loss": "low"}}):
         with pytest.raises(InvalidArgumentError):
             holdfast.save_checkpoint(tmp_path, "s", **objects)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [True, "7", 10**30, 1j, [1]])
+def test_a_step_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path, step: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="step"):
+        holdfast.save_checkpoint(tmp_path, "s", Net(), step=step)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("metrics", [{"a": 10**400}, {"\ud800": 1.0}, {3: 1.0}, {"step": True}])
+def test_metrics_that_cannot_be_noted_are_refused(tmp_path: Path, metrics: dict) -> None:
+    with pytest.raises(InvalidArgumentError):
+        holdfast.save_checkpoint(tmp_path, "s", Net(), metrics=metrics)
+
+
+def test_numbers_of_numpy_and_metrics_that_are_not_finite_are_noted(tmp_path: Path) -> None:
+    metrics = {"loss": np.float32(0.5), "worst": float("inf")}
+    info = holdfast.save_checkpoint(tmp_path, "s", Net(), step=np.int64(3), metrics=metrics).wait()
+    assert (info.step, info.metrics) == (3, {"loss": 0.5, "worst": None})
+    assert holdfast.list_checkpoints(tmp_path) == [info]
+
+
+def test_names_and_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="whole characters"):
+        holdfast.save_checkpoint(tmp_path, "s", {"\ud800": torch.zeros(1)})
+    with pytest.raises(UnsupportedTensorError, match="65 dimensions"):
+        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.zeros((1,) * 65)})

@@ -52,7 +52,10 @@ def save_other_dtype(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("save", "sides"),
-    [(save_other_shape, ("rank 0 has (2,)", "rank 1 has (3,)")), (save_other_dtype, ("rank 0 has F32", "rank 1 has F64"))],
+    [
+        (save_other_shape, ("rank 0 has (2,)", "rank 1 has (3,)")),
+        (save_other_dtype, ("rank 0 has F32", "rank 1 has F64")),
+    ],
 )
 def test_ranks_that_disagree_about_a_tensor_name_both_sides(
     ranks: Ranks, tmp_path: Path, save: Callable[[str], None], sides: tuple[str, str]

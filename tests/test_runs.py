@@ -62,7 +62,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(laid_out())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_rank_holds_the_elements_that_torch_gives_it(case: tuple[tuple[int, ...], Layout]) -> None:
     shape, layout = case
     for rank in layout.ranks:
@@ -79,6 +79,7 @@ def test_runs_are_ascending_apart_from_each_other_and_not_empty(case: tuple[tupl
 
 
 @given(laid_out())
+@settings(max_examples=60)
 def test_shape_and_offset_agree_with_those_that_torch_computes(case: tuple[tuple[int, ...], Layout]) -> None:
     shape, layout = case
     for rank in layout.ranks:
@@ -165,7 +166,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_boxes_are_the_elements_of_a_run_in_their_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     found = list(boxes(shape, start, stop))

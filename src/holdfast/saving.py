@@ -25,11 +25,11 @@ from holdfast.engine.ranks import LEADER, Call, Ranks, same_call, unanimous
 from holdfast.engine.spec import Membership
 from holdfast.engine.transfer import decode_fragments, encode_fragments
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, InvalidArgumentError, ReplicaMismatchError, TagExistsError
+from holdfast.errors import DisagreementError, ReplicaMismatchError, TagExistsError
 from holdfast.formats.native import RANKS
 from holdfast.layout import manifest
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
-from holdfast.layout.names import check_tag
+from holdfast.layout.names import check_tag, check_text, number
 from holdfast.state.capture import Capture, Training, capture
 
 
@@ -47,9 +47,15 @@ class SaveRequest:
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` for what cannot be noted."""
         check_tag(self.tag)
-        for name, value in {"step": self.step or 0, **self.metrics}.items():
-            if not isinstance(value, int | float):
-                raise InvalidArgumentError(f"{name} must be a number, not {value!r}")
+        self.numbers()
+
+    def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
+        """The step and the metrics as the manifest has them; metrics that are not finite become ``None``."""
+        step = None if self.step is None else number("step", self.step)
+        metrics = {
+            check_text(name, "a metric's name"): float(number(name, value)) for name, value in self.metrics.items()
+        }
+        return step, {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 @dataclass
@@ -218,17 +224,17 @@ class _Save:
         return manifest.decode(raw, manifest.NAME)
 
     def _describe(self, following: Successor, files: dict[str, FileRecord]) -> Manifest:
-        request = self._request
+        step, metrics = self._request.numbers()
         return Manifest(
             format="holdfast",
             version=manifest.VERSION,
-            tag=request.tag,
+            tag=self._request.tag,
             id=following.id,
             run=following.run,
             sequence=following.sequence,
             time=round(time.time(), 6),
-            step=request.step,
-            metrics={name: float(value) if math.isfinite(value) else None for name, value in request.metrics.items()},
+            step=step,
+            metrics=metrics,
             provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), self._session.size),
             files=files,
         )

@@ -64,43 +64,37 @@ class LocalPart:
         """Bytes ``[start, stop)`` in place, or ``None`` where they cannot be reached so."""
         return None if self._flat is None else self._flat[start:stop]
 
-    def read(self, start: int, stop: int) -> Bytes:
-        """Bytes ``[start, stop)``, to be read only."""
+    def copy_out(self, start: int, into: Bytes) -> None:
+        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._flat is not None:
-            return self._flat[start:stop]
-        parts = [_bytes_of(part) for part in self._boxes(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint8)
+            np.copyto(into, self._flat[start : start + len(into)])
+            return
+        for part, values in self._boxes(start, into):
+            values.copy_(part)
 
     def write(self, start: int, data: Bytes) -> None:
         """Replace the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._flat is not None:
-            self._flat[start : start + len(data)] = data
+            np.copyto(self._flat[start : start + len(data)], data)
             return
-        done = 0
-        for part in self._boxes(start, start + len(data)):
-            values = torch.empty(part.shape, dtype=self.dtype)
-            flat = _as_bytes(values)
-            flat[:] = data[done : done + len(flat)]
+        for part, values in self._boxes(start, data):
             part.copy_(values)
-            done += len(flat)
 
-    def _boxes(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+    def _boxes(self, start: int, data: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The boxes of the tensor that bytes from ``start`` on make up, each with its share of ``data``."""
         width = self.dtype.itemsize
-        for box in boxes(tuple(self._tensor.shape), start // width, stop // width):
-            yield self._tensor[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
+        done = 0
+        for box in boxes(tuple(self._tensor.shape), start // width, (start + len(data)) // width):
+            part = self._tensor[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
+            size = part.numel() * width
+            yield part, torch.from_numpy(data[done : done + size]).view(self.dtype).view(part.shape)
+            done += size
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    reachable = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return _as_bytes(tensor) if reachable else None
-
-
-def _bytes_of(part: torch.Tensor) -> Bytes:
-    return _as_bytes(part.resolve_conj().resolve_neg().cpu().contiguous())
-
-
-def _as_bytes(contiguous: torch.Tensor) -> Bytes:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
     # A dimension of fewer than two elements may have any stride, and view() would keep it.
-    plain = contiguous.ndim > 0 and contiguous.stride(-1) == 1
-    flat = contiguous if plain else contiguous.as_strided((contiguous.numel(),), (1,))
+    plain = tensor.ndim > 0 and tensor.stride(-1) == 1
+    flat = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().reshape(-1)

@@ -14,9 +14,8 @@ from holdfast.engine.transfer import Piece
 from holdfast.errors import StateError
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import DataFile, pack
-from holdfast.storage.bulk import SECTOR
 
-#: Holders of one run do not split it into pieces smaller than this, in bytes.
+#: Holders of one run do not split it into pieces smaller than this, in bytes; whole sectors.
 SMALLEST = 2**20
 
 
@@ -133,7 +132,7 @@ class _Share:
 def split_evenly(items: Sequence[_Item], part: int, parts: int) -> list[Piece]:
     """The ``part``-th of ``parts`` shares of some runs: neighbours in their files, about equally many bytes.
 
-    A cut inside a run leaves at least :data:`SMALLEST` bytes on both sides and falls on a sector of the file.
+    A cut inside a run leaves at least :data:`SMALLEST` bytes on both sides and falls on a multiple of it in the file.
     """
     ends = list(itertools.accumulate(item.size for item in items))
     low, high = _cut(items, ends, part, parts), _cut(items, ends, part + 1, parts)
@@ -156,7 +155,7 @@ def _cut(items: Sequence[_Item], ends: Sequence[int], part: int, parts: int) -> 
         return ends[-1]
     piece, size = items[at]
     start = ends[at] - size
-    inside = (piece.offset + ideal - start) // SECTOR * SECTOR - piece.offset
+    inside = (piece.offset + ideal - start) // SMALLEST * SMALLEST - piece.offset
     if inside < SMALLEST:
         return start
     return start + inside if size - inside >= SMALLEST else ends[at]

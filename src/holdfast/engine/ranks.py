@@ -1,9 +1,9 @@
 """How the ranks of a job decide things together, with a deadline, and fail together.
 
 One primitive: each rank does a piece of work that may fail and posts its outcome, rank 0 looks at all
-outcomes and decides, and every rank gets the decision or raises the same error. It runs over the
-process group's key-value store, on a connection of its own: no collective, any backend, and a rank that
-does not come is named.
+outcomes and decides, and every rank gets the decision or raises the same error. It runs over the key-value
+store of the default process group: no collective, any backend, and a rank that does not come is named. Nothing
+ever blocks inside the store: that would hold up whatever else in this process uses the same connection.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +25,9 @@ LEADER = 0
 
 #: Seconds that the others wait beyond the deadline for the leader's word.
 _GRACE = 1.0
+
+#: Seconds between looks at the store: a twentieth of what was waited already, within these bounds.
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.25
 
 #: Most ranks that a message lists.
 _SHOWN = 8
@@ -72,8 +74,7 @@ class Ranks:
         self._store: Store | None = None
         if self.group is not None and dist.get_world_size(self.group) > 1:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            own = _get_default_store().clone()  # type: ignore[attr-defined]
-            self._store = PrefixStore(f"holdfast/{self.group.group_name}", own)
+            self._store = PrefixStore(f"holdfast/{self.group.group_name}", _get_default_store())
 
     def global_ranks(self) -> list[int]:
         """The global rank of each rank of the group."""
@@ -203,10 +204,12 @@ class _Ballot:
         return f"{number}/decision"
 
     def _wait(self, keys: list[str], deadline: float) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except dist.DistStoreError as error:
-            raise RankTimeoutError(self._absent()) from error
+        started = time.monotonic()
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now > deadline:
+                raise RankTimeoutError(self._absent())
+            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, (now - started) / 20)))
 
     def _absent(self) -> str:
         absent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
+from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import Replica, SavePlan
 from holdfast.engine.transfer import CHUNK, PartOf
 from holdfast.layout.blocks import BLOCK, crc64, join
@@ -93,4 +95,12 @@ def _crc_of(replica: Replica, start: int, stop: int, part_of: PartOf) -> int:
     part = part_of(replica.tensor)
     base = replica.local
     cuts = [(at, min(stop, at + CHUNK)) for at in range(start, stop, CHUNK)]
-    return join((crc64(part.read(base + low, base + high)), high - low) for low, high in cuts)
+    return join((_crc_of_bytes(part, base + low, base + high), high - low) for low, high in cuts)
+
+
+def _crc_of_bytes(part: LocalPart, start: int, stop: int) -> int:
+    data = part.view(start, stop)
+    if data is None:
+        data = np.empty(stop - start, np.uint8)
+        part.copy_out(start, data)
+    return crc64(data)

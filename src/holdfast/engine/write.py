@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-
 from holdfast.engine.local import Bytes
 from holdfast.engine.transfer import CHUNK, Buffers, Chunk, Fragments, PartOf, Piece, file_chunks, gather, in_threads
 from holdfast.layout.blocks import Fragment, crc64
@@ -38,7 +36,7 @@ def _write(chunk: Chunk, part_of: PartOf, buffer: Bytes, writer: BulkWriter) -> 
     for piece in chunk.pieces:
         size = piece.stop - piece.start
         into = buffer[filled : filled + size]
-        np.copyto(into, part_of(piece.tensor).read(piece.local, piece.local + size))
+        part_of(piece.tensor).copy_out(piece.local, into)
         found.append((piece.tensor, Fragment(piece.start, piece.stop, crc64(into))))
         filled += size
     writer.write(chunk.offset, buffer[lead:filled].data)

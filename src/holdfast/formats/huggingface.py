@@ -54,7 +54,7 @@ class HuggingFaceReader:
         return [self._checked(self.path / name) for name in sorted(set(self._weight_map().values()))]
 
     def _weight_map(self) -> dict[str, str]:
-        file = self.path / INDEX
+        file = self._checked(self.path / INDEX)
         try:
             index = msgspec.json.decode(local.read_small(file), type=_Index)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from holdfast.errors import DamagedError
 from holdfast.formats.reader import Extent, Values
@@ -19,6 +22,29 @@ from holdfast.storage import local
 STATE, RANKS = "state.json", "ranks.json"
 
 
+class _Group(msgspec.Struct):
+    params: list[str]
+
+
+class _Optimizer(msgspec.Struct):
+    name: str = msgspec.field(name="class")
+    groups: list[_Group]
+    state: dict[str, dict[str, Any]]
+
+
+class _Shared(msgspec.Struct):
+    """What is known of the form of ``state.json``."""
+
+    model: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    optimizer: _Optimizer | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Own(msgspec.Struct):
+    """What is known of the form of one rank's part of ``ranks.json``."""
+
+    rng: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
 def is_native(path: Path) -> bool:
     """Whether a folder has a manifest."""
     return (path / manifest.NAME).is_file()
@@ -27,6 +53,7 @@ def is_native(path: Path) -> bool:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder."""
     file = path / manifest.NAME
+    local.check_regular(file, within=(path,))
     return manifest.decode(local.read_small(file), str(file))
 
 
@@ -81,6 +108,8 @@ class NativeReader:
         if not isinstance(tree, dict) or not isinstance(ranks, list):
             raise DamagedError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")
         mine = values.decode(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
+        _check_form(tree, _Shared, self.path / STATE)
+        _check_form({} if mine is None else mine, _Own, self.path / RANKS)
         return Values(tree, mine, len(ranks))
 
     def small(self, name: str) -> bytes:
@@ -98,6 +127,13 @@ class NativeReader:
         for name in self.manifest.files:
             if not name.endswith(".safetensors"):
                 self.small(name)
+
+
+def _check_form(tree: Any, form: type[msgspec.Struct], file: Path) -> None:
+    try:
+        msgspec.convert(tree, form)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{file} is damaged: {error}") from error
 
 
 def _matches(data: bytes, record: FileRecord) -> bool:

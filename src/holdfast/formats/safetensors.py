@@ -39,7 +39,10 @@ class SafetensorsFile:
             len(raw) != record.header_size or f"{blocks.crc64(raw):016x}" != record.header_crc64nvme
         ):
             raise DamagedError(f"the header of {path} does not match the manifest: it is damaged")
-        return cls(path, header.decode(bytes(raw), size, str(path)))
+        found = cls(path, header.decode(bytes(raw), size, str(path)))
+        if record is not None and CRC_KEY not in found.header.metadata:
+            raise DamagedError(f"the header of {path} has no {CRC_KEY}: it is damaged")
+        return found
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:

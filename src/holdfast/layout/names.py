@@ -1,12 +1,18 @@
-"""Names that may become paths: what a tag and a file inside a checkpoint may be called."""
+"""What may be written down: tags and file names that become paths, names of tensors, numbers of the manifest."""
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from pathlib import PurePosixPath
 
 from holdfast.errors import InvalidArgumentError, UnsafeNameError
 
+_TOO_LARGE = 2**63
+
 _LONGEST = 200
+
+#: Longest part of a path that file systems take, and longest path of a checkpoint's file, in bytes.
+_PART, _PATH = 255, 1000
 
 
 def check_tag(tag: object) -> str:
@@ -28,6 +34,28 @@ def check_inside(name: str, source: str) -> str:
     unsafe = (
         not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name
     )
-    if unsafe:
-        raise UnsafeNameError(f"{source} names the file {name!r}, which is not a plain path inside its folder: refused")
+    too_long = len(name.encode()) > _PATH or any(len(part.encode()) > _PART for part in path.parts)
+    if unsafe or too_long:
+        shown = repr(name[:_LONGEST]) + ("…" if len(name) > _LONGEST else "")
+        raise UnsafeNameError(f"{source} names the file {shown}, which is not a plain path inside its folder: refused")
     return name
+
+
+def check_text(name: object, what: str) -> str:
+    """A text that files can hold: whole characters. Raises ``InvalidArgumentError`` naming ``what`` it is."""
+    try:
+        if isinstance(name, str):
+            name.encode()
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise InvalidArgumentError(f"{what} must be text of whole characters, not {name!r}")
+
+
+def number(name: str, value: object) -> int | float:
+    """A plain number of at most 64 bits, NumPy's included. Raises ``InvalidArgumentError`` naming it."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < _TOO_LARGE:
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return float(value)
+    raise InvalidArgumentError(f"{name} must be a number of at most 64 bits, not {str(value)[:40]!r}")

@@ -13,6 +13,7 @@ from holdfast.engine.runs import Layout
 from holdfast.engine.spec import PER_RANK, Spec, TensorSpec
 from holdfast.errors import InvalidArgumentError
 from holdfast.layout import values
+from holdfast.layout.names import check_text
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import rng
@@ -56,7 +57,7 @@ class Capture:
 
     def add(self, group: str, name: str, tensor: torch.Tensor, *, shared: bool = True) -> None:
         """Take in one tensor."""
-        described = describe(tensor, f"{group} tensor {name!r}")
+        described = describe(tensor, f"{group} tensor {check_text(name, 'a name of a tensor')!r}")
         layout = None if described.layout is None else self.layouts.setdefault(described.layout, len(self.layouts))
         self.tensors.append(TensorSpec(group, name, described.dtype, described.shape, layout, shared))
         self.parts[group, name] = LocalPart(described.local)

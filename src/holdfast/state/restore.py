@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.engine.spec import PER_RANK
-from holdfast.errors import InvalidArgumentError, MismatchError
+from holdfast.errors import DamagedError, InvalidArgumentError, MismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
@@ -91,8 +91,17 @@ class Intake:
             self._rng = None if own is None else own.get("rng")
             if self._rng is None:
                 self.findings.missing.append("rng")
+            else:
+                self._check_rng(self._rng, source)
         self.targets |= {(STATE, name): tensor for name, tensor in self.shared.tensors.items()}
         self.targets |= {(PER_RANK, name): tensor for name, tensor in self.own.tensors.items()}
+
+    @staticmethod
+    def _check_rng(state: Mapping[str, Any], source: str) -> None:
+        try:
+            rng.check(state)
+        except DamagedError as error:
+            raise DamagedError(f"{source}: {error}") from error
 
     def _match_model(self, model: Any) -> None:
         view = self._model = models.view(model)
@@ -165,7 +174,7 @@ class Intake:
         if self._model is not None:
             self._apply_extra(self._model)
         if self._rng is not None:
-            rng.restore(dict(self._rng))
+            rng.restore(self._rng)
 
     def _apply_extra(self, view: models.ModelView) -> None:
         for name, value in self._values.get("model", {}).items():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from holdfast.errors import DamagedError
 
 
 def capture() -> dict[str, Any]:
@@ -30,14 +33,38 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
+def check(state: Mapping[str, Any]) -> None:
+    """Raise ``DamagedError`` where a state is not of the form of :func:`capture`'s; arrays need not be filled yet."""
+    for name, own in capture().items():
+        if (name in state or name in {"python", "numpy", "torch"}) and not _alike(state.get(name), own):
+            raise DamagedError(f"the state of the random number generator {name!r} is not one")
+
+
+def _alike(found: Any, own: Any) -> bool:
+    if isinstance(own, dict):
+        return (
+            isinstance(found, dict) and found.keys() == own.keys() and all(_alike(found[key], own[key]) for key in own)
+        )
+    if isinstance(own, np.ndarray | torch.Tensor):
+        return type(found) is type(own) and found.dtype == own.dtype and found.shape == own.shape
+    return type(found) is type(own) or {type(found), type(own)} == {float, type(None)}
+
+
+def restore(state: Mapping[str, Any]) -> None:
     """Put every generator that the state speaks of back; those of an accelerator that is not here are passed over."""
+    try:
+        _restore(state)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DamagedError(f"the state of a random number generator is damaged: {error}") from error
+
+
+def _restore(state: Mapping[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     accelerator = _accelerator()
-    if accelerator in state:
+    if accelerator is not None and accelerator in state:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator])
 
 

@@ -35,6 +35,8 @@ DTYPES = {
     "U64": torch.uint64,
     "U8": torch.uint8,
 }
+_DIMENSIONS = 64
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -57,6 +59,8 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
         local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
+    if local.ndim > _DIMENSIONS:
+        raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {_DIMENSIONS} can be stored")
     if local.is_meta:
         raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
     name = NAMES.get(tensor.dtype)

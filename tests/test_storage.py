@@ -1,0 +1,334 @@
+"""Files: ranges written and read past the cache or through it, small files, the rename that publishes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import stat
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import DamagedError, StorageError, TagExistsError, UnsafeNameError
+from holdfast.storage import bulk, local
+from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
+
+
+def at_offset(offset: int, data: bytes) -> memoryview:
+    """The data at an address that is as far from a sector as the offset is."""
+    lead = offset % SECTOR
+    buffer = aligned_buffer(lead + len(data) or 1)
+    buffer[lead : lead + len(data)] = data
+    return buffer[lead : lead + len(data)]
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def address(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
+offsets = st.one_of(st.integers(0, 5 * SECTOR), st.integers(0, 5).map(lambda n: n * SECTOR))
+cuts = st.lists(offsets, max_size=8)
+
+
+@pytest.fixture(params=["direct where it can", "never direct", "direct until it is tried"])
+def directness(request: pytest.FixtureRequest):
+    """File systems that take direct input and output, that refuse it when opening, and when it is tried."""
+    pwrite, preadv = os.pwrite, os.preadv
+
+    def is_direct(fd: int) -> bool:
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def refuse(call, fd, *args):
+        if is_direct(fd):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return call(fd, *args)
+
+    if request.param == "direct where it can":
+        yield
+    elif request.param == "never direct":
+        with mock.patch.object(bulk, "_open_direct", return_value=None):
+            yield
+    else:
+        with (
+            mock.patch.object(os, "pwrite", lambda *args: refuse(pwrite, *args)),
+            mock.patch.object(os, "preadv", lambda *args: refuse(preadv, *args)),
+        ):
+            yield
+
+
+@given(st.integers(0, 6 * SECTOR), cuts, st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_ranges_written_in_any_order_are_in_the_file(tmp_path_factory, directness, size: int, cuts, random) -> None:
+    data = noise(size)
+    edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    ranges = list(itertools.pairwise(edges))
+    random.shuffle(ranges)
+    file = tmp_path_factory.mktemp("bulk") / "data"
+    local.allocate(file, size)
+    with BulkWriter(file) as writer:
+        for start, stop in ranges:
+            writer.write(start, at_offset(start, data[start:stop]))
+        writer.sync()
+    assert file.read_bytes() == data
+
+
+@given(st.integers(1, 6 * SECTOR), offsets, offsets)
+@settings(max_examples=60)
+def test_any_range_is_read_through_the_cache_and_past_it(tmp_path_factory, directness, size: int, one, two) -> None:
+    data = noise(size)
+    file = tmp_path_factory.mktemp("bulk") / "data"
+    file.write_bytes(data)
+    start, stop = sorted((min(one, size), min(two, size)))
+    into = bytearray(stop - start)
+    buffer = aligned_buffer(stop - start + 2 * SECTOR)
+    with BulkReader(file) as reader:
+        reader.read(start, memoryview(into))
+        assert into == data[start:stop]
+        assert reader.read_direct(start, stop - start, buffer) == data[start:stop]
+
+
+@pytest.mark.parametrize("start", [0, 1, SECTOR - 1, SECTOR, SECTOR + 100, 2 * SECTOR + 200, 5 * SECTOR])
+def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, directness, start: int) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(noise(2 * SECTOR + 100))
+    with BulkReader(file) as reader:
+        with pytest.raises(DamagedError, match=f"{file}.*cut short"):
+            reader.read(start, memoryview(bytearray(3 * SECTOR)))
+        with pytest.raises(DamagedError, match=f"{file}.*cut short"):
+            reader.read_direct(start, 3 * SECTOR, aligned_buffer(5 * SECTOR))
+
+
+def test_what_lies_beside_a_range_is_left_alone(tmp_path: Path, directness) -> None:
+    before = noise(4 * SECTOR)
+    file = tmp_path / "data"
+    file.write_bytes(before)
+    start, data = SECTOR - 7, noise(SECTOR + 14, seed=1)
+    with BulkWriter(file) as writer:
+        writer.write(start, at_offset(start, data))
+    assert file.read_bytes() == before[:start] + data + before[start + len(data) :]
+
+
+def test_data_at_an_address_of_no_use_for_direct_writes_arrives_all_the_same(tmp_path: Path) -> None:
+    file, data = tmp_path / "data", noise(3 * SECTOR)
+    local.allocate(file, len(data))
+    buffer = aligned_buffer(len(data) + 1)
+    buffer[1:] = data
+    with BulkWriter(file) as writer:
+        writer.write(0, buffer[1:])
+    assert file.read_bytes() == data
+
+
+def test_a_buffer_starts_on_a_page_and_is_zero() -> None:
+    buffer = aligned_buffer(100)
+    assert address(buffer) % SECTOR == 0
+    assert bytes(buffer) == bytes(100)
+
+
+def test_a_file_just_written_is_cached_or_the_system_cannot_tell(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(noise(SECTOR))
+    with BulkReader(file) as reader:
+        assert reader.is_cached(0, SECTOR)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("kind", [BulkReader, BulkWriter])
+def test_no_file_stays_open(tmp_path: Path, kind) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"x")
+    before = open_descriptors()
+    with kind(file):
+        assert open_descriptors() > before
+    assert open_descriptors() == before
+    with (
+        mock.patch.object(bulk, "_open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        pytest.raises(StorageError, match=str(file)),
+    ):
+        kind(file)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("kind", [BulkReader, BulkWriter])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, kind) -> None:
+    with pytest.raises(StorageError, match=str(tmp_path / "absent")):
+        kind(tmp_path / "absent")
+
+
+def test_a_disk_that_is_full_is_an_error_naming_the_file(tmp_path: Path, directness) -> None:
+    file = tmp_path / "data"
+    local.allocate(file, 3 * SECTOR)
+    with (
+        BulkWriter(file) as writer,
+        mock.patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(StorageError, match=f"{file}.*No space left") as caught,
+    ):
+        writer.write(0, at_offset(0, bytes(3 * SECTOR)))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_small_file_holds_its_bytes_and_is_never_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "small"
+    local.write_small(file, b"one")
+    with pytest.raises(StorageError, match=str(file)) as caught:
+        local.write_small(file, b"two")
+    assert caught.value.errno == errno.EEXIST
+    assert local.read_small(file) == b"one"
+    assert local.size_of(file) == 3
+
+
+def test_a_small_file_that_is_large_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    with file.open("wb") as sparse:
+        sparse.truncate(2**40)
+    with pytest.raises(StorageError, match=str(file)) as caught:
+        local.read_small(file)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_an_allocated_file_has_its_size_and_was_not_there_before(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    local.allocate(file, 3 * SECTOR + 1)
+    assert file.stat().st_size == 3 * SECTOR + 1
+    assert stat.S_IMODE(file.stat().st_mode) & 0o600 == 0o600
+    with pytest.raises(StorageError, match=str(file)):
+        local.allocate(file, 1)
+
+
+def draft_and_final(tmp_path: Path) -> tuple[Path, Path]:
+    draft = tmp_path / ".tag.partial"
+    draft.mkdir()
+    (draft / "file").write_bytes(b"new")
+    return draft, tmp_path / "tag"
+
+
+@pytest.fixture(params=["renameat2", "no renameat2", "renameat2 refuses"])
+def renaming(request: pytest.FixtureRequest):
+    """Systems with an atomic rename that does not replace, without one, and file systems that refuse it."""
+    if request.param == "renameat2":
+        yield
+        return
+    library = mock.Mock(spec=[]) if request.param == "no renameat2" else mock.Mock()
+    if request.param == "renameat2 refuses":
+        library.renameat2.return_value = -1
+    with (
+        mock.patch.object(local.ctypes, "CDLL", return_value=library),
+        mock.patch.object(local.ctypes, "get_errno", return_value=errno.EINVAL),
+    ):
+        yield
+
+
+def test_a_finished_folder_gets_its_final_name(tmp_path: Path, renaming) -> None:
+    draft, final = draft_and_final(tmp_path)
+    local.publish(draft, final)
+    assert not draft.exists()
+    assert (final / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("taken_by", ["a folder", "an empty folder", "a file"])
+def test_a_name_that_is_taken_is_never_replaced(tmp_path: Path, renaming, taken_by: str) -> None:
+    draft, final = draft_and_final(tmp_path)
+    if taken_by == "a file":
+        final.write_bytes(b"old")
+    else:
+        final.mkdir()
+        if taken_by == "a folder":
+            (final / "file").write_bytes(b"old")
+    with pytest.raises(TagExistsError, match=str(final)):
+        local.publish(draft, final)
+    assert (draft / "file").read_bytes() == b"new"
+    assert final.is_file() or [file.read_bytes() for file in final.iterdir()] in ([b"old"], [])
+
+
+def test_a_draft_that_is_gone_is_named(tmp_path: Path, renaming) -> None:
+    with pytest.raises(StorageError, match="draft"):
+        local.publish(tmp_path / "draft", tmp_path / "final")
+
+
+def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_bytes(b"x")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/file").write_bytes(b"x")
+    (tmp_path / "a/link").symlink_to(tmp_path / "outside")
+    local.remove_tree(tmp_path / "a")
+    local.remove_tree(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert (tmp_path / "outside/file").exists()
+
+
+def test_folders_are_made_with_their_parents_listed_in_order_and_hidden_ones_left_out(tmp_path: Path) -> None:
+    for name in ("b/c", "a", ".hidden"):
+        local.make_folder(tmp_path / name)
+        local.make_folder(tmp_path / name)
+    (tmp_path / "file").write_bytes(b"")
+    assert [path.name for path in local.subfolders(tmp_path)] == ["a", "b"]
+    assert local.subfolders(tmp_path / "absent") == []
+    assert local.subfolders(tmp_path / "file") == []
+    local.sync_folder(tmp_path)
+
+
+def test_a_folder_where_a_file_is_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match="file"):
+        local.make_folder(tmp_path / "file")
+    with pytest.raises(StorageError, match="file"):
+        local.sync_folder(tmp_path / "file")
+
+
+def test_a_regular_file_inside_is_fine_and_so_is_a_link_that_stays_inside(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        local.check_regular(tmp_path / name, within=(tmp_path,))
+
+
+def entry(folder: Path, kind: str) -> Path:
+    """Something in a folder that is no file of its own."""
+    path = folder / "inside" / "it"
+    path.parent.mkdir()
+    outside = folder / "outside"
+    outside.write_bytes(b"")
+    if kind == "link out":
+        path.symlink_to("../outside")
+    elif kind == "link to an absolute path":
+        path.symlink_to("/etc/passwd")
+    elif kind == "link to a link out":
+        (path.parent / "second").symlink_to(outside)
+        path.symlink_to("second")
+    elif kind == "folder linked out":
+        (path.parent / "sub").symlink_to(folder)
+        return path.parent / "sub" / "outside"
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["link out", "link to an absolute path", "link to a link out", "folder linked out", "folder", "FIFO"]
+)
+def test_what_is_no_regular_file_inside_is_refused(tmp_path: Path, kind: str) -> None:
+    path = entry(tmp_path, kind)
+    with pytest.raises(UnsafeNameError, match=str(path)):
+        local.check_regular(path, within=(tmp_path / "inside",))
+
+
+def test_a_link_to_itself_is_an_error_naming_it(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "absent", tmp_path / ("x" * 300)):
+        with pytest.raises(StorageError, match=path.name):
+            local.check_regular(path, within=(tmp_path,))
