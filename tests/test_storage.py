@@ -42,8 +42,8 @@ cuts = st.lists(offsets, max_size=8)
 
 @pytest.fixture(params=["direct where it can", "never direct", "direct until it is tried"])
 def directness(request: pytest.FixtureRequest):
-    """File systems that take direct input and output, that refuse it when opening, and when it is tried."""
-    pwrite, preadv = os.pwrite, os.preadv
+    """File systems that take direct writes, that refuse them when opening, and when one is tried."""
+    pwrite = os.pwrite
 
     def is_direct(fd: int) -> bool:
         return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
@@ -59,10 +59,7 @@ def directness(request: pytest.FixtureRequest):
         with mock.patch.object(bulk, "_open_direct", return_value=None):
             yield
     else:
-        with (
-            mock.patch.object(os, "pwrite", lambda *args: refuse(pwrite, *args)),
-            mock.patch.object(os, "preadv", lambda *args: refuse(preadv, *args)),
-        ):
+        with mock.patch.object(os, "pwrite", lambda *args: refuse(pwrite, *args)):
             yield
 
 
@@ -84,28 +81,23 @@ def test_ranges_written_in_any_order_are_in_the_file(tmp_path_factory, directnes
 
 @given(st.integers(1, 6 * SECTOR), offsets, offsets)
 @settings(max_examples=60)
-def test_any_range_is_read_through_the_cache_and_past_it(tmp_path_factory, directness, size: int, one, two) -> None:
+def test_any_range_is_read(tmp_path_factory, size: int, one, two) -> None:
     data = noise(size)
     file = tmp_path_factory.mktemp("bulk") / "data"
     file.write_bytes(data)
     start, stop = sorted((min(one, size), min(two, size)))
     into = bytearray(stop - start)
-    buffer = aligned_buffer(stop - start + 2 * SECTOR)
     with BulkReader(file) as reader:
         reader.read(start, memoryview(into))
         assert into == data[start:stop]
-        assert reader.read_direct(start, stop - start, buffer) == data[start:stop]
 
 
 @pytest.mark.parametrize("start", [0, 1, SECTOR - 1, SECTOR, SECTOR + 100, 2 * SECTOR + 200, 5 * SECTOR])
-def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, directness, start: int) -> None:
+def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, start: int) -> None:
     file = tmp_path / "data"
     file.write_bytes(noise(2 * SECTOR + 100))
-    with BulkReader(file) as reader:
-        with pytest.raises(DamagedError, match=f"{file}.*cut short"):
-            reader.read(start, memoryview(bytearray(3 * SECTOR)))
-        with pytest.raises(DamagedError, match=f"{file}.*cut short"):
-            reader.read_direct(start, 3 * SECTOR, aligned_buffer(5 * SECTOR))
+    with BulkReader(file) as reader, pytest.raises(DamagedError, match=f"{file}.*cut short"):
+        reader.read(start, memoryview(bytearray(3 * SECTOR)))
 
 
 def test_what_lies_beside_a_range_is_left_alone(tmp_path: Path, directness) -> None:
@@ -132,13 +124,6 @@ def test_a_buffer_starts_on_a_page_and_is_zero() -> None:
     buffer = aligned_buffer(100)
     assert address(buffer) % SECTOR == 0
     assert bytes(buffer) == bytes(100)
-
-
-def test_a_file_just_written_is_cached_or_the_system_cannot_tell(tmp_path: Path) -> None:
-    file = tmp_path / "data"
-    file.write_bytes(noise(SECTOR))
-    with BulkReader(file) as reader:
-        assert reader.is_cached(0, SECTOR)
 
 
 def open_descriptors() -> int:

@@ -149,10 +149,10 @@ class _Load:
         checks = Checks(reader, numbered) if self._request.verify else None
 
         def work() -> Fragments:
-            transfer = _Transfer(reader, numbered, self._global_rank, alone=self._session.size == 1)
+            transfer = _Transfer(reader, numbered, self._global_rank)
             for key, tensor in intake.targets.items():
                 transfer.add(key, tensor)
-            found = read_pieces(list(transfer.files), transfer.pieces, transfer.parts.__getitem__, transfer.shared)
+            found = read_pieces(list(transfer.files), transfer.pieces, transfer.parts.__getitem__)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:
@@ -190,21 +190,18 @@ def _locate(path: Path, tag: str | None) -> Path:
 class _Transfer:
     """What this rank reads: pieces of files, and the parts of tensors that they go into."""
 
-    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], rank: int, *, alone: bool) -> None:
-        self._reader, self._rank, self._alone = reader, rank, alone
+    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], rank: int) -> None:
+        self._reader, self._rank = reader, rank
         self._number = {key: i for i, key in enumerate(numbered)}
         self.files: dict[Path, int] = {}
         self.pieces: list[Piece] = []
         self.parts: dict[int, LocalPart] = {}
-        self.shared: set[int] = set()
 
     def add(self, key: tuple[str, str], tensor: torch.Tensor) -> None:
         """Plan to fill a tensor from the stored tensor ``key``."""
         number, info = self._number[key], self._reader.groups[key[0]][key[1]]
         described = describe(tensor, f"{key[0]} tensor {key[1]!r}")
         self.parts[number] = LocalPart(described.local, DTYPES[info.dtype])
-        if not self._alone and (described.layout is None or len(described.layout.holders(self._rank)) > 1):
-            self.shared.add(number)
         local = 0
         for run in self._runs(info, described.layout):
             for extent in self._reader.extents(*key, run.start, run.stop):

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from holdfast.engine.local import Bytes
+from holdfast.engine.local import Bytes, LocalPart
 from holdfast.engine.transfer import CHUNK, Buffers, Chunk, Fragments, PartOf, Piece, file_chunks, gather, in_threads
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkWriter
+
+#: Bytes copied and hashed at a time.
+_SLICE = 256 * 2**10
 
 
 def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf) -> Fragments:
@@ -36,8 +39,17 @@ def _write(chunk: Chunk, part_of: PartOf, buffer: Bytes, writer: BulkWriter) -> 
     for piece in chunk.pieces:
         size = piece.stop - piece.start
         into = buffer[filled : filled + size]
-        part_of(piece.tensor).copy_out(piece.local, into)
-        found.append((piece.tensor, Fragment(piece.start, piece.stop, crc64(into))))
+        found.append((piece.tensor, Fragment(piece.start, piece.stop, _fill(into, part_of(piece.tensor), piece.local))))
         filled += size
     writer.write(chunk.offset, buffer[lead:filled].data)
     return found
+
+
+def _fill(into: Bytes, part: LocalPart, start: int) -> int:
+    """Copy bytes of a tensor, and hash each slice while it is still in the processor's nearest cache."""
+    crc = 0
+    for at in range(0, len(into), _SLICE):
+        filled = into[at : at + _SLICE]
+        part.copy_out(start + at, filled)
+        crc = crc64(filled, crc)
+    return crc

@@ -8,7 +8,7 @@ into its CRC whoever hashed what, so that no rank needs a byte that it does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
@@ -18,8 +18,8 @@ BLOCK = 16 * 2**20
 #: Hexadecimal digits of one CRC as it is written in files.
 DIGITS = 16
 
-#: The CRC of the bytes of anything that has bytes.
-crc64: Callable[[Any], int] = crc64nvme
+#: The CRC of the bytes of anything that has bytes; a second argument is the CRC of what goes before.
+crc64: Callable[..., int] = crc64nvme
 
 #: The CRC of two ranges together, given both and the length in bytes of the second.
 combine: Callable[[int, int, int], int] = combine_crc64nvme

@@ -6,16 +6,14 @@ first and last of a range) is written through the cache; two writers may share a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from holdfast.errors import DamagedError, StorageError
+from holdfast.errors import DamagedError
 from holdfast.storage.local import reported
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
@@ -34,7 +32,7 @@ class BulkWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buffered, self._direct = _open(path, os.O_WRONLY)
+        self._buffered, self._direct = _open(path)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes. Its address modulo :data:`SECTOR` must be that of ``offset``.
@@ -81,53 +79,29 @@ class BulkWriter:
 
 
 class BulkReader:
-    """Reads byte ranges of a file, through the page cache or past it."""
+    """Reads byte ranges of a file, through the page cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buffered, self._direct = _open(path, os.O_RDONLY)
+        with reported("open", path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before."""
-        self._fill(self._buffered, offset, into, len(into))
+        """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before.
 
-    def read_direct(self, offset: int, size: int, buffer: memoryview) -> memoryview:
-        """``size`` bytes from ``offset`` on, read past the page cache into an aligned buffer of two sectors more.
-
-        Returns the part of the buffer that they are in.
+        Safe to call from several threads.
         """
-        lead = offset % SECTOR
-        whole = buffer[: -(-(lead + size) // SECTOR) * SECTOR]
-        try:
-            self._fill(self._buffered if self._direct is None else self._direct, offset - lead, whole, lead + size)
-        except StorageError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fill(self._buffered, offset - lead, whole, lead + size)
-        return whole[lead : lead + size]
-
-    def _fill(self, fd: int, offset: int, into: memoryview, needed: int) -> None:
         with reported("read", self._path):
             done = 0
-            while done < needed:
-                n = os.preadv(fd, [into[done:]], offset + done)
+            while done < len(into):
+                n = os.preadv(self._fd, [into[done:]], offset + done)
                 if n == 0:
                     raise DamagedError(f"{self._path} ends at byte {offset + done}, inside its data: it was cut short")
                 done += n
 
-    def is_cached(self, offset: int, size: int) -> bool:
-        """Whether most of a range is in the page cache; true where the system cannot tell or cannot read directly."""
-        if self._direct is None or _cachestat is None:
-            return True
-        found = _CacheStat()
-        failed = _cachestat(_CACHESTAT, self._buffered, ctypes.byref(_CacheRange(offset, size)), ctypes.byref(found), 0)
-        return bool(failed) or found.cached * mmap.PAGESIZE * 2 > size
-
     def close(self) -> None:
         """Close the file."""
-        for fd in (self._buffered, self._direct):
-            if fd is not None:
-                os.close(fd)
+        os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -138,39 +112,22 @@ class BulkReader:
         self.close()
 
 
-class _CacheRange(ctypes.Structure):
-    """``struct cachestat_range`` of Linux 6.5."""
-
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _CacheStat(ctypes.Structure):
-    """``struct cachestat``: pages in the cache, and four more counts."""
-
-    _fields_ = (("cached", ctypes.c_uint64), ("rest", ctypes.c_uint64 * 4))
-
-
-#: The number of the system call ``cachestat``, the same on all architectures.
-_CACHESTAT = 451
-_cachestat = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
-
-
-def _open(path: Path, mode: int) -> tuple[int, int | None]:
+def _open(path: Path) -> tuple[int, int | None]:
     """A file that exists: through the page cache, and past it where the file system has such a way."""
     with reported("open", path):
-        buffered = os.open(path, mode | os.O_CLOEXEC)
+        buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            return buffered, _open_direct(path, mode)
+            return buffered, _open_direct(path)
         except BaseException:
             os.close(buffered)
             raise
 
 
-def _open_direct(path: Path, mode: int) -> int | None:
+def _open_direct(path: Path) -> int | None:
     if not _DIRECT:
         return None
     try:
-        return os.open(path, mode | os.O_CLOEXEC | _DIRECT)
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
