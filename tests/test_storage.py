@@ -138,11 +138,17 @@ def test_no_file_stays_open(tmp_path: Path, kind) -> None:
     with kind(file):
         assert open_descriptors() > before
     assert open_descriptors() == before
+
+
+def test_no_file_stays_open_where_there_are_too_many(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"x")
+    before = open_descriptors()
     with (
         mock.patch.object(bulk, "_open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
         pytest.raises(StorageError, match=str(file)),
     ):
-        kind(file)
+        BulkWriter(file)
     assert open_descriptors() == before
 
 
