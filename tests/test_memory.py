@@ -18,7 +18,7 @@ holdfast.load_checkpoint(path + "/warm", model={"w": torch.ones(3)})
 
 def resident():
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
 
 before, peak, running = resident(), 0, True
 

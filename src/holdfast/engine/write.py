@@ -7,7 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from holdfast.engine.local import Bytes, LocalPart
-from holdfast.engine.transfer import CHUNK, Buffers, Chunk, Fragments, PartOf, Piece, file_chunks, gather, in_threads
+from holdfast.engine.transfer import (
+    CHUNK,
+    WRITERS,
+    Buffers,
+    Chunk,
+    Fragments,
+    PartOf,
+    Piece,
+    file_chunks,
+    gather,
+    in_threads,
+)
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkWriter
 
@@ -26,7 +37,7 @@ def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf
             file: stack.enter_context(BulkWriter(files[file])) for file in sorted({piece.file for piece in pieces})
         }
         found = in_threads(
-            lambda chunk: _write(chunk, part_of, buffers.get(), writers[chunk.file]), file_chunks(pieces)
+            WRITERS, lambda chunk: _write(chunk, part_of, buffers.get(), writers[chunk.file]), file_chunks(pieces)
         )
         for writer in writers.values():
             writer.sync()

@@ -24,7 +24,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 def aligned_buffer(size: int) -> memoryview:
     """Zeroed memory for ``size`` bytes that starts on a page."""
-    return memoryview(mmap.mmap(-1, size))
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class BulkWriter:
