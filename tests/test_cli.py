@@ -212,7 +212,7 @@ class TestShow:
         values = call_json("show", made)["values"]
         assert values["optimizer"]["class"] == "AdamW"
         assert [group["weight_decay"] for group in values["optimizer"]["groups"]] == [0.01, 0.1]
-        assert values["scheduler"]["last_epoch"] == 3
+        assert values["scheduler"]["state"]["last_epoch"] == 3
         content = values["user_content"]
         assert (content["total_steps"], content["cli_args"], content["best"]) == (3, CONTENT["cli_args"], "nan")
         assert content["losses"] == CONTENT["losses"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.catalog import CheckpointInfo
 from holdfast.errors import DamagedError, FormatError, HoldfastError, UnsafeNameError
 from holdfast.layout import manifest
 from holdfast.layout.blocks import crc64
@@ -251,7 +253,7 @@ def test_a_field_nested_without_end_is_damage(field: str, nested: str) -> None:
         manifest.decode(body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body), FILE)
 
 
-def test_the_latest_is_told_by_sequence_then_time_then_id() -> None:
+def test_the_latest_is_told_by_sequence_then_time_then_id(tmp_path: Path) -> None:
     oldest_first = [
         example(sequence=1, time=9.0, id="f" * 16),
         example(sequence=2, time=1.0, id="f" * 16),
@@ -259,7 +261,8 @@ def test_the_latest_is_told_by_sequence_then_time_then_id() -> None:
         example(sequence=2, time=2.0, id="1" * 16),
     ]
     for mixed in itertools.permutations(oldest_first):
-        assert sorted(mixed, key=lambda one: one.age) == oldest_first
+        ages = sorted(mixed, key=lambda one: CheckpointInfo.of(tmp_path, one).age)
+        assert ages == oldest_first
 
 
 def test_its_bytes_are_those_of_all_files() -> None:

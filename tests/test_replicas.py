@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.engine import replicas
 from holdfast.errors import DisagreementError, ReplicaMismatchError
 from tests.pool import Ranks
 from tests.training import trained
@@ -79,8 +80,10 @@ def test_buffers_may_differ_and_the_lowest_rank_speaks(ranks: Ranks, tmp_path: P
         assert torch.equal(found["running"], torch.ones(6))
 
 
-def save_many(path: str, saves: int) -> int:
+def save_many(path: str, saves: int, always: int) -> int:
     """The save, counted from 0, that notices a block that changed on one rank after the first save."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(replicas, "ALWAYS", always)
     model = {f"w{i}": torch.ones(64) for i in range(40)}
     holdfast.save_checkpoint(path, "first", model)
     if dist.get_rank() == 1:
@@ -90,14 +93,20 @@ def save_many(path: str, saves: int) -> int:
             holdfast.save_checkpoint(path, f"s{number}", model)
         except ReplicaMismatchError as error:
             assert "'w17'" in str(error)
+            patch.undo()
             return number
+    patch.undo()
     return -1
 
 
 def test_later_saves_compare_a_sample_that_reaches_every_block_in_sixteen(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, save_many, str(tmp_path), 16)
+    first, second = ranks(2, save_many, str(tmp_path), 16, 0)
     assert first == second
     assert 0 <= first < 16
+
+
+def test_a_gigabyte_is_compared_on_every_save(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, save_many, str(tmp_path), 2, replicas.ALWAYS) == [0, 0]
 
 
 def bytes_written() -> int:

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
-from holdfast.layout.files import parse_size
 from holdfast.loading import LoadRequest, Restored, load
 from holdfast.saving import PlanCache, SaveRequest, save
 from holdfast.state.capture import Training
@@ -62,7 +62,7 @@ class Checkpointer:
         timeout: float = 600.0,
     ) -> None:
         self.path = local_path(path)
-        self._limit = parse_size(max_shard_size)
+        self._max_shard_size = max_shard_size
         self._process_group, self._timeout = process_group, timeout
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
@@ -83,7 +83,7 @@ class Checkpointer:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`."""
         started = time.perf_counter()
         training = Training(model, optimizer, scheduler, user_content, rank_content, rng)
-        request = SaveRequest(self.path, tag, training, self._limit, step, metrics or {})
+        request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {})
         with _collector_paused():
             info = save(request, self._current_ranks(), self._plans, self._timeout)
         return SaveHandle(info, time.perf_counter() - started)
@@ -114,7 +114,8 @@ class Checkpointer:
             policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
             verify=verify,
         )
-        with _collector_paused():
+        # Tensors made in inference mode could never be trained.
+        with _collector_paused(), torch.inference_mode(mode=False):
             return load(request, self._current_ranks(), self._timeout)
 
     def list(self) -> list[CheckpointInfo]:
@@ -124,6 +125,7 @@ class Checkpointer:
     def _current_ranks(self) -> Ranks:
         if self._ranks is None or self._ranks.group is not current_group(self._process_group):
             self._ranks = Ranks(self._process_group)
+            self._plans = PlanCache()  # a plan is one rank's share, and this may be another rank now
         return self._ranks
 
     def __enter__(self) -> Self:

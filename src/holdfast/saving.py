@@ -28,6 +28,7 @@ from holdfast.engine.write import write_pieces
 from holdfast.errors import DisagreementError, ReplicaMismatchError, TagExistsError
 from holdfast.formats.native import RANKS
 from holdfast.layout import manifest
+from holdfast.layout.files import parse_size
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.layout.names import check_tag, check_text, number
 from holdfast.state.capture import Capture, Training, capture
@@ -35,18 +36,19 @@ from holdfast.state.capture import Capture, Training, capture
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Where to save, and what to note of it. ``limit`` is the most bytes of tensors in one file."""
+    """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file."""
 
     path: Path
     tag: str
     training: Training
-    limit: int
+    max_shard_size: int | str
     step: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` for what cannot be noted."""
         check_tag(self.tag)
+        parse_size(self.max_shard_size)
         self.numbers()
 
     def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
@@ -142,7 +144,7 @@ class _Save:
                 path=str(self._request.path),
                 tag=self._request.tag,
                 given=self._request.training.given(),
-                limit=self._request.limit,
+                limit=parse_size(self._request.max_shard_size),
                 digest=spec.digest(self._spec),
                 known=self._cache.key,
             )
@@ -167,7 +169,8 @@ class _Save:
         def work() -> bytes:
             if membership is not None:
                 cache.key = b""
-                cache.plan = plan_save(membership, self._session.rank, self._ranks.global_ranks(), self._request.limit)
+                limit = parse_size(self._request.max_shard_size)
+                cache.plan = plan_save(membership, self._session.rank, self._ranks.global_ranks(), limit)
                 cache.key, cache.saves = terms.key, 0
             return replicas.digests(cache.plan, self._part_of, cache.saves)
 

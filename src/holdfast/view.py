@@ -93,7 +93,7 @@ class Checkpoint:
                 f"{name} has {info.nbytes // size} elements; there are no elements {start} to {stop}"
             )
         first, last = start * size // BLOCK * BLOCK, min(info.nbytes, -(-stop * size // BLOCK) * BLOCK)
-        blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype])
+        blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype], device="cpu")
         self._fill({_Part(self._find(name), first, first + blocks.nbytes): blocks})
         wanted = blocks[start - first // size : stop - first // size]
         return wanted if wanted.numel() == blocks.numel() else wanted.clone()
@@ -101,7 +101,7 @@ class Checkpoint:
     def __getitem__(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
         info = self.info(name)
-        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         self._fill({_Part(self._find(name), 0, info.nbytes): tensor})
         return tensor
 

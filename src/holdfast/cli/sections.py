@@ -74,8 +74,7 @@ def values(found: Values) -> Iterator[Table]:
     for name, value in found.shared.items():
         if value is None or value == {}:
             continue
-        is_optimizer = name == "optimizer" and isinstance(value, dict) and {"class", "groups"} <= value.keys()
-        rows = list(islice(_optimizer(value) if is_optimizer else lines(value), _SHOWN + 1))
+        rows = list(islice(_rows(name, value), _SHOWN + 1))
         if len(rows) > _SHOWN:
             rows[_SHOWN:] = [("…", "--json has the rest")]
         cells = [(f"  {clean(path)}", clean(text)) for path, text in rows]
@@ -83,6 +82,14 @@ def values(found: Values) -> Iterator[Table]:
     if found.own is not None:
         kept = ", ".join(found.own) or "nothing"
         yield Table([Column("ranks")], [(f"  {count(found.world_size, 'rank')}, each with its own {kept}",)])
+
+
+def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if name == "optimizer" and isinstance(value, dict) and {"class", "groups"} <= value.keys():
+        return _optimizer(value)
+    if name == "scheduler" and isinstance(value, dict) and isinstance(value.get("state"), dict):
+        return lines({"class": value.get("class"), **value["state"]})
+    return lines(value)
 
 
 def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

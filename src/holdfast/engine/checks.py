@@ -58,10 +58,14 @@ class Checks:
         """Verify blocks of which several ranks read parts. Those that the parts do not tile are read again, whole."""
         for tensor, fragments in partial.items():
             expected = self._crcs(tensor)
+            said: dict[tuple[int, int], int] = {}
+            for start, stop, crc in fragments:
+                if said.setdefault((start, stop), crc) != crc:
+                    raise self._damaged(tensor, start // BLOCK)
             assembled = assemble(fragments, self._nbytes(tensor))
             for block in sorted({fragment.start // BLOCK for fragment in fragments}):
-                crc = assembled[block]
-                found = self._read_again(tensor, block) if crc is None else crc
+                whole = assembled[block]
+                found = self._read_again(tensor, block) if whole is None else whole
                 if expected is not None and expected[block] != found:
                     raise self._damaged(tensor, block)
 

@@ -40,12 +40,16 @@ class Draft:
     plan: SavePlan
 
     def open(self) -> None:
-        """Create the folder, and its data files at their final sizes."""
-        local.make_folder(self.folder)
-        for file in self.plan.files:
-            path = self.folder / file.path
-            local.make_folder(path.parent)
-            local.allocate(path, file.size)
+        """Create the folder, and its data files at their final sizes; nothing is left of it on failure."""
+        try:
+            local.make_folder(self.folder)
+            for file in self.plan.files:
+                path = self.folder / file.path
+                local.make_folder(path.parent)
+                local.allocate(path, file.size)
+        except BaseException:
+            self.discard()
+            raise
 
     def publish(self, final: Path, fragments: Fragments, small: SmallFiles, describe: Describe) -> Manifest:
         """Complete the folder, whose data is durable, and give it its final name.

@@ -38,10 +38,6 @@ class SavePlan:
     pieces: Sequence[Piece]
     replicas: Mapping[tuple[int, ...], Sequence[Replica]]
 
-    def total(self) -> int:
-        """Bytes of all data files."""
-        return sum(file.size for file in self.files)
-
 
 #: The plan of a save of nothing.
 NOTHING = SavePlan((), {}, (), (), {})

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from holdfast import errors
-from holdfast.errors import DisagreementError, HoldfastError, RankFailedError, RankTimeoutError
+from holdfast.errors import DisagreementError, HoldfastError, InvalidArgumentError, RankFailedError, RankTimeoutError
 
 #: Rank 0 decides for all.
 LEADER = 0
@@ -34,6 +34,9 @@ _SHOWN = 8
 
 T = TypeVar("T")
 
+#: Rank 0's decision over what all ranks posted.
+Decide = Callable[[list[bytes]], bytes]
+
 
 class Failure(msgspec.Struct, frozen=True):
     """An error on its way to the other ranks: the name of its type in :mod:`holdfast.errors`, and its message."""
@@ -47,8 +50,8 @@ class Failure(msgspec.Struct, frozen=True):
         """Describe an error; those that are not ours become ``RankFailedError``."""
         if isinstance(error, HoldfastError):
             number = error.errno if isinstance(error, OSError) else None
-            return cls(type(error).__name__, error.args[-1] if error.args else "", number)
-        return cls(RankFailedError.__name__, f"{type(error).__name__}: {error}")
+            return cls(type(error).__name__, _plain(error.args[-1] if error.args else ""), number)
+        return cls(RankFailedError.__name__, f"{type(error).__name__}: {_plain(error)}")
 
     def rebuild(self) -> HoldfastError:
         """The error again, on whichever rank."""
@@ -72,6 +75,10 @@ class Ranks:
         self.group = current_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
+        if self.group is not None and dist.get_rank(self.group) < 0:
+            raise InvalidArgumentError(
+                "this rank is not in the process group that was passed; only its members save and load"
+            )
         if self.group is not None and dist.get_world_size(self.group) > 1:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             self._store = PrefixStore(f"holdfast/{self.group.group_name}", _get_default_store())
@@ -101,9 +108,7 @@ class Session:
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self._store, self._timeout, self._votes = rank, size, store, timeout, 0
 
-    def vote(
-        self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Callable[[list[bytes]], bytes]
-    ) -> tuple[T, bytes]:
+    def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` here; ``decide`` on rank 0 over what all ranks' work gave; return both results.
 
         An error in anybody's work, or in the decision, is raised by every rank, naming the ranks it
@@ -120,17 +125,17 @@ class Session:
         phase: str,
         work: Callable[[], T],
         encode: Callable[[T], bytes],
-        decide: Callable[[list[bytes]], bytes],
+        decide: Decide,
     ) -> tuple[T, bytes]:
         self._votes += 1
-        deadline = time.monotonic() + self._timeout
         result, mine, error = _attempt(work, encode)
         ballot = _Ballot(store, self._votes, self.size, phase)
         with _store_alive(phase):
             ballot.post(self.rank, mine)
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise error
-            decision = ballot.lead(deadline, decide) if self.rank == LEADER else ballot.follow(deadline + _GRACE)
+            lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
+            decision = lead(self._timeout, decide)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
         if decision.failure is not None:
             raise decision.failure.rebuild() from error
         if result is None:
@@ -140,10 +145,6 @@ class Session:
     def all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""
         return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
-
-    def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
-        """Do ``work`` on rank 0 alone and give its result to every rank."""
-        return self.vote(phase, lambda: None, lambda _: b"", lambda _: work())[1]
 
 
 def _attempt(
@@ -176,43 +177,59 @@ class _Ballot:
     def post(self, rank: int, outcome: _Outcome) -> None:
         self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
 
-    def lead(self, deadline: float, decide: Callable[[list[bytes]], bytes]) -> _Outcome:
-        """Collect what all ranks posted, decide, and publish the decision."""
+    def collect_and_decide(self, timeout: float, decide: Decide) -> _Outcome:
+        """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
+        decision = _Outcome(
+            failure=Failure(RankFailedError.__name__, f"rank {LEADER} was interrupted while {self._phase}")
+        )
         try:
-            self._wait(self._keys, deadline)
-            outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
-            self._forget()
-            decision = _decide(outcomes, decide, self._phase)
-        except RankTimeoutError as error:
-            decision = _Outcome(failure=Failure.of(error))
-        self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
+            decision = self._decide(timeout, decide)
+        finally:
+            self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
         return decision
 
-    def follow(self, deadline: float) -> _Outcome:
-        """Wait for the decision."""
+    def _decide(self, timeout: float, decide: Decide) -> _Outcome:
+        try:
+            self._wait(self._keys, timeout)
+        except RankTimeoutError as error:
+            return _Outcome(failure=Failure.of(error))
+        self._store.set(self._collected, "")
+        outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
+        self._forget()
+        return _decide(outcomes, decide, self._phase)
+
+    def follow(self, timeout: float, _: Decide) -> _Outcome:
+        """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
         key = self._decision(self._number)
-        self._wait([key], deadline)
+        self._wait([self._collected], timeout + _GRACE, or_else=key)
+        self._wait([key], timeout + _GRACE)
         return _unpack(self._store.get(key))
 
     def _forget(self) -> None:
         # Everybody who posted to this vote has read the decision of the one before.
-        for key in (*self._keys, self._decision(self._number - 1)):
+        for key in (*self._keys, self._decision(self._number - 1), f"{self._number - 1}/collected"):
             self._store.delete_key(key)
 
     @staticmethod
     def _decision(number: int) -> str:
         return f"{number}/decision"
 
-    def _wait(self, keys: list[str], deadline: float) -> None:
+    @property
+    def _collected(self) -> str:
+        return f"{self._number}/collected"
+
+    def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
+        """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
         started = time.monotonic()
-        while not self._store.check(keys):
-            now = time.monotonic()
-            if now > deadline:
+        while not self._store.check(keys) and not (or_else and self._store.check([or_else])):
+            waited = time.monotonic() - started
+            if waited > timeout:
                 raise RankTimeoutError(self._absent())
-            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, (now - started) / 20)))
+            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, waited / 20)))
 
     def _absent(self) -> str:
-        absent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        all_came = self._store.check([self._collected])
+        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         names = _names(absent) if absent else f"rank {LEADER}"
         return (
             f"{names} did not come within the timeout while {self._phase}; "
@@ -220,7 +237,7 @@ class _Ballot:
         )
 
 
-def _decide(outcomes: Sequence[_Outcome], decide: Callable[[list[bytes]], bytes], phase: str) -> _Outcome:
+def _decide(outcomes: Sequence[_Outcome], decide: Decide, phase: str) -> _Outcome:
     failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
     if failed:
         return _Outcome(failure=_blame(failed, len(outcomes), phase))
@@ -248,6 +265,11 @@ def _names(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def _plain(message: object) -> str:
+    """A message in whole characters: file names may have others."""
+    return str(message).encode(errors="backslashreplace").decode()
 
 
 def unanimous(what: str, said: Sequence[str]) -> str:

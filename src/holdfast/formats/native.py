@@ -32,11 +32,17 @@ class _Optimizer(msgspec.Struct):
     state: dict[str, dict[str, Any]]
 
 
+class _Scheduler(msgspec.Struct):
+    name: str = msgspec.field(name="class")
+    state: Any
+
+
 class _Shared(msgspec.Struct):
     """What is known of the form of ``state.json``."""
 
     model: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     optimizer: _Optimizer | msgspec.UnsetType = msgspec.UNSET
+    scheduler: _Scheduler | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Own(msgspec.Struct):
@@ -47,7 +53,7 @@ class _Own(msgspec.Struct):
 
 def is_native(path: Path) -> bool:
     """Whether a folder has a manifest."""
-    return (path / manifest.NAME).is_file()
+    return local.is_file(path / manifest.NAME)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -64,11 +64,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: dict[str, FileRecord]
 
     @property
-    def age(self) -> tuple[int, float, str]:
-        """Sorts checkpoints of a run from the oldest to the latest."""
-        return self.sequence, self.time, self.id
-
-    @property
     def nbytes(self) -> int:
         """The bytes of all files that the manifest names."""
         return sum(record.size for record in self.files.values())

@@ -107,7 +107,7 @@ class ArraysIn:
         if info is None:
             raise DamagedError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
         if key not in self.tensors:
-            self.tensors[str(key)] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+            self.tensors[str(key)] = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         return self.tensors[str(key)]
 
 

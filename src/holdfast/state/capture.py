@@ -11,12 +11,12 @@ import torch
 from holdfast.engine.local import LocalPart
 from holdfast.engine.runs import Layout
 from holdfast.engine.spec import PER_RANK, Spec, TensorSpec
-from holdfast.errors import InvalidArgumentError
 from holdfast.layout import values
 from holdfast.layout.names import check_text
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import rng
+from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysOut
 from holdfast.state.tensors import describe
 
@@ -84,7 +84,7 @@ def capture(training: Training, rank: int) -> Capture:
             captured.add(OPTIMIZER, name, tensor)
         shared["optimizer"] = optimizer.values()
     if training.scheduler is not None:
-        shared["scheduler"] = _state_of(training.scheduler)
+        shared["scheduler"] = schedulers.values(training.scheduler)
     if training.user_content is not None:
         shared["user_content"] = training.user_content
     if rank == 0:
@@ -107,15 +107,6 @@ def _own(training: Training) -> dict[str, Any]:
     if training.rank_content is not None:
         own["content"] = training.rank_content
     return own
-
-
-def _state_of(scheduler: Any) -> Any:
-    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
-        raise InvalidArgumentError(
-            "a scheduler has state_dict() and load_state_dict(), as torch's have; "
-            f"{type(scheduler).__qualname__} lacks them"
-        )
-    return scheduler.state_dict()
 
 
 def _add_values(captured: Capture, group: str, tree: Mapping[str, Any], prefix: str) -> bytes:

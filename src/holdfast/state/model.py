@@ -27,7 +27,8 @@ class ModelView:
     """A model as a checkpoint sees it.
 
     ``tensors`` are live, each once, by FQN; ``tied`` maps further names of one to the name it has there. ``extra``
-    are values of a state dict that are not tensors, by name.
+    are values of a state dict that are not tensors, by name, and what ``get_extra_state`` gave; ``raw`` are the names
+    with wrappers' parts.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -35,6 +36,7 @@ class ModelView:
     buffers: frozenset[str]
     extra: dict[str, Any] = field(default_factory=dict)
     module: nn.Module | None = None
+    raw: dict[str, str] = field(default_factory=dict)
 
     def name_of_parameters(self) -> dict[int, str]:
         """The FQN of each parameter, by its ``id``."""
@@ -58,17 +60,26 @@ def _view_module(model: nn.Module) -> ModelView:
     module = unwrap(model)
     parts = _wrapper_prefixes(module)
     state: dict[str, Any] = {}
+    raw_names: dict[str, str] = {}
     for raw, value in module.state_dict(keep_vars=True).items():
         name = _clean(raw, parts)
         if name in state:
             raise StateError(f"the model has two entries named {name!r} once wrappers' names are taken off")
         state[name] = value
+        raw_names[name] = raw
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and id(value) not in known and not _is_extra(name):
+            raise StateError(
+                f"{name!r} in the model's state_dict is made up by a hook: neither a parameter nor a buffer, "
+                "it could not be put back; pass the state dict itself"
+            )
     parameters = {id(parameter) for parameter in module.parameters()}
     buffers = frozenset(
         name for name, value in state.items() if isinstance(value, torch.Tensor) and id(value) not in parameters
     )
     found = _view(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()))
-    return ModelView(found.tensors, found.tied, found.buffers, found.extra, module)
+    return ModelView(found.tensors, found.tied, found.buffers, found.extra, module, raw_names)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -104,7 +115,7 @@ def _view(state: Mapping[str, Any], buffers: frozenset[str], aliases: frozenset[
     for name, value in state.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"a state dict's keys are names, not {name!r}")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not _is_extra(name):
             tensors[name] = value
         else:
             extra[name] = value
@@ -118,6 +129,10 @@ def _view(state: Mapping[str, Any], buffers: frozenset[str], aliases: frozenset[
     return ModelView(tensors, tied, buffers, extra)
 
 
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA
+
+
 def set_extra(module: nn.Module, name: str, value: object) -> None:
     """Hand back what ``get_extra_state`` of a part of ``module`` gave."""
     owner = name.removesuffix(_EXTRA).removesuffix(".")
@@ -126,11 +141,12 @@ def set_extra(module: nn.Module, name: str, value: object) -> None:
 
 def companions(module: nn.Module | None) -> dict[str, bytes]:
     """The files that make a folder of weights a transformers model: its configurations. None for other models."""
-    config: Any = copy.deepcopy(getattr(module, "config", None))
+    config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
         return {}
-    # fully_shard() puts a class of its own before the model's; transformers must find the one it knows.
-    kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    config = copy.deepcopy(config)
+    # fully_shard() puts classes of its own before the model's; transformers must find the one it knows.
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     config.architectures = [kind.__name__]
     if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
         config.dtype = str(dtype).removeprefix("torch.")

@@ -67,6 +67,11 @@ class OptimizerView:
         }
 
     def _states(self) -> Iterator[tuple[str, str, Any]]:
+        foreign = [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
+        if foreign:
+            raise StateError(
+                f"the optimizer's state has the entry {foreign[0]!r}, which is of no parameter; pass it as user_content"
+            )
         for name, parameter, _ in self.parameters():
             for state, value in self.optimizer.state.get(parameter, {}).items():
                 yield name, str(state), value
@@ -98,6 +103,15 @@ def _name(parameter: torch.Tensor, name_of: Mapping[int, str], group: int, numbe
             "model's; make the optimizer after the model is wrapped, and pass the model that it trains"
         )
     return name
+
+
+def differences(target: OptimizerView, saved: Mapping[str, Any]) -> list[str]:
+    """Why saved :meth:`OptimizerView.values` do not go into an optimizer: another class, or other groups."""
+    try:
+        _check_groups(target, saved)
+    except OptimizerMismatchError as error:
+        return [str(error)]
+    return []
 
 
 class Restoration:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from holdfast.engine.spec import PER_RANK
-from holdfast.errors import DamagedError, InvalidArgumentError, MismatchError
+from holdfast.errors import DamagedError, MismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import rng
+from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.capture import MODEL, OPTIMIZER, STATE, Training
 from holdfast.state.tensors import NAMES
@@ -151,16 +152,18 @@ class Intake:
             return
         names = None if self._model is None else self._model.name_of_parameters()
         view = optimizers.view(optimizer, names)
+        if self.findings.different or (self._policy.strict and self.findings.missing):
+            # The model's differences are the cause of what would differ in states.
+            self.findings.different += optimizers.differences(view, self._values["optimizer"])
+            return
         self._optimizer = optimizers.Restoration(view, self._values["optimizer"], self._groups.get(OPTIMIZER, {}))
         self.targets |= {(OPTIMIZER, name): tensor for name, tensor in self._optimizer.tensors.items()}
 
     def _match_scheduler(self, scheduler: Any) -> None:
-        if not hasattr(scheduler, "load_state_dict"):
-            raise InvalidArgumentError(
-                f"scheduler must have load_state_dict(), as torch's have; {type(scheduler).__qualname__} has not"
-            )
         if "scheduler" not in self._values:
             self.findings.missing.append("scheduler")
+            return
+        self.findings.different += schedulers.differences(scheduler, self._values["scheduler"])
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
@@ -170,7 +173,7 @@ class Intake:
         if self._optimizer is not None:
             self._optimizer.apply()
         if self._training.scheduler is not None and "scheduler" in self._values:
-            self._training.scheduler.load_state_dict(self._values["scheduler"])
+            schedulers.load(self._training.scheduler, self._values["scheduler"])
         if self._model is not None:
             self._apply_extra(self._model)
         if self._rng is not None:
@@ -181,6 +184,6 @@ class Intake:
             if name not in view.extra:
                 continue
             if view.module is not None:
-                models.set_extra(view.module, name, value)
+                models.set_extra(view.module, view.raw[name], value)
             else:
                 self._training.model[name] = value

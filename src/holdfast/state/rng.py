@@ -15,16 +15,9 @@ from holdfast.errors import DamagedError
 def capture() -> dict[str, Any]:
     """The state of every generator, as plain values and arrays."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global generator is the one to save
     state: dict[str, Any] = {
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": {
-            "kind": kind,
-            "keys": np.asarray(keys),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        },
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global generator is the one to save
         "torch": torch.get_rng_state(),
     }
     accelerator = _accelerator()
@@ -59,9 +52,9 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def _restore(state: Mapping[str, Any]) -> None:
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     accelerator = _accelerator()
     if accelerator is not None and accelerator in state:

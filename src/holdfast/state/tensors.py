@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.engine import runs
 from holdfast.engine.runs import Layout
 from holdfast.errors import UnsupportedTensorError
+from holdfast.layout.header import DIMENSIONS
 
 #: The torch dtype of each safetensors dtype.
 DTYPES = {
@@ -35,8 +37,6 @@ DTYPES = {
     "U64": torch.uint64,
     "U8": torch.uint8,
 }
-_DIMENSIONS = 64
-
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -59,8 +59,11 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
         local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
-    if local.ndim > _DIMENSIONS:
-        raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {_DIMENSIONS} can be stored")
+    if is_traceable_wrapper_subclass(local):
+        kind = type(local).__qualname__
+        raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
+    if local.ndim > DIMENSIONS:
+        raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
     if local.is_meta:
         raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
     name = NAMES.get(tensor.dtype)

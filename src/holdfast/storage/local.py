@@ -139,6 +139,14 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; not where this process may not look."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
+
+
 def subfolders(path: Path) -> list[Path]:
     """The folders in a folder, hidden ones left out; none where there is no such folder."""
     with reported("list", path):
