@@ -40,12 +40,20 @@ def main() -> None:
             found |= CASES[name](folder, options.rounds)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    text = "\n".join(table(found))
-    print(text)
+    everything = {**_kept(), **found}
+    text = "\n".join(table(everything))
+    print("\n".join(table(found)))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "table.md").write_text(text + "\n")
-    rounds = {case: {name: timing.rounds for name, timing in timings.items()} for case, timings in found.items()}
+    rounds = {case: {name: timing.rounds for name, timing in timings.items()} for case, timings in everything.items()}
     (RESULTS / "rounds.json").write_text(json.dumps(rounds, indent=1) + "\n")
+
+
+def _kept() -> Found:
+    """What was measured before: cases that are not run again keep their figures."""
+    file = RESULTS / "rounds.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    return {case: {name: Timing(tuple(row)) for name, row in rows.items()} for case, rows in known.items()}
 
 
 def table(found: Mapping[str, Mapping[str, Timing]]) -> Iterator[str]:

@@ -150,8 +150,8 @@ def test_fragments_reported_by_ranks_arrive(reported: list[dict[int, list[Fragme
 
 
 def test_work_in_threads_gives_results_in_order() -> None:
-    assert in_threads(4, lambda n: n * n, range(100)) == [n * n for n in range(100)]
-    assert in_threads(4, lambda n: n, []) == []
+    assert in_threads(lambda n: n * n, range(100)) == [n * n for n in range(100)]
+    assert in_threads(lambda n: n, []) == []
 
 
 def test_the_first_error_in_a_thread_is_raised_and_stops_the_rest() -> None:
@@ -163,7 +163,7 @@ def test_the_first_error_in_a_thread_is_raised_and_stops_the_rest() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="number 3"):
-        in_threads(4, work, range(10_000))
+        in_threads(work, range(10_000))
     assert len(done) < 10_000
 
 
@@ -175,7 +175,7 @@ def test_every_thread_has_one_page_aligned_buffer_of_its_own() -> None:
         gate.wait(10)
         return buffers.get().ctypes.data, buffers.get().ctypes.data, len(buffers.get())
 
-    found = in_threads(4, work, range(4))
+    found = in_threads(work, range(4))
     assert len({first for first, _, _ in found}) == 4
     assert all(first == again and first % SECTOR == 0 and size == CHUNK for first, again, size in found)
 

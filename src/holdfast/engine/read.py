@@ -9,7 +9,6 @@ from pathlib import Path
 from holdfast.engine.local import Bytes
 from holdfast.engine.transfer import (
     CHUNK,
-    READERS,
     Buffers,
     Chunk,
     Fragments,
@@ -33,9 +32,7 @@ def read_pieces(files: Sequence[Path], pieces: Sequence[Piece], sink_of: SinkOf)
     with ExitStack() as stack:
         wanted = sorted({piece.file for piece in ordered})
         readers = {file: stack.enter_context(BulkReader(files[file])) for file in wanted}
-        found = in_threads(
-            READERS, lambda chunk: _read(chunk, sink_of, buffers, readers[chunk.file]), tensor_chunks(ordered)
-        )
+        found = in_threads(lambda chunk: _read(chunk, sink_of, buffers, readers[chunk.file]), tensor_chunks(ordered))
     return gather(found)
 
 

@@ -16,11 +16,8 @@ from holdfast.storage.bulk import aligned_buffer
 #: Bytes moved at a time by one thread, and the size of its buffer.
 CHUNK = 4 * 2**20
 
-#: Threads that write: one fills its buffer while the other's is written. More compete with the disk for processors.
-WRITERS = 2
-
-#: Threads that read: the page cache needs several requests in flight to read ahead.
-READERS = 4
+#: Threads that move bytes. Storage needs requests in flight, not processors.
+THREADS = 4
 
 #: ``{tensor number: its fragments}``.
 Fragments = dict[int, list[Fragment]]
@@ -67,12 +64,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def in_threads(threads: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """``work`` on every item by a few threads; the first error stops the rest and is raised."""
     items = list(items)
     if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads, "holdfast") as pool:
+    with ThreadPoolExecutor(THREADS, "holdfast") as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
             return [future.result() for future in futures]

@@ -9,7 +9,6 @@ from pathlib import Path
 from holdfast.engine.local import Bytes, LocalPart
 from holdfast.engine.transfer import (
     CHUNK,
-    WRITERS,
     Buffers,
     Chunk,
     Fragments,
@@ -37,7 +36,7 @@ def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf
             file: stack.enter_context(BulkWriter(files[file])) for file in sorted({piece.file for piece in pieces})
         }
         found = in_threads(
-            WRITERS, lambda chunk: _write(chunk, part_of, buffers.get(), writers[chunk.file]), file_chunks(pieces)
+            lambda chunk: _write(chunk, part_of, buffers.get(), writers[chunk.file]), file_chunks(pieces)
         )
         for writer in writers.values():
             writer.sync()

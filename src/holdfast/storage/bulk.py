@@ -24,7 +24,8 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 def aligned_buffer(size: int) -> memoryview:
     """Zeroed memory for ``size`` bytes that starts on a page."""
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    # Shared, as mmap has it: direct writes out of private pages were a tenth slower.
+    return memoryview(mmap.mmap(-1, size))
 
 
 class BulkWriter:
