@@ -48,4 +48,4 @@ def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: s
         for action in ("save", "load"):
             command = [sys.executable, "-c", SCRIPT, str(folder), action, str(megabytes), layout]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            assert int(done.stdout) < 160 * 2**20, (action, megabytes)
+            assert int(done.stdout) < 64 * 2**20, (action, megabytes)
