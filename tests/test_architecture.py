@@ -16,6 +16,7 @@ FLOORS = [
     {"functions", "view"},
     {"checkpointer"},
     {"saving", "loading"},
+    {"reading"},
     {"catalog"},
     {"state", "formats"},
     {"engine"},

@@ -210,8 +210,8 @@ class TestShow:
 
     def test_json_keeps_the_values_and_describes_tensors_in_them(self, made: Path) -> None:
         values = call_json("show", made)["values"]
-        assert values["optimizer"]["class"] == "AdamW"
-        assert [group["weight_decay"] for group in values["optimizer"]["groups"]] == [0.01, 0.1]
+        assert [group["class"] for group in values["optimizer"]["groups"]] == ["AdamW", "AdamW"]
+        assert [group["settings"]["weight_decay"] for group in values["optimizer"]["groups"]] == [0.01, 0.1]
         assert values["scheduler"]["state"]["last_epoch"] == 3
         content = values["user_content"]
         assert (content["total_steps"], content["cli_args"], content["best"]) == (3, CONTENT["cli_args"], "nan")

@@ -458,15 +458,16 @@ def test_parts_that_are_not_what_they_should_be_are_refused(folder: Path, part: 
 
 
 OPTIMIZERS = {
-    "no class": lambda saved: saved.pop("class"),
+    "no class": lambda saved: saved["groups"][0].pop("class"),
+    "settings that are a list": lambda saved: saved["groups"][0].update(settings=[1]),
     "no groups": lambda saved: saved.pop("groups"),
     "groups that are a number": lambda saved: saved.update(groups=1),
     "a group that is a number": lambda saved: saved.update(groups=[1]),
     "a group without parameters": lambda saved: saved["groups"][0].pop("params"),
     "parameters that are a number": lambda saved: saved["groups"][0].update(params=1),
     "parameters that are lists": lambda saved: saved["groups"][0].update(params=[["weight"], ["bias"]]),
-    "a state that is a list": lambda saved: saved.update(state=["a"]),
-    "a state of a parameter that is a number": lambda saved: saved.update(state={"weight": 5}),
+    "a state that is a list": lambda saved: saved["groups"][0].update(state=["a"]),
+    "a state of a parameter that is a number": lambda saved: saved["groups"][0].update(state={"weight": 5}),
 }
 
 

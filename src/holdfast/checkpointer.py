@@ -105,6 +105,7 @@ class Checkpointer:
         verify: bool = True,
         rng: bool | None = None,
         map_dtype: bool = False,
+        exchange: str = "auto",
     ) -> Restored:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
         request = LoadRequest(
@@ -113,6 +114,7 @@ class Checkpointer:
             training=Training(model, optimizer, scheduler),
             policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
             verify=verify,
+            exchange=exchange,
         )
         # Tensors made in inference mode could never be trained.
         with _collector_paused(), torch.inference_mode(mode=False):

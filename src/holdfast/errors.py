@@ -55,6 +55,10 @@ class RankFailedError(HoldfastError, RuntimeError):
     """One rank failed for a reason of its own; every rank raises this, naming it."""
 
 
+class AbandonedError(RankFailedError):
+    """A rank stopped because another one failed; where that one's error is known, it is raised instead."""
+
+
 class RankTimeoutError(HoldfastError, TimeoutError):
     """A rank did not arrive before the deadline."""
 

@@ -40,9 +40,12 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     Args:
         path: the run's folder, shared by all ranks; made if it is not there.
         tag: one path component, such as ``"step_1000"``.
-        model: a module (plain, DDP, FSDP2, compiled) or a state dict.
-        optimizer: a ``torch.optim.Optimizer``. It is not stepped, and its state is kept at its own dtypes.
-        scheduler: anything with ``state_dict`` and ``load_state_dict``; taken from rank 0.
+        model: a module in any layout (plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel, compiled) or a state dict. A
+            list holds parts of one model (stages of a pipeline), a dict separate models, which get folders of
+            their own: ``model/generator``.
+        optimizer: a ``torch.optim.Optimizer`` (``ZeroRedundancyOptimizer`` too) or a state dict of one; a list or dict
+            likewise. It is not stepped, and its state is kept at its own dtypes.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``, or a state dict; taken from rank 0.
         user_content: any tree of plain values, tensors and arrays; taken from rank 0.
         rank_content: the same, but each rank's own is kept and given back to that rank.
         step: kept in the manifest, for people and for retention.
@@ -95,6 +98,7 @@ def restore(
     *,
     strict: bool = True,
     verify: bool = True,
+    exchange: str = "auto",
     rng: bool | None = None,
     map_dtype: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -110,6 +114,8 @@ def restore(
         scheduler: its ``load_state_dict`` is called.
         strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
         verify: check every byte that is read against its CRC.
+        exchange: what several ranks need is read by one of them and passed on (``"always"``), or by each (``"never"``);
+            ``"auto"`` does the first between hosts, the second where all ranks share a page cache.
         rng: put the states of random number generators back; by default when an optimizer is loaded.
         map_dtype: cast where dtypes differ, instead of raising.
         process_group: the ranks that load together.
@@ -121,10 +127,8 @@ def restore(
         DamagedError: bytes are not what was saved; names the file and tensor.
         DisagreementError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
     """
-    checkpointer = _default(path, "5GB", process_group, timeout)
-    return checkpointer.restore(
-        tag, model, optimizer, scheduler, strict=strict, verify=verify, rng=rng, map_dtype=map_dtype
-    )
+    options = {"strict": strict, "verify": verify, "exchange": exchange, "rng": rng, "map_dtype": map_dtype}
+    return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:

@@ -5,31 +5,32 @@ Everything that can be known before a tensor of the caller's is touched is check
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from holdfast.catalog import find, latest
+from holdfast.engine.asked import Asked, first_vote
+from holdfast.engine.census import Census, Digests, digests
 from holdfast.engine.checks import Checks
-from holdfast.engine.local import LocalPart
-from holdfast.engine.ranks import LEADER, Call, Ranks, same_call, unanimous
-from holdfast.engine.read import read_pieces
-from holdfast.engine.runs import Layout, Run, local_runs
-from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError
+from holdfast.engine.membership import Membership
+from holdfast.engine.ranks import LEADER, Ranks, unanimous
+from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
+from holdfast.errors import DamagedError, DisagreementError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
-from holdfast.layout.dtypes import width
-from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import check_tag
+from holdfast.reading import Reading
 from holdfast.state.capture import Training
 from holdfast.state.restore import Intake, Policy
-from holdfast.state.tensors import DTYPES, describe
+from holdfast.storage.local import host
+
+#: How ranks may read what several of them need.
+EXCHANGE = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class LoadRequest:
     training: Training
     policy: Policy
     verify: bool
+    exchange: str = "auto"
+
+    def check(self) -> None:
+        """Raise ``InvalidArgumentError`` for what cannot be asked for."""
+        if self.tag is not None:
+            check_tag(self.tag)
+        if self.exchange not in EXCHANGE:
+            raise InvalidArgumentError(f"exchange is one of {', '.join(EXCHANGE)}, not {self.exchange!r}")
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,26 @@ class Restored:
     fell_back_from: tuple[str, ...] = ()
 
 
-class _Announcement(Call, frozen=True, kw_only=True):
-    path: str
-    tag: str | None
-    given: list[str]
+class _Seen(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank sees of the checkpoint, on which host, and digests of what it wants."""
+
+    fingerprint: str
+    host: str
+    spec: bytes
+    meshes: bytes
+
+
+class _Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 makes of it: who wants what, and on how many hosts."""
+
+    census: Census
+    hosts: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+#: A rank's spec and meshes, as it tells them.
+_Held = tuple[bytes, bytes]
 
 
 def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
@@ -83,13 +105,14 @@ class _Load:
     """The steps of one load; each ends in a vote."""
 
     def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float) -> None:
-        self._request, self._global_rank = request, ranks.global_ranks()[ranks.rank]
-        self._session = ranks.session(timeout)
+        self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
 
     def run(self) -> Restored:
         folder = self._find()
-        reader, intake, values = self._match(folder)
-        verified = self._read(reader, intake)
+        reader, intake, values, terms = self._match(folder)
+        membership = self._tell(intake, terms)
+        plan = self._plan(reader, intake, membership, terms)
+        verified = self._read(reader, intake, plan)
         self._session.all("putting values in place", intake.apply)
         return self._report(reader, intake, values, verified=verified)
 
@@ -97,41 +120,82 @@ class _Load:
         """The checkpoint that rank 0 finds is the one that all ranks load."""
         request = self._request
 
-        def work() -> _Announcement:
-            if request.tag is not None:
-                check_tag(request.tag)
-            return _Announcement(call="load", path=str(request.path), tag=request.tag, given=request.training.given())
+        def work() -> bytes:
+            request.check()
+            return b""
 
-        def decide(posted: list[bytes]) -> bytes:
-            same_call(posted)
-            said = [msgspec.msgpack.decode(raw, type=_Announcement) for raw in posted]
-            unanimous("the path", [repr(one.path) for one in said])
-            unanimous("the tag", [repr(one.tag) for one in said])
-            unanimous("what is loaded", [", ".join(one.given) or "nothing" for one in said])
-            return str(_locate(request.path, request.tag)).encode()
-
-        _, found = self._session.vote("finding the checkpoint", work, _encode, decide)
+        about = {
+            "the path": repr(str(request.path)),
+            "the tag": repr(request.tag),
+            "what is loaded": ", ".join(request.training.given()) or "nothing",
+            "exchange": request.exchange,
+        }
+        asked = Asked("load", about)
+        found = first_vote(
+            self._session,
+            "finding the checkpoint",
+            asked,
+            work,
+            lambda _: str(_locate(request.path, request.tag)).encode(),
+        )
         return Path(found.decode())
 
-    def _match(self, folder: Path) -> tuple[Reader, Intake, Values]:
+    def _match(self, folder: Path) -> tuple[Reader, Intake, Values, _Terms]:
         """Read the metadata, find a target for everything, allocate what is new."""
-        request = self._request
+        request, rank = self._request, self._session.rank
 
         def work() -> tuple[Reader, Intake, Values]:
             reader = self._open(folder)
             if request.verify:
                 reader.check_files()
             intake = Intake(request.training, reader.groups, reader.tied, request.policy)
-            values = reader.values(self._session.rank, intake.shared, intake.own)
+            values = reader.values(rank, intake.shared, intake.own)
             if values.world_size != self._session.size:
                 values = Values(values.shared, None, values.world_size)
             intake.match(values.shared, values.own, str(folder))
+            intake.take_stock(rank)
             return reader, intake, values
 
-        def decide(posted: list[bytes]) -> bytes:
-            return unanimous(f"the contents of {folder}", [raw.decode() for raw in posted]).encode()
+        def seen(found: tuple[Reader, Intake, Values]) -> bytes:
+            reader, intake, _ = found
+            held = digests(intake.inventory.spec(), intake.inventory.meshes())
+            return _encode(_Seen(reader.fingerprint, host(), held.spec, held.meshes))
 
-        return self._session.vote("reading the metadata", work, lambda found: found[0].fingerprint.encode(), decide)[0]
+        def decide(posted: list[bytes]) -> bytes:
+            said = [msgspec.msgpack.decode(raw, type=_Seen) for raw in posted]
+            unanimous(f"the contents of {folder}", [one.fingerprint for one in said])
+            census = Census.take([Digests(one.spec, one.meshes) for one in said])
+            return _encode(_Terms(census, len({one.host for one in said})))
+
+        found, raw = self._session.vote("reading the metadata", work, seen, decide)
+        return *found, msgspec.msgpack.decode(raw, type=_Terms)
+
+    def _tell(self, intake: Intake, terms: _Terms) -> Membership:
+        """What all ranks want, each distinct wish told once."""
+        census, inventory = terms.census, intake.inventory
+        told = [(inventory.spec().encode(), inventory.meshes().encode())] * self._session.size
+        if not census.is_uniform:
+            _, raw = self._session.vote(
+                "telling each other what they want",
+                lambda: census.told_by(self._session.rank, inventory.spec(), inventory.meshes()),
+                _encode,
+                lambda posted: _encode([msgspec.msgpack.decode(one, type=_Held) for one in posted]),
+            )
+            told = msgspec.msgpack.decode(raw, type=list[_Held])
+        return census.membership(told, self._ranks.global_ranks())
+
+    def _plan(self, reader: Reader, intake: Intake, membership: Membership, terms: _Terms) -> Reading:
+        """The last check before anything of the caller's is touched, and who reads what."""
+        exchange = self._request.exchange == "always" or (self._request.exchange == "auto" and terms.hosts > 1)
+
+        def work() -> Reading:
+            wanted = list(membership.tensors())
+            names = {name for spec in membership.specs for name in spec.names}
+            known = {name: membership.names(name) for name in names}
+            intake.check({(held.group, held.name) for held in wanted}, known, str(reader.path))
+            return Reading.of(reader, intake, wanted, self._ranks, exchange=exchange and self._session.size > 1)
+
+        return self._session.all("matching the checkpoint with what it is loaded into", work)
 
     def _open(self, folder: Path) -> Reader:
         try:
@@ -143,16 +207,12 @@ class _Load:
                 f"{folder}, which rank 0 has found, cannot be seen here: all ranks must load from a shared file system"
             ) from None
 
-    def _read(self, reader: Reader, intake: Intake) -> bool:
+    def _read(self, reader: Reader, intake: Intake, reading: Reading) -> bool:
         """Fill the targets. Returns whether every byte was verified."""
-        numbered = sorted((group, name) for group, names in reader.groups.items() for name in names)
-        checks = Checks(reader, numbered) if self._request.verify else None
+        checks = Checks(reader, reading.numbered) if self._request.verify else None
 
         def work() -> Fragments:
-            transfer = _Transfer(reader, numbered, self._global_rank)
-            for key, tensor in intake.targets.items():
-                transfer.add(key, tensor)
-            found = read_pieces(list(transfer.files), transfer.pieces, transfer.parts.__getitem__)
+            found = reading.run(self._ranks, self._session)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:
@@ -185,36 +245,6 @@ def _locate(path: Path, tag: str | None) -> Path:
     if tag is not None:
         return find(path, tag)
     return path if is_checkpoint(path) else latest(path).path
-
-
-class _Transfer:
-    """What this rank reads: pieces of files, and the parts of tensors that they go into."""
-
-    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], rank: int) -> None:
-        self._reader, self._rank = reader, rank
-        self._number = {key: i for i, key in enumerate(numbered)}
-        self.files: dict[Path, int] = {}
-        self.pieces: list[Piece] = []
-        self.parts: dict[int, LocalPart] = {}
-
-    def add(self, key: tuple[str, str], tensor: torch.Tensor) -> None:
-        """Plan to fill a tensor from the stored tensor ``key``."""
-        number, info = self._number[key], self._reader.groups[key[0]][key[1]]
-        described = describe(tensor, f"{key[0]} tensor {key[1]!r}")
-        self.parts[number] = LocalPart(described.local, DTYPES[info.dtype])
-        local = 0
-        for run in self._runs(info, described.layout):
-            for extent in self._reader.extents(*key, run.start, run.stop):
-                file = self.files.setdefault(extent.file, len(self.files))
-                self.pieces.append(Piece(number, extent.start, extent.stop, local, file, extent.offset))
-                local += extent.stop - extent.start
-
-    def _runs(self, info: TensorInfo, layout: Layout | None) -> Sequence[Run]:
-        """The byte ranges of the stored tensor that this rank's part consists of."""
-        if layout is None:
-            return [Run(0, info.nbytes)]
-        size = width(info.dtype)
-        return [Run(start * size, stop * size) for start, stop in local_runs(info.shape, layout, self._rank)]
 
 
 def _partly(training: Training) -> str:

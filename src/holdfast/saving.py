@@ -11,27 +11,34 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from holdfast._version import __version__
 from holdfast.catalog import CheckpointInfo, Successor, successor
-from holdfast.engine import replicas, spec
+from holdfast.engine import replicas
+from holdfast.engine.asked import Asked, first_vote
+from holdfast.engine.census import Census, Digests, digests, distinct
 from holdfast.engine.commit import Draft, draft_name
+from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
+from holdfast.engine.membership import Membership
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
-from holdfast.engine.ranks import LEADER, Call, Ranks, same_call, unanimous
-from holdfast.engine.spec import Membership
-from holdfast.engine.transfer import decode_fragments, encode_fragments
+from holdfast.engine.ranks import LEADER, Ranks
+from holdfast.engine.spec import digest
+from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
+from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DisagreementError, ReplicaMismatchError, TagExistsError
 from holdfast.formats.native import RANKS
+from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.layout.names import check_tag, check_text, number
-from holdfast.state.capture import Capture, Training, capture
+from holdfast.state.capture import Capture, Training, capture, merge_values, merged_bytes, state_file
 
 
 @dataclass(frozen=True)
@@ -69,23 +76,23 @@ class PlanCache:
     saves: int = 0
 
 
-class _Announcement(Call, frozen=True, kw_only=True):
-    """What each rank says at the start: what it was asked to do, a digest of its spec, and the plan it knows."""
-
-    path: str
-    tag: str
-    given: list[str]
-    limit: int
-    digest: bytes
-    known: bytes
-
-
 class _Terms(msgspec.Struct, frozen=True):
-    """What rank 0 makes of it: the plan's key, each rank's spec, and (where the plan is new) who publishes them."""
+    """What rank 0 makes of the announcements.
+
+    ``key`` is the plan's; ``census`` is there where the plan is new, and ``tellers`` are the ranks that tell their
+    values, where those differ.
+    """
 
     key: bytes
-    spec_of: list[int]
-    publishers: list[int]
+    census: Census | None
+    tellers: list[int]
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: its spec, meshes and values; nothing where another has told the same."""
+
+    held: tuple[bytes, bytes]
+    values: bytes
 
 
 class _Opened(msgspec.Struct, frozen=True):
@@ -104,6 +111,9 @@ class _Report(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
+#: Of an announcement: the key of the plan that a rank knows, the digests of its spec, its meshes and its values.
+_KEY, _DIGEST = 8, 16
+
 
 def save(request: SaveRequest, ranks: Ranks, cache: PlanCache, timeout: float) -> CheckpointInfo:
     """Save, and return what was committed. On failure nothing is left, and all ranks raise the same error."""
@@ -117,11 +127,11 @@ class _Save:
         self._request, self._ranks, self._cache = request, ranks, cache
         self._session = ranks.session(timeout)
         self._captured = Capture()
-        self._spec = b""
+        self._merged: dict[str, Any] = {}
 
     def run(self) -> CheckpointInfo:
         terms = self._announce()
-        membership = self._membership(terms) if terms.publishers else None
+        membership = self._tell(terms)
         name, following = self._prepare(terms, membership)
         draft = Draft(self._request.path / name, self._cache.plan)
         try:
@@ -133,34 +143,61 @@ class _Save:
         return CheckpointInfo.of(self._request.path / self._request.tag, committed)
 
     def _announce(self) -> _Terms:
-        """Capture, and tell each other what is to be saved."""
+        """Capture, and tell each other in 64 bytes what is to be saved."""
+        request = self._request
 
-        def work() -> _Announcement:
-            self._request.check()
-            self._captured = capture(self._request.training, self._session.rank)
-            self._spec = self._captured.spec().encode()
-            return _Announcement(
-                call="save",
-                path=str(self._request.path),
-                tag=self._request.tag,
-                given=self._request.training.given(),
-                limit=parse_size(self._request.max_shard_size),
-                digest=spec.digest(self._spec),
-                known=self._cache.key,
-            )
+        def work() -> bytes:
+            request.check()
+            self._captured = capture(request.training, self._session.rank)
+            self._merged = self._captured.merged
+            held = digests(self._captured.inventory.spec(), self._captured.inventory.meshes())
+            said = digest(merged_bytes(self._captured), _DIGEST)
+            return self._cache.key.ljust(_KEY, b"\0") + held.spec + held.meshes + said
 
-        _, terms = self._session.vote("looking at what to save", work, _encode, _settle)
+        about = {
+            "the path": repr(str(request.path)),
+            "the tag": repr(request.tag),
+            "what is saved": ", ".join(request.training.given()) or "nothing",
+            "max_shard_size": str(request.max_shard_size),
+        }
+        terms = first_vote(self._session, "looking at what to save", Asked("save", about), work, self._settle)
         return msgspec.msgpack.decode(terms, type=_Terms)
 
-    def _membership(self, terms: _Terms) -> Membership:
-        """The specs of all ranks, each told once by the lowest rank that has it."""
-        _, specs = self._session.vote(
-            "telling each other what they hold",
-            lambda: self._spec if self._session.rank in terms.publishers else b"",
-            lambda own: own,
-            lambda posted: _encode([posted[rank] for rank in terms.publishers]),
+    def _settle(self, posted: Sequence[bytes]) -> bytes:
+        """Rank 0's view of what all ranks announced."""
+        final = self._request.path / self._request.tag
+        if final.exists():
+            raise TagExistsError(f"there is {final} already; choose another tag, or remove it first")
+        ends = (_KEY, _KEY + _DIGEST, _KEY + 2 * _DIGEST)
+        known, specs, meshes, values = zip(
+            *((raw[: ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]], raw[ends[2] :]) for raw in posted),
+            strict=True,
         )
-        return Membership([spec.decode(raw) for raw in msgspec.msgpack.decode(specs, type=list[bytes])], terms.spec_of)
+        limit = str(parse_size(self._request.max_shard_size)).encode()
+        key = digest(b"".join((*specs, *meshes, limit)), _KEY)
+        census = None if set(known) == {key} else Census.take(list(map(Digests, specs, meshes)))
+        _, tellers = distinct(values)
+        return _encode(_Terms(key, census, tellers if len(tellers) > 1 else []))
+
+    def _tell(self, terms: _Terms) -> Membership | None:
+        """The specs, meshes and values of all ranks, each told once by the lowest rank that has it."""
+        rank, census, inventory = self._session.rank, terms.census, self._captured.inventory
+        told = [(inventory.spec().encode(), inventory.meshes().encode())] * self._session.size
+        if terms.tellers or (census is not None and not census.is_uniform):
+
+            def work() -> _Told:
+                held = census.told_by(rank, inventory.spec(), inventory.meshes()) if census else (b"", b"")
+                return _Told(held, merged_bytes(self._captured) if rank in terms.tellers else b"")
+
+            def decide(posted: list[bytes]) -> bytes:
+                said = [msgspec.msgpack.decode(raw, type=_Told) for raw in posted]
+                if terms.tellers:
+                    self._merged = merge_values([msgspec.json.decode(said[teller].values) for teller in terms.tellers])
+                return _encode([one.held for one in said] if census and not census.is_uniform else [])
+
+            _, raw = self._session.vote("telling each other what they hold", work, _encode, decide)
+            told = msgspec.msgpack.decode(raw, type=list[tuple[bytes, bytes]]) or told
+        return census.membership(told, self._ranks.global_ranks()) if census else None
 
     def _prepare(self, terms: _Terms, membership: Membership | None) -> tuple[str, Successor]:
         """Plan, prove that replicas are equal, and open the draft. Returns its name, and what tells the checkpoint."""
@@ -169,8 +206,7 @@ class _Save:
         def work() -> bytes:
             if membership is not None:
                 cache.key = b""
-                limit = parse_size(self._request.max_shard_size)
-                cache.plan = plan_save(membership, self._session.rank, self._ranks.global_ranks(), limit)
+                cache.plan = plan_save(membership, self._session.rank, parse_size(self._request.max_shard_size))
                 cache.key, cache.saves = terms.key, 0
             return replicas.digests(cache.plan, self._part_of, cache.saves)
 
@@ -210,21 +246,32 @@ class _Save:
                     f"{draft.folder}, which rank 0 has made, cannot be seen here: "
                     "all ranks must save into a shared file system"
                 )
-            fragments = write_pieces(files, draft.plan.pieces, self._part_of)
-            return _Report(encode_fragments(fragments), self._captured.own)
+            return _Report(encode_fragments(self._move(files, draft.plan)), self._captured.own)
 
         def decide(posted: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
             own = b'{"ranks":[' + b",\n".join(report.own for report in reports) + b"]}\n"
             fragments = decode_fragments(report.fragments for report in reports)
+            shared = state_file(self._merged, self._captured.shared)
             final = self._request.path / self._request.tag
             described = draft.publish(
-                final, fragments, {**self._captured.small, RANKS: own}, lambda files: self._describe(following, files)
+                final,
+                fragments,
+                {**self._captured.small, STATE_FILE: shared, RANKS: own},
+                lambda files: self._describe(following, files),
             )
             return manifest.encode(described)
 
         _, raw = self._session.vote("writing", work, _encode, decide)
         return manifest.decode(raw, manifest.NAME)
+
+    def _move(self, files: Sequence[Path], plan: SavePlan) -> Fragments:
+        """Write this rank's stripes and pieces."""
+        found: Fragments = {}
+        if plan.exchanges:
+            with Wire(self._ranks.gloo(), self._session) as wire:
+                found = write_stripes(files, plan.crossings, self._part_of, wire)
+        return found | write_pieces(files, plan.pieces, self._part_of)
 
     def _describe(self, following: Successor, files: dict[str, FileRecord]) -> Manifest:
         step, metrics = self._request.numbers()
@@ -244,21 +291,3 @@ class _Save:
 
     def _part_of(self, tensor: int) -> LocalPart:
         return self._captured.parts[self._cache.plan.tensors[tensor]]
-
-
-def _settle(posted: Sequence[bytes]) -> bytes:
-    """Rank 0's check that all ranks were asked for the same, and what follows from their specs."""
-    same_call(posted)
-    said = [msgspec.msgpack.decode(raw, type=_Announcement) for raw in posted]
-    unanimous("the path", [repr(one.path) for one in said])
-    unanimous("the tag", [repr(one.tag) for one in said])
-    unanimous("what is saved", [", ".join(one.given) or "nothing" for one in said])
-    unanimous("max_shard_size", [str(one.limit) for one in said])
-    final = Path(said[0].path) / said[0].tag
-    if final.exists():
-        raise TagExistsError(f"there is {final} already; choose another tag, or remove it first")
-    digests = list(dict.fromkeys(one.digest for one in said))
-    key = spec.digest(b"".join(one.digest for one in said) + str(said[0].limit).encode())
-    first = [next(rank for rank, one in enumerate(said) if one.digest == digest) for digest in digests]
-    known = all(one.known == key for one in said)
-    return _encode(_Terms(key, [digests.index(one.digest) for one in said], [] if known else first))

@@ -85,21 +85,22 @@ def values(found: Values) -> Iterator[Table]:
 
 
 def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if name == "optimizer" and isinstance(value, dict) and {"class", "groups"} <= value.keys():
-        return _optimizer(value)
-    if name == "scheduler" and isinstance(value, dict) and isinstance(value.get("state"), dict):
+    kind = name.partition("/")[0]
+    if kind == "optimizer" and isinstance(value, dict) and "groups" in value:
+        return _optimizer(value["groups"])
+    if kind == "scheduler" and isinstance(value, dict) and isinstance(value.get("state"), dict):
         return lines({"class": value.get("class"), **value["state"]})
     return lines(value)
 
 
-def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _optimizer(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Its class, and of each group the number of parameters and what is set; what is off goes without saying."""
-    yield "class", str(value["class"])
-    for i, group in enumerate(value["groups"]):
-        given = {name: item for name, item in group.items() if item is not None and item is not False}
-        settings = [f"{name}={brief(item)}" for name, item in given.items() if name != "params"]
-        text = ", ".join([count(len(group.get("params", ())), "parameter"), *settings])
+    yield "class", ", ".join(dict.fromkeys(str(group["class"]) for group in groups))
+    for i, group in enumerate(groups):
+        given = {name: item for name, item in group["settings"].items() if item is not None and item is not False}
+        settings = [f"{name}={brief(item)}" for name, item in given.items()]
+        text = ", ".join([count(len(group["params"]), "parameter"), *settings])
         for n, line in enumerate(wrap(text, _ROOM, break_long_words=False)):
             yield "" if n else f"group {i}", line
-    if value.get("state"):
-        yield "state", f"plain values of {count(len(value['state']), 'parameter')}"
+    if plain := sum(len(group["state"]) for group in groups):
+        yield "state", f"plain values of {count(plain, 'parameter')}"

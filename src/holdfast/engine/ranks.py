@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from holdfast import errors
-from holdfast.errors import DisagreementError, HoldfastError, InvalidArgumentError, RankFailedError, RankTimeoutError
+from holdfast.errors import (
+    AbandonedError,
+    DisagreementError,
+    HoldfastError,
+    InvalidArgumentError,
+    RankFailedError,
+    RankTimeoutError,
+)
 
 #: Rank 0 decides for all.
 LEADER = 0
@@ -75,6 +82,7 @@ class Ranks:
         self.group = current_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
+        self._gloo: dist.ProcessGroup | None = None
         if self.group is not None and dist.get_rank(self.group) < 0:
             raise InvalidArgumentError(
                 "this rank is not in the process group that was passed; only its members save and load"
@@ -92,7 +100,16 @@ class Ranks:
         if self._store is None:
             return Session(None, 0, 1, timeout)
         number = self._store.add(f"sessions/{self.rank}", 1)
-        return Session(PrefixStore(str(number), self._store), self.rank, self.size, timeout)
+        return Session(PrefixStore(str(number), self._store), self.rank, self.size, timeout, number)
+
+    def gloo(self) -> dist.ProcessGroup:
+        """A group that moves CPU memory between these ranks: the group itself if it can, else one made once, by all."""
+        if self.group is None:
+            raise InvalidArgumentError("there is no process group, and nothing to exchange")
+        if self._gloo is None:
+            able = "cpu:gloo" in str(dist.get_backend_config(self.group))
+            self._gloo = self.group if able else _gloo_beside(self.global_ranks())
+        return self._gloo
 
 
 def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -102,11 +119,19 @@ def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup 
     return dist.group.WORLD
 
 
-class Session:
-    """The votes of one save or load, in an order that is the same on every rank."""
+def _gloo_beside(global_ranks: list[int]) -> dist.ProcessGroup:
+    made = dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+    if not isinstance(made, dist.ProcessGroup):
+        raise InvalidArgumentError("this rank is not in the process group that was passed")
+    return made
 
-    def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self._store, self._timeout, self._votes = rank, size, store, timeout, 0
+
+class Session:
+    """The votes of one save or load, in an order that is the same on every rank. ``number`` tells it from others."""
+
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
+        self.rank, self.size, self.timeout, self.number = rank, size, timeout, number
+        self._store, self._votes = store, 0
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` here; ``decide`` on rank 0 over what all ranks' work gave; return both results.
@@ -128,12 +153,13 @@ class Session:
         decide: Decide,
     ) -> tuple[T, bytes]:
         self._votes += 1
-        result, mine, error = _attempt(work, encode)
         ballot = _Ballot(store, self._votes, self.size, phase)
+        result, mine, error = _attempt(work, encode)
         with _store_alive(phase):
             ballot.post(self.rank, mine)
             lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
-            decision = lead(self._timeout, decide)
+            # Who has waited in vain for others already need not wait as long again.
+            decision = lead(_GRACE if isinstance(error, RankTimeoutError) else self.timeout, decide)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if decision.failure is not None:
@@ -141,6 +167,11 @@ class Session:
         if result is None:
             raise RankFailedError(f"rank {self.rank} lost its own result while {phase}") from error
         return result[0], decision.payload
+
+    def check_others(self) -> None:
+        """Inside the work of a vote that ranks do together: raise ``AbandonedError`` where another has failed at it."""
+        if self._store is not None and self._store.check([_failed(self._votes)]):
+            raise AbandonedError("another rank failed at what all do together")
 
     def all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""
@@ -176,6 +207,8 @@ class _Ballot:
 
     def post(self, rank: int, outcome: _Outcome) -> None:
         self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
+        if outcome.failure is not None:
+            self._store.set(_failed(self._number), "")
 
     def collect_and_decide(self, timeout: float, decide: Decide) -> _Outcome:
         """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
@@ -207,7 +240,8 @@ class _Ballot:
 
     def _forget(self) -> None:
         # Everybody who posted to this vote has read the decision of the one before.
-        for key in (*self._keys, self._decision(self._number - 1), f"{self._number - 1}/collected"):
+        before = self._number - 1
+        for key in (*self._keys, self._decision(before), f"{before}/collected", _failed(before)):
             self._store.delete_key(key)
 
     @staticmethod
@@ -237,6 +271,10 @@ class _Ballot:
         )
 
 
+def _failed(vote: int) -> str:
+    return f"{vote}/failed"
+
+
 def _decide(outcomes: Sequence[_Outcome], decide: Decide, phase: str) -> _Outcome:
     failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
     if failed:
@@ -248,7 +286,9 @@ def _decide(outcomes: Sequence[_Outcome], decide: Decide, phase: str) -> _Outcom
 
 
 def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
-    """One failure for all: the first, with the ranks that it happened on."""
+    """One failure for all: the first, with the ranks that it happened on; that of a rank that gave up comes last."""
+    causes = [item for item in failed if item[1].kind != AbandonedError.__name__]
+    failed = causes or failed
     first = failed[0][1]
     same = [rank for rank, failure in failed if failure == first]
     if len(same) == size:
@@ -278,14 +318,3 @@ def unanimous(what: str, said: Sequence[str]) -> str:
         if word != said[0]:
             raise DisagreementError(f"ranks disagree about {what}: rank 0 has {said[0]}, rank {rank} has {word}")
     return said[0]
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What every first vote begins with: which call a rank made."""
-
-    call: str
-
-
-def same_call(posted: Sequence[bytes]) -> None:
-    """Raise ``DisagreementError`` where one rank saves and another loads."""
-    unanimous("the call", [msgspec.msgpack.decode(raw, type=Call).call for raw in posted])

@@ -28,7 +28,7 @@ _decode_details = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]]).deco
 
 
 def digests(plan: SavePlan, part_of: PartOf, save: int) -> bytes:
-    """16 bytes for each set of holders that this rank is in, over their runs: all at save 0, then as above."""
+    """16 bytes for each set of holders that this rank is in, over their parts: all at save 0, then as above."""
     return _encode({_key(holders): _digest(replicas, part_of, save) for holders, replicas in plan.replicas.items()})
 
 
@@ -41,10 +41,10 @@ def agree(posted: Sequence[bytes]) -> bool:
 
 
 def details(plan: SavePlan, part_of: PartOf) -> bytes:
-    """The tensor and CRC of every replicated run, to find out which differ."""
+    """The tensor and CRC of every replicated part, to find out which differ."""
     return _encode(
         {
-            _key(holders): [(replica.tensor, _crc(replica, part_of)) for replica in replicas]
+            _key(holders): [(replica.tensor, _crc(part_of(replica.tensor), 0, replica.nbytes)) for replica in replicas]
             for holders, replicas in plan.replicas.items()
         }
     )
@@ -82,24 +82,18 @@ def _digest(replicas: Sequence[Replica], part_of: PartOf, save: int) -> bytes:
     total = hashlib.blake2b(digest_size=16)
     number, seen = save, 0
     for replica in replicas:
-        size = replica.run.stop - replica.run.start
-        for start in range(0, size, BLOCK):
+        for start in range(0, replica.nbytes, BLOCK):
+            stop = min(replica.nbytes, start + BLOCK)
             number += 1
-            seen += min(size - start, BLOCK)
+            seen += stop - start
             if save == 0 or seen <= ALWAYS or number % SAMPLE == 0:
-                total.update(_crc_of(replica, start, min(size, start + BLOCK), part_of).to_bytes(8, "little"))
+                total.update(_crc(part_of(replica.tensor), start, stop).to_bytes(8, "little"))
     return total.digest()
 
 
-def _crc(replica: Replica, part_of: PartOf) -> int:
-    return _crc_of(replica, 0, replica.run.stop - replica.run.start, part_of)
-
-
-def _crc_of(replica: Replica, start: int, stop: int, part_of: PartOf) -> int:
-    part = part_of(replica.tensor)
-    base = replica.local
+def _crc(part: LocalPart, start: int, stop: int) -> int:
     cuts = [(at, min(stop, at + CHUNK)) for at in range(start, stop, CHUNK)]
-    return join((_crc_of_bytes(part, base + low, base + high), high - low) for low, high in cuts)
+    return join((_crc_of_bytes(part, low, high), high - low) for low, high in cuts)
 
 
 def _crc_of_bytes(part: LocalPart, start: int, stop: int) -> int:

@@ -1,4 +1,4 @@
-"""Writing: chunks of a file are filled from the tensors, hashed, and written by a few threads."""
+"""Writing what lies in one piece here: chunks of a file are filled, hashed, and written by a few threads."""
 
 from __future__ import annotations
 

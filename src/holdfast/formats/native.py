@@ -23,26 +23,28 @@ STATE, RANKS = "state.json", "ranks.json"
 
 
 class _Group(msgspec.Struct):
+    name: str | None = msgspec.field(name="class")
+    number: int
     params: list[str]
-
-
-class _Optimizer(msgspec.Struct):
-    name: str = msgspec.field(name="class")
-    groups: list[_Group]
+    settings: dict[str, Any]
     state: dict[str, dict[str, Any]]
 
 
+class _Optimizer(msgspec.Struct):
+    groups: list[_Group]
+
+
 class _Scheduler(msgspec.Struct):
-    name: str = msgspec.field(name="class")
+    name: str | None = msgspec.field(name="class")
     state: Any
 
 
-class _Shared(msgspec.Struct):
-    """What is known of the form of ``state.json``."""
-
-    model: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    optimizer: _Optimizer | msgspec.UnsetType = msgspec.UNSET
-    scheduler: _Scheduler | msgspec.UnsetType = msgspec.UNSET
+#: What is known of the form of ``state.json``, by the kind of the object; it may have a name after a slash.
+_FORMS: dict[str, Any] = {
+    "model": dict[str, Any],
+    "optimizer": _Optimizer,
+    "scheduler": _Scheduler | list[_Scheduler],
+}
 
 
 class _Own(msgspec.Struct):
@@ -114,7 +116,8 @@ class NativeReader:
         if not isinstance(tree, dict) or not isinstance(ranks, list):
             raise DamagedError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")
         mine = values.decode(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
-        _check_form(tree, _Shared, self.path / STATE)
+        for name, value in tree.items():
+            _check_form(value, _FORMS.get(name.partition("/")[0], Any), self.path / STATE)
         _check_form({} if mine is None else mine, _Own, self.path / RANKS)
         return Values(tree, mine, len(ranks))
 
@@ -135,7 +138,7 @@ class NativeReader:
                 self.small(name)
 
 
-def _check_form(tree: Any, form: type[msgspec.Struct], file: Path) -> None:
+def _check_form(tree: Any, form: Any, file: Path) -> None:
     try:
         msgspec.convert(tree, form)
     except msgspec.ValidationError as error:

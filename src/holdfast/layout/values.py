@@ -45,7 +45,17 @@ class ArrayCodec(Protocol):
 
 
 def dumps(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes:
-    """JSON of a tree. ``prefix`` goes before the keys of its tensors.
+    """JSON of a tree: :func:`encode` and :func:`to_json`."""
+    return to_json(encode(tree, codec, prefix))
+
+
+def to_json(encoded: Any) -> bytes:
+    """The bytes of an encoded tree."""
+    return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> Any:
+    """A tree of what JSON has. ``prefix`` goes before the keys of its tensors.
 
     Raises ``UnstorableError`` that names the path of every value that cannot be stored.
     """
@@ -58,7 +68,7 @@ def dumps(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes
             f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\n"
             "Store plain values, tensors or arrays instead."
         )
-    return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+    return encoded
 
 
 def loads(raw: bytes, codec: ArrayCodec, file: str) -> Any:

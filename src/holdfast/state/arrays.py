@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import DamagedError, UnsupportedTensorError
 from holdfast.layout.files import TensorInfo
-from holdfast.state.tensors import DTYPES, describe
+from holdfast.state.tensors import DTYPES, NAMES, check_present, describe
 
 #: NumPy dtypes that come back as they were. Names, never objects: a file can name nothing else.
 _SCALARS = (
@@ -36,16 +37,24 @@ _TORCH_DTYPES = {
 }
 
 
-class ArraysOut:
-    """Takes tensors and arrays out of a tree as it is encoded. :attr:`tensors` are those to be stored, by key."""
+#: Tensors of at most so many bytes stay inside the values where those of several ranks are put together.
+INLINE = 64 * 2**10
 
-    def __init__(self) -> None:
+
+class ArraysOut:
+    """Takes tensors and arrays out of a tree as it is encoded. :attr:`tensors` are those to be stored, by key.
+
+    Small tensors stay in the tree under keys that begin with one of ``inline``.
+    """
+
+    def __init__(self, inline: tuple[str, ...] = ()) -> None:
+        self._inline = inline
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: object, key: str) -> Any:  # noqa: PLR0911 - one line for each kind
         """See :class:`holdfast.layout.values.ArrayCodec`."""
         if isinstance(value, torch.Tensor):
-            return {"$tensor": self._store(value, key)}
+            return self._tensor(value, key)
         if type(value) is np.ndarray:
             return {"$array": self._store(_from_numpy(value), key)}
         if isinstance(value, np.generic):
@@ -63,14 +72,19 @@ class ArraysOut:
         del tag, payload
         return NotImplemented
 
-    def _store(self, tensor: torch.Tensor, key: str) -> str:
+    def _tensor(self, tensor: torch.Tensor, key: str) -> Any:
         if isinstance(tensor, DTensor):
             raise UnsupportedTensorError("a DTensor; only model and optimizer state may be sharded")
         if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
             raise UnsupportedTensorError(
                 f"a tensor of the class {type(tensor).__qualname__}, which would come back as a plain one"
             )
-        describe(tensor, "a tensor")
+        check_present(describe(tensor, "a tensor"), "a tensor")
+        if key.startswith(self._inline) and tensor.nbytes <= INLINE:
+            return {"$inline": _inlined(tensor)}
+        return {"$tensor": self._store(tensor, key)}
+
+    def _store(self, tensor: torch.Tensor, key: str) -> str:
         name, n = key, 1
         while name in self.tensors:
             n += 1
@@ -111,6 +125,17 @@ class ArraysIn:
         return self.tensors[str(key)]
 
 
+def _inlined(tensor: torch.Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return [NAMES[tensor.dtype], list(tensor.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
+
+
+def _decode_inline(payload: Any) -> torch.Tensor:
+    name, shape, text = payload
+    raw = bytearray(base64.b64decode(text, validate=True))
+    return torch.frombuffer(raw, dtype=DTYPES[name]).reshape(shape) if raw else torch.empty(shape, dtype=DTYPES[name])
+
+
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     if array.dtype.name not in _SCALARS or array.dtype.name == "complex128" or not array.dtype.isnative:
         raise UnsupportedTensorError(f"a NumPy array of dtype {array.dtype}")
@@ -149,4 +174,5 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$dtype": _decode_dtype,
     "$device": _decode_device,
     "$size": torch.Size,
+    "$inline": _decode_inline,
 }

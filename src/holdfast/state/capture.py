@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from holdfast.engine.layouts import Layout, Mesh
 from holdfast.engine.local import LocalPart
-from holdfast.engine.runs import Layout
-from holdfast.engine.spec import PER_RANK, Spec, TensorSpec
+from holdfast.engine.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.errors import StateError
 from holdfast.layout import values
 from holdfast.layout.names import check_text
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
-from holdfast.state import rng
+from holdfast.state import rng, sources
 from holdfast.state import scheduler as schedulers
-from holdfast.state.arrays import ArraysOut
-from holdfast.state.tensors import describe
+from holdfast.state.arrays import INLINE, ArraysOut
+from holdfast.state.groups import merge
+from holdfast.state.tensors import Described, check_present, describe
 
 #: Groups of tensors, and so the folders or files that they are in.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
+
+#: Values that are put together from several ranks.
+_MERGED = (MODEL, OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -36,68 +40,163 @@ class Training:
     rng: bool = True
 
     def given(self) -> list[str]:
-        """Which were passed, but for what only one rank needs to pass."""
-        return [name for name in ("model", "optimizer", "scheduler") if getattr(self, name) is not None]
+        """Which were passed, by slot, but for what only one rank needs to pass."""
+        return [
+            *models.slots(self.model),
+            *sources.slots(self.optimizer),
+            *schedulers.slots(self.scheduler),
+        ]
+
+
+class Inventory:
+    """Tensors that a rank has or wants, with a spec of them that does not depend on the rank."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[Mesh, int] = {}
+        self._layouts: dict[LayoutSpec, int] = {}
+        self._tensors: list[TensorSpec] = []
+        self.tied: dict[str, dict[str, str]] = {}
+        self.names: dict[str, list[str]] = {}
+
+    def add(self, group: str, name: str, tensor: Described, *, dtype: str | None = None, shared: bool = True) -> None:
+        """Take note of one tensor. ``dtype`` is that of the checkpoint where the tensor has another."""
+        layout = None if tensor.layout is None else self._layout(tensor.layout)
+        self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared))
+
+    def _layout(self, layout: Layout) -> int:
+        mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
+        return self._layouts.setdefault(LayoutSpec(mesh, layout.placements), len(self._layouts))
+
+    def spec(self) -> Spec:
+        """The spec of the tensors."""
+        return Spec(tuple(self._layouts), tuple(self._tensors), self.tied, self.names)
+
+    def meshes(self) -> Meshes:
+        """The meshes that the spec names by number."""
+        return Meshes(tuple(self._meshes))
 
 
 @dataclass
 class Capture:
-    """What one rank brings to a save. ``small`` are files of values that rank 0 writes, ``own`` this rank's values."""
+    """What one rank brings to a save.
 
-    layouts: dict[Layout, int] = field(default_factory=dict)
-    tensors: list[TensorSpec] = field(default_factory=list)
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    ``small`` are files that rank 0 writes; ``own`` are this rank's values, ``merged`` those to be put together with
+    other ranks', ``shared`` those that rank 0 has for all; encoded.
+    """
+
+    inventory: Inventory = field(default_factory=Inventory)
     parts: dict[tuple[str, str], LocalPart] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)
     own: bytes = b"{}"
+    merged: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
-    def spec(self) -> Spec:
-        """The spec of the tensors."""
-        return Spec(tuple(self.layouts), tuple(self.tensors), self.tied)
-
-    def add(self, group: str, name: str, tensor: torch.Tensor, *, shared: bool = True) -> None:
+    def add(self, group: str, name: str, tensor: Described, *, shared: bool = True) -> None:
         """Take in one tensor."""
-        described = describe(tensor, f"{group} tensor {check_text(name, 'a name of a tensor')!r}")
-        layout = None if described.layout is None else self.layouts.setdefault(described.layout, len(self.layouts))
-        self.tensors.append(TensorSpec(group, name, described.dtype, described.shape, layout, shared))
-        self.parts[group, name] = LocalPart(described.local)
+        check_present(tensor, f"{group} tensor {check_text(name, 'a name of a tensor')!r}")
+        self.inventory.add(group, name, tensor, shared=shared)
+        self.parts[group, name] = LocalPart(tensor.local)
 
 
 def capture(training: Training, rank: int) -> Capture:
     """Look at the training objects. Changes nothing in them.
 
-    Values and what is equal on all ranks are taken from rank 0. Raises ``UnstorableError``,
+    What is equal on all ranks is taken from rank 0. Raises ``UnstorableError``,
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
-    shared: dict[str, Any] = {}
-    names = None
-    if training.model is not None:
-        view = models.view(training.model)
-        names = view.name_of_parameters()
-        _add_model(captured, view)
-        shared["model"] = view.extra
-        captured.small.update((f"{MODEL}/{name}", data) for name, data in models.companions(view.module).items())
-    if training.optimizer is not None:
-        optimizer = optimizers.view(training.optimizer, names)
-        for name, tensor in optimizer.tensors().items():
-            captured.add(OPTIMIZER, name, tensor)
-        shared["optimizer"] = optimizer.values()
-    if training.scheduler is not None:
-        shared["scheduler"] = schedulers.values(training.scheduler)
-    if training.user_content is not None:
-        shared["user_content"] = training.user_content
+    tree: dict[str, Any] = {}
+    views = {}
+    for slot, parts in models.slots(training.model).items():
+        views[slot] = models.view(parts)
+        _add_model(captured, slot, views[slot])
+        tree[slot] = views[slot].extra
+        captured.small.update((f"{slot}/{name}", data) for name, data in models.companions(parts))
+    for slot, parts in sources.slots(training.optimizer).items():
+        groups = optimizers.groups(parts, optimizers.handles_for(slot, views))
+        for name, tensor in optimizers.tensors(groups):
+            captured.add(slot, name, tensor)
+        tree[slot] = _by_part(optimizers.values(groups))
+    of_all = _shared(training)
+    shared = of_all if rank == 0 else {}
+    arrays = ArraysOut(_MERGED)
+    encoded = values.encode({**tree, **shared}, arrays)
+    captured.merged = {slot: _merged(slot, encoded[slot]) for slot in tree}
+    captured.shared = {name: encoded[name] for name in shared}
     if rank == 0:
-        captured.small[f"{STATE}.json"] = _add_values(captured, STATE, shared, "")
-    captured.own = _add_values(captured, PER_RANK, _own(training), f"{rank}/")
+        _add_arrays(captured, STATE, arrays, "")
+    own = ArraysOut()
+    captured.own = values.dumps(_own(training), own, f"{rank}/")
+    _add_arrays(captured, PER_RANK, own, f"{rank}/")
     return captured
 
 
-def _add_model(captured: Capture, view: models.ModelView) -> None:
+def _add_model(captured: Capture, slot: str, view: models.ModelView) -> None:
+    models.check_twins(view)
     for name, tensor in view.tensors.items():
-        captured.add(MODEL, name, tensor, shared=name not in view.buffers)
+        captured.add(slot, name, tensor, shared=name not in view.buffers)
     if view.tied:
-        captured.tied[MODEL] = view.tied
+        captured.inventory.tied[slot] = view.tied
+
+
+def _by_part(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Groups by the part of the optimizer that they are of, each of which begins with group 0."""
+    parts: list[list[dict[str, Any]]] = []
+    for group in groups:
+        if group["number"] == 0:
+            parts.append([])
+        parts[-1].append(group)
+    return parts
+
+
+def _merged(slot: str, encoded: Any) -> Any:
+    return {"groups": merge(encoded) if encoded else []} if slot.startswith(OPTIMIZER) else encoded
+
+
+def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values that several ranks have, put together: every entry of a model, every parameter of an optimizer."""
+    found: dict[str, Any] = {}
+    for slot in said[0]:
+        if slot.startswith(OPTIMIZER):
+            found[slot] = {"groups": merge([one[slot]["groups"] for one in said])}
+        else:
+            found[slot] = {name: value for one in reversed(said) for name, value in one[slot].items()}
+    beyond = sorted(_references(found) - _references(said[0]))
+    if beyond:
+        raise StateError(
+            f"{beyond[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more than "
+            f"{INLINE} bytes; such values must be on rank 0, too"
+        )
+    return found
+
+
+def _references(encoded: Any) -> set[str]:
+    """The keys of the tensors that encoded values refer to."""
+    if isinstance(encoded, list):
+        return {key for one in encoded for key in _references(one)}
+    if isinstance(encoded, dict):
+        own = {encoded[tag] for tag in ("$tensor", "$array") if tag in encoded}
+        return own or {key for one in encoded.values() for key in _references(one)}
+    return set()
+
+
+def state_file(merged: Mapping[str, Any], shared: Mapping[str, Any]) -> bytes:
+    """The file of values that all ranks share."""
+    return values.to_json({**merged, **shared})
+
+
+def merged_bytes(captured: Capture) -> bytes:
+    """What a rank tells the others of its values, and the digest of which tells whether it has to."""
+    return json.dumps(captured.merged, separators=(",", ":")).encode()
+
+
+def _shared(training: Training) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        slot: schedulers.values(parts) for slot, parts in schedulers.slots(training.scheduler).items()
+    }
+    if training.user_content is not None:
+        shared["user_content"] = training.user_content
+    return shared
 
 
 def _own(training: Training) -> dict[str, Any]:
@@ -109,12 +208,8 @@ def _own(training: Training) -> dict[str, Any]:
     return own
 
 
-def _add_values(captured: Capture, group: str, tree: Mapping[str, Any], prefix: str) -> bytes:
-    """Encode a tree; its tensors become tensors of ``group``, in the spec without the rank's ``prefix``."""
-    arrays = ArraysOut()
-    encoded = values.dumps(tree, arrays, prefix)
+def _add_arrays(captured: Capture, group: str, arrays: ArraysOut, prefix: str) -> None:
+    """The tensors of encoded values become tensors of ``group``, in the spec without the rank's ``prefix``."""
     for name, tensor in arrays.tensors.items():
-        described = describe(tensor, f"{group} tensor {name!r}")
-        captured.tensors.append(TensorSpec(group, name.removeprefix(prefix), described.dtype, described.shape))
+        captured.inventory.add(group, name.removeprefix(prefix), describe(tensor, f"{group} tensor {name!r}"))
         captured.parts[group, name] = LocalPart(tensor)
-    return encoded

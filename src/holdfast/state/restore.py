@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import nn
 
 from holdfast.engine.spec import PER_RANK
-from holdfast.errors import DamagedError, MismatchError
+from holdfast.errors import DamagedError, MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
+from holdfast.state import fsdp1, rng, sources
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
-from holdfast.state import rng
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
-from holdfast.state.capture import MODEL, OPTIMIZER, STATE, Training
-from holdfast.state.tensors import NAMES
+from holdfast.state.capture import STATE, Inventory, Training
+from holdfast.state.restoration import Restoration, names
+from holdfast.state.tensors import Described, describe
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
+
+#: What ranks tell each other beside the tensors they want, by slot: values of models, parameters of optimizers, and
+#: stored tensors that a model has but cannot take in.
+_VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 
 _SHOWN = 20
 
@@ -62,7 +68,8 @@ class Findings:
 class Intake:
     """One load, before any byte of tensor data is read.
 
-    :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name.
+    :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name; :attr:`more` are further
+    ones for the same stored tensors. :attr:`inventory` is what this rank wants, to be told to the others.
     """
 
     def __init__(
@@ -70,75 +77,111 @@ class Intake:
     ) -> None:
         self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
         self.shared, self.own = ArraysIn(groups.get(STATE, {})), ArraysIn(groups.get(PER_RANK, {}))
-        self.targets: dict[tuple[str, str], torch.Tensor] = {}
+        self.targets: dict[tuple[str, str], Described] = {}
+        self.more: list[tuple[tuple[str, str], Described]] = []
         self.findings = Findings()
-        self._model: models.ModelView | None = None
-        self._optimizer: optimizers.Restoration | None = None
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.inventory = Inventory()
+        self._views: dict[str, models.ModelView] = {}
+        self._restorations: dict[str, Restoration] = {}
         self._values: Mapping[str, Any] = {}
         self._rng: Mapping[str, Any] | None = None
 
     def match(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, source: str) -> None:
-        """Find a target for everything asked for. Raises ``MismatchError`` with all that does not fit."""
+        """Find a target for everything asked for. Raises ``OptimizerMismatchError`` or ``DamagedError``."""
         self._values = shared
-        if self._training.model is not None:
-            self._match_model(self._training.model)
-        if self._training.optimizer is not None:
-            self._match_optimizer(self._training.optimizer)
-        if self._training.scheduler is not None:
-            self._match_scheduler(self._training.scheduler)
-        self.findings.check(self._policy, source)
+        for slot, parts in models.slots(self._training.model).items():
+            self._match_model(slot, parts)
+        for slot, parts in sources.slots(self._training.optimizer).items():
+            self._match_optimizer(slot, parts)
+        for slot, parts in schedulers.slots(self._training.scheduler).items():
+            if slot in shared:
+                self.findings.different += schedulers.differences(parts, shared[slot])
+            else:
+                self.findings.missing.append(slot)
         if self._policy.rng:
             self._rng = None if own is None else own.get("rng")
-            if self._rng is None:
-                self.findings.missing.append("rng")
-            else:
-                self._check_rng(self._rng, source)
-        self.targets |= {(STATE, name): tensor for name, tensor in self.shared.tensors.items()}
-        self.targets |= {(PER_RANK, name): tensor for name, tensor in self.own.tensors.items()}
+            if self._rng is not None:
+                _check_rng(self._rng, source)
+        for group, arrays in ((STATE, self.shared), (PER_RANK, self.own)):
+            for name, tensor in arrays.tensors.items():
+                self._aim((group, name), describe(tensor, f"{group} tensor {name!r}"))
 
-    @staticmethod
-    def _check_rng(state: Mapping[str, Any], source: str) -> None:
+    def take_stock(self, rank: int) -> None:
+        """Note in :attr:`inventory` what this rank wants, and knows the names of."""
+        for (group, name), tensor in self.targets.items():
+            known = name.removeprefix(f"{rank}/") if group == PER_RANK else name
+            self.inventory.add(group, known, tensor, dtype=self._groups[group][name].dtype)
+        for slot, view in self._views.items():
+            self.inventory.names[f"{_VALUES} {slot}"] = list(view.extra)
+
+    def check(self, wanted: set[tuple[str, str]], known: Mapping[str, set[str]], source: str) -> None:
+        """Look at the whole, when it is known what all ranks want: raise ``MismatchError`` with all that does not fit.
+
+        ``wanted`` are the stored tensors that any rank wants, ``known`` the other names that any rank knows.
+        """
+        for slot, view in self._views.items():
+            also = known.get(f"{_KNOWN} {slot}", set())
+            stored = self._groups.get(slot, {})
+            self.findings.unexpected += [name for name in stored if (slot, name) not in wanted and name not in also]
+            extra = self._values.get(slot, {})
+            self.findings.missing += [name for name in view.extra if name not in extra]
+            self.findings.unexpected += [name for name in extra if name not in known.get(f"{_VALUES} {slot}", set())]
+        for slot, restoration in self._restorations.items():
+            with self._mismatch_noted():
+                restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
+        self.findings.check(self._policy, source)
+        if self._policy.rng and self._rng is None:
+            self.findings.missing.append("rng")
+
+    @contextmanager
+    def _mismatch_noted(self) -> Iterator[None]:
+        """What is wrong with an optimizer is told with the model's differences, which are its cause, if there are."""
         try:
-            rng.check(state)
-        except DamagedError as error:
-            raise DamagedError(f"{source}: {error}") from error
+            yield
+        except OptimizerMismatchError as error:
+            if not self._is_mismatched():
+                raise
+            self.findings.different.append(str(error))
 
-    def _match_model(self, model: Any) -> None:
-        view = self._model = models.view(model)
-        stored, tied = self._groups.get(MODEL, {}), self._tied.get(MODEL, {})
+    def _is_mismatched(self) -> bool:
+        names = [*self.findings.missing, *self.findings.unexpected] if self._policy.strict else []
+        return bool(self.findings.different or names)
+
+    def _match_model(self, slot: str, parts: Sequence[object]) -> None:
+        for part in parts:
+            if isinstance(part, nn.Module):
+                fsdp1.reshard(part)
+        view = self._views[slot] = models.view(parts)
+        stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
         aliases: dict[str, list[str]] = {}
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
-        for name, tensor in view.tensors.items():
+        for name, tensor in [*view.tensors.items(), *view.twins]:
             known = [name, *aliases.get(name, [])]
             source = next((tied.get(one, one) for one in known if tied.get(one, one) in stored), None)
             if source is None:
                 self.findings.missing.append(name)
             elif self._fits(name, tensor, stored[source]):
-                self._aim(source, tensor)
-        wanted = view.tensors.keys() | view.tied.keys()
-        used = {tied.get(name, name) for name in wanted}
-        self.findings.unexpected += [name for name in stored if name not in wanted and name not in used]
-        extra = self._values.get("model", {})
-        self.findings.missing += [name for name in view.extra if name not in extra]
-        self.findings.unexpected += [name for name in extra if name not in view.extra]
+                self._aim((slot, source), tensor)
+        known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
+        refused = sorted(name for name in known_names if (slot, name) not in self.targets)
+        self.inventory.names[f"{_KNOWN} {slot}"] = refused
 
-    def _aim(self, source: str, tensor: torch.Tensor) -> None:
-        """A stored tensor is read once; of two that are tied in the checkpoint and separate here, one is copied."""
-        first = self.targets.setdefault((MODEL, source), tensor)
-        if first is not tensor:
-            self._copies.append((first, tensor))
+    def _aim(self, source: tuple[str, str], tensor: Described) -> None:
+        """Several targets have one source where weights are tied in the checkpoint and separate here."""
+        if self.targets.setdefault(source, tensor) is not tensor:
+            self.more.append((source, tensor))
 
-    def _fits(self, name: str, tensor: torch.Tensor, info: TensorInfo) -> bool:
-        shape, dtype = tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))
-        if shape != info.shape:
-            self.findings.different.append(f"{name}: shape {list(info.shape)} in the checkpoint, {list(shape)} here")
-        elif dtype != info.dtype and not self._policy.map_dtype:
+    def _fits(self, name: str, tensor: Described, info: TensorInfo) -> bool:
+        if tensor.shape != info.shape:
             self.findings.different.append(
-                f"{name}: dtype {info.dtype} in the checkpoint, {dtype} here (map_dtype=True casts)"
+                f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
             )
-        elif tensor.is_meta:
+        elif tensor.dtype != info.dtype and not self._policy.map_dtype:
+            self.findings.different.append(
+                f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here (map_dtype=True casts)"
+            )
+        elif tensor.local.is_meta:
             self.findings.different.append(
                 f"{name}: on the meta device here, without memory; materialise the model first, with to_empty()"
             )
@@ -146,44 +189,35 @@ class Intake:
             return True
         return False
 
-    def _match_optimizer(self, optimizer: Any) -> None:
-        if "optimizer" not in self._values:
-            self.findings.missing.append("optimizer")
+    def _match_optimizer(self, slot: str, parts: Sequence[object]) -> None:
+        if slot not in self._values:
+            self.findings.missing.append(slot)
             return
-        names = None if self._model is None else self._model.name_of_parameters()
-        view = optimizers.view(optimizer, names)
-        if self.findings.different or (self._policy.strict and self.findings.missing):
-            # The model's differences are the cause of what would differ in states.
-            self.findings.different += optimizers.differences(view, self._values["optimizer"])
-            return
-        self._optimizer = optimizers.Restoration(view, self._values["optimizer"], self._groups.get(OPTIMIZER, {}))
-        self.targets |= {(OPTIMIZER, name): tensor for name, tensor in self._optimizer.tensors.items()}
-
-    def _match_scheduler(self, scheduler: Any) -> None:
-        if "scheduler" not in self._values:
-            self.findings.missing.append("scheduler")
-            return
-        self.findings.different += schedulers.differences(scheduler, self._values["scheduler"])
+        groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
+        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(names(groups))
+        with self._mismatch_noted():
+            infos = {} if self._is_mismatched() else self._groups.get(slot, {})
+            restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos)
+            for name, tensor in restoration.targets.items():
+                self._aim((slot, name), tensor)
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
-        with torch.no_grad():
-            for source, target in self._copies:
-                target.copy_(source)
-        if self._optimizer is not None:
-            self._optimizer.apply()
-        if self._training.scheduler is not None and "scheduler" in self._values:
-            schedulers.load(self._training.scheduler, self._values["scheduler"])
-        if self._model is not None:
-            self._apply_extra(self._model)
+        for restoration in self._restorations.values():
+            restoration.apply()
+        for slot, parts in schedulers.slots(self._training.scheduler).items():
+            if slot in self._values:
+                schedulers.load(parts, self._values[slot])
+        for slot, view in self._views.items():
+            for name, value in self._values.get(slot, {}).items():
+                if name in view.extra:
+                    view.put_extra(name, value)
         if self._rng is not None:
             rng.restore(self._rng)
 
-    def _apply_extra(self, view: models.ModelView) -> None:
-        for name, value in self._values.get("model", {}).items():
-            if name not in view.extra:
-                continue
-            if view.module is not None:
-                models.set_extra(view.module, view.raw[name], value)
-            else:
-                self._training.model[name] = value
+
+def _check_rng(state: Mapping[str, Any], source: str) -> None:
+    try:
+        rng.check(state)
+    except DamagedError as error:
+        raise DamagedError(f"{source}: {error}") from error

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import InvalidArgumentError
+from holdfast.state.slots import by_slot
 
 
-def values(scheduler: Any) -> dict[str, Any]:
-    """The class's name, and what ``state_dict`` gives. Raises ``InvalidArgumentError`` for what is no scheduler."""
-    _check(scheduler)
+def slots(scheduler: object) -> dict[str, list[Any]]:
+    """The schedulers passed, by slot; each a list of those that belong to parts of one model."""
+    return by_slot("scheduler", scheduler, lambda given: not given or not all(map(_is_scheduler, given.values())))
+
+
+def values(parts: Sequence[Any]) -> dict[str, Any] | list[dict[str, Any]]:
+    """The class's name, and what ``state_dict`` gives; of parts that differ, a list of these.
+
+    Raises ``InvalidArgumentError`` for what is no scheduler.
+    """
+    found = [_values(one) for one in parts]
+    return found[0] if all(one == found[0] for one in found) else found
+
+
+def _values(scheduler: Any) -> dict[str, Any]:
+    if isinstance(scheduler, dict):
+        return {"class": None, "state": scheduler}
+    if not _is_scheduler(scheduler):
+        raise InvalidArgumentError(
+            "a scheduler has state_dict() and load_state_dict(), as torch's have; "
+            f"{type(scheduler).__qualname__} lacks them"
+        )
     return {"class": type(scheduler).__qualname__, "state": scheduler.state_dict()}
 
 
-def differences(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Why saved :func:`values` do not go into a scheduler: another class, or a chain of another length."""
-    _check(scheduler)
-    own = type(scheduler).__qualname__
-    if saved["class"] != own:
-        yield f"scheduler: the checkpoint holds the state of {saved['class']}, this one is {own}"
+def differences(parts: Sequence[Any], saved: Any) -> Iterator[str]:
+    """Why saved :func:`values` do not go into schedulers: another class, or a chain of another length."""
+    theirs = _spread(saved, len(parts))
+    if len(theirs) != len(parts):
+        yield f"scheduler: {len(theirs)} of them in the checkpoint, {len(parts)} here"
         return
-    mine, theirs = _links(scheduler.state_dict()), _links(saved["state"])
-    if mine != theirs:
-        yield f"scheduler: a chain of {theirs} in the checkpoint, of {mine} here"
+    for mine, one in zip(map(_values, parts), theirs, strict=True):
+        if None not in {mine["class"], one["class"]} and one["class"] != mine["class"]:
+            yield f"scheduler: the checkpoint holds the state of {one['class']}, this one is {mine['class']}"
+        elif _links(mine["state"]) != _links(one["state"]):
+            yield f"scheduler: a chain of {_links(one['state'])} in the checkpoint, of {_links(mine['state'])} here"
 
 
-def load(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Put saved :func:`values` into a scheduler."""
-    scheduler.load_state_dict(saved["state"])
+def load(parts: Sequence[Any], saved: Any) -> None:
+    """Put saved :func:`values` into schedulers."""
+    for scheduler, one in zip(parts, _spread(saved, len(parts)), strict=True):
+        if isinstance(scheduler, dict):
+            scheduler.clear()
+            scheduler.update(one["state"])
+        else:
+            scheduler.load_state_dict(one["state"])
+
+
+def _spread(saved: Any, number: int) -> list[Any]:
+    """What each of some schedulers gets: one that was saved is for all of them."""
+    return saved if isinstance(saved, list) else [saved] * number
 
 
 def _links(state: Any) -> int:
@@ -37,9 +68,5 @@ def _links(state: Any) -> int:
     return len(links)
 
 
-def _check(scheduler: Any) -> None:
-    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
-        raise InvalidArgumentError(
-            "a scheduler has state_dict() and load_state_dict(), as torch's have; "
-            f"{type(scheduler).__qualname__} lacks them"
-        )
+def _is_scheduler(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.engine import runs
-from holdfast.engine.runs import Layout
+from holdfast.engine import layouts
+from holdfast.engine.layouts import Layout, Mesh
 from holdfast.errors import UnsupportedTensorError
 from holdfast.layout.header import DIMENSIONS
 
@@ -49,6 +49,16 @@ class Described:
     layout: Layout | None
     local: torch.Tensor
 
+    def is_divided(self) -> bool:
+        """Whether ranks hold different parts of it."""
+        return self.layout is not None and bool(self.layout.division)
+
+
+def check_present(tensor: Described, what: str) -> None:
+    """Raise ``UnsupportedTensorError`` for a tensor that has no memory."""
+    if tensor.local.is_meta:
+        raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
+
 
 def describe(tensor: torch.Tensor, what: str) -> Described:
     """Describe a tensor. Raises ``UnsupportedTensorError`` naming ``what`` where it cannot be stored."""
@@ -64,8 +74,6 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
         raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
     if local.ndim > DIMENSIONS:
         raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
-    if local.is_meta:
-        raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
     name = NAMES.get(tensor.dtype)
     if name is None:
         raise UnsupportedTensorError(f"{what} has dtype {tensor.dtype}, which safetensors files cannot hold")
@@ -75,22 +83,22 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
 def _layout(tensor: DTensor, what: str) -> Layout:
     mesh = tensor.device_mesh
     placements = tuple(_placement(placement, what) for placement in tensor.placements)
-    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
+    return Layout(Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())), placements)
 
 
-def _placement(placement: Placement, what: str) -> runs.Placement:
+def _placement(placement: Placement, what: str) -> layouts.Placement:
     if isinstance(placement, Partial):
         raise UnsupportedTensorError(
             f"{what} has a Partial placement: its value is spread over ranks as a sum; redistribute it first"
         )
     if isinstance(placement, Replicate):
-        return runs.Placement()
+        return layouts.Replicate()
     if isinstance(placement, Shard):
-        return runs.Placement(placement.dim, getattr(placement, "split_factor", 1))
+        return layouts.Shard(placement.dim, getattr(placement, "split_factor", 1))
     split = getattr(placement, "split_factor", None)
     dim = getattr(placement, "dim", None)
     if isinstance(split, int) and isinstance(dim, int):
-        return runs.Placement(dim, split)
+        return layouts.Shard(dim, split)
     raise UnsupportedTensorError(f"{what} has the placement {placement}, which is not known here")
 
 

@@ -1,0 +1,77 @@
+"""How ranks learn who holds what: each posts digests of its spec and its meshes, and what is distinct is told once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.engine.membership import Membership
+from holdfast.engine.spec import Meshes, Spec, decode_meshes, decode_spec, digest
+
+
+class Digests(NamedTuple):
+    """16 bytes each for what a rank holds: equal on ranks that hold the same."""
+
+    spec: bytes
+    meshes: bytes
+
+
+class Census(msgspec.Struct, frozen=True):
+    """The number of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each."""
+
+    spec_of: list[int] = []
+    table_of: list[int] = []
+    spec_tellers: list[int] = []
+    table_tellers: list[int] = []
+
+    @classmethod
+    def take(cls, posted: Sequence[Digests]) -> Census:
+        """Count what all ranks posted."""
+        spec_of, spec_tellers = distinct([one.spec for one in posted])
+        table_of, table_tellers = distinct([one.meshes for one in posted])
+        return cls(spec_of, table_of, spec_tellers, table_tellers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks hold the same, so that nobody has to be told anything."""
+        return len(self.spec_tellers) == 1 and len(self.table_tellers) == 1
+
+    def told_by(self, rank: int, spec: Spec, meshes: Meshes) -> tuple[bytes, bytes]:
+        """What a rank has to tell."""
+        return (
+            spec.encode() if rank in self.spec_tellers else b"",
+            meshes.encode() if rank in self.table_tellers else b"",
+        )
+
+    def membership(self, told: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int]) -> Membership:
+        """Who holds what, from what all ranks told; of ranks that are alike, the first."""
+        return Membership(
+            [decode_spec(told[rank][0]) for rank in self.spec_tellers],
+            [decode_meshes(told[rank][1]) for rank in self.table_tellers],
+            self.spec_of,
+            self.table_of,
+            places(global_ranks),
+        )
+
+
+def places(global_ranks: Sequence[int]) -> Mapping[int, int]:
+    """The number in the group of each job-wide number of a rank."""
+    return {number: place for place, number in enumerate(global_ranks)}
+
+
+def distinct(said: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """The number of each word among the distinct ones, and the first that said each."""
+    numbers: dict[bytes, int] = {}
+    first: list[int] = []
+    for rank, word in enumerate(said):
+        if word not in numbers:
+            numbers[word] = len(numbers)
+            first.append(rank)
+    return [numbers[word] for word in said], first
+
+
+def digests(spec: Spec, meshes: Meshes) -> Digests:
+    """The digests of what this rank holds."""
+    return Digests(digest(spec.encode()), digest(meshes.encode()))

@@ -1,0 +1,87 @@
+"""Who reads which bytes, and who passes them on: a pure function of what all ranks want and the number of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holdfast.engine.membership import Held, first_part
+from holdfast.engine.parts import part
+from holdfast.engine.routes import Crossing, Locate, Owned, alone, crossings
+from holdfast.engine.shares import split_evenly
+from holdfast.engine.stripes import is_narrow
+from holdfast.engine.transfer import Chunk, Piece, tensor_chunks
+
+
+class Copied(NamedTuple):
+    """A chunk that rank ``owner`` reads and passes on to all ``holders``, whose parts have it at the same place."""
+
+    owner: int
+    holders: tuple[int, ...]
+    chunk: Chunk
+
+
+@dataclass
+class LoadPlan:
+    """One rank's share of the reading.
+
+    ``pieces`` go straight into its parts; of the stripes in ``alone`` it takes what is its own; ``shared``
+    is read by one rank and passed on, in an order that is the same on all ranks.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    alone: list[Owned] = field(default_factory=list)
+    shared: list[Crossing | Copied] = field(default_factory=list)
+
+
+#: Where the bytes of tensor number n lie.
+LocateTensor = Callable[[int], Locate]
+
+
+def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
+    """The plan of ``rank`` for the tensors wanted, by number. With ``exchange`` each byte is read by one rank only."""
+    plan = LoadPlan()
+    copies: dict[tuple[int, ...], list[Piece]] = {}
+    for tensor, wanted in sorted(held.items()):
+        coordinate = wanted.coordinate(rank)
+        if coordinate is None:
+            continue
+        if is_narrow(first_part(wanted)):
+            if exchange:
+                plan.shared += crossings(tensor, wanted, rank, locate(tensor))
+            else:
+                plan.alone += alone(wanted, rank, locate(tensor))
+            continue
+        holders = wanted.holders(coordinate) if exchange else (rank,)
+        copies.setdefault(holders, []).extend(_pieces(wanted, rank, locate(tensor)))
+    plan.pieces = copies.pop((rank,), [])
+    for holders, pieces in copies.items():
+        plan.shared += _copied(holders, pieces)
+    plan.shared.sort(key=_order)
+    return plan
+
+
+def _pieces(held: Held, rank: int, locate: Locate) -> Iterator[Piece]:
+    """The runs of this rank's part, as they lie in files."""
+    local = 0
+    for start, stop in part(held.info, held.division, held.coordinate(rank) or ()).runs():
+        for piece in locate(start, stop):
+            yield piece._replace(local=piece.local + local)
+        local += stop - start
+
+
+def _copied(holders: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[Copied]:
+    ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
+    for place, owner in enumerate(holders):
+        share = [piece for piece in split_evenly(ordered, place, len(holders)) if piece.start < piece.stop]
+        yield from (Copied(owner, holders, chunk) for chunk in tensor_chunks(share))
+
+
+def _order(item: Crossing | Copied) -> tuple[int, int]:
+    """By the first byte, which is in no other item."""
+    if isinstance(item, Copied):
+        return item.chunk.pieces[0].tensor, item.chunk.pieces[0].start
+    if isinstance(item, Owned):
+        return item.pieces[0].tensor, item.pieces[0].start
+    return item.tensor, item.start

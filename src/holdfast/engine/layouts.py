@@ -1,0 +1,91 @@
+"""How tensors are divided among ranks: meshes and placements, as in DTensor, and the flat shards of FSDP1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import msgspec
+
+#: The place of a part among the parts of a tensor: one number for each mesh dimension that divides it.
+Coordinate = tuple[int, ...]
+
+
+class Mesh(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks in rows and columns: ``ranks`` is the mesh, flattened row-major."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class Replicate(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """Every rank along this mesh dimension holds the same."""
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """Dimension ``dim`` is cut as ``torch.chunk`` cuts. ``split`` is the factor of a ``_StridedShard``; 1 is none."""
+
+    dim: int
+    split: int = 1
+
+
+class Flat(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """The tensor lies, flattened, at element ``offset`` of something longer that is cut every ``length`` elements."""
+
+    offset: int
+    length: int
+
+
+Placement = Replicate | Shard | Flat
+
+#: How a tensor is divided, whoever holds the parts: number of parts and placement of each mesh dimension that divides.
+Division = tuple[tuple[int, Shard | Flat], ...]
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Where the parts of a tensor are."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def division(self) -> Division:
+        """What divides the tensor; replicating dimensions, and those of one rank, do not."""
+        return tuple(
+            (size, placement)
+            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
+            if not isinstance(placement, Replicate) and (size > 1 or isinstance(placement, Flat))
+        )
+
+
+@lru_cache(maxsize=4096)
+def holders(layout: Layout) -> Mapping[Coordinate, tuple[int, ...]]:
+    """The ranks, ascending, that hold each part."""
+    divides = [
+        not isinstance(placement, Replicate) and (size > 1 or isinstance(placement, Flat))
+        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
+    ]
+    found: dict[Coordinate, list[int]] = {}
+    for place, rank in enumerate(layout.mesh.ranks):
+        whole = unravel(place, layout.mesh.shape)
+        part = tuple(at for at, dividing in zip(whole, divides, strict=True) if dividing)
+        found.setdefault(part, []).append(rank)
+    return {part: tuple(sorted(ranks)) for part, ranks in found.items()}
+
+
+@lru_cache(maxsize=4096)
+def part_of(layout: Layout, rank: int) -> Coordinate | None:
+    """The part that ``rank`` holds; ``None`` where it is not in the mesh."""
+    return next((part for part, ranks in holders(layout).items() if rank in ranks), None)
+
+
+@lru_cache(maxsize=4096)
+def everyone(mesh: Mesh) -> tuple[int, ...]:
+    """The ranks of a mesh, ascending."""
+    return tuple(sorted(mesh.ranks))
+
+
+def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The indices of element ``place`` of an array of ``shape``, in row-major order."""
+    return tuple(place // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))

@@ -1,0 +1,230 @@
+"""Who holds what: the specs and meshes of all ranks, put together. Every rank derives the same from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from holdfast.engine import layouts
+from holdfast.engine.layouts import Coordinate, Division, Layout, Mesh
+from holdfast.engine.parts import Part, part
+from holdfast.engine.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.errors import DisagreementError, StateError
+from holdfast.layout.files import TensorInfo
+
+#: Ranks of a mesh that are not in the group.
+_OUTSIDE = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the checkpoint, how it is divided, and who holds its parts.
+
+    ``layouts`` are all that its holders say, of one division; ``whole`` are those that hold it undivided.
+    ``shared`` parts have equal values on all their holders. It is ``complete`` where all ranks of its meshes are
+    among those that ``named`` it.
+    """
+
+    group: str
+    name: str
+    info: TensorInfo
+    shared: bool
+    named: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    division: Division = ()
+    complete: bool = True
+
+    def holders(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """The ranks, ascending, that hold a part."""
+        every = [layouts.holders(layout).get(coordinate, ()) for layout in self.layouts]
+        if len(every) == 1 and not self.whole and self.complete:
+            return every[0]
+        found = {*itertools.chain(*every), *self.whole}
+        return tuple(sorted(found if self.complete else found & {*self.named}))
+
+    def coordinate(self, rank: int) -> Coordinate | None:
+        """The part that a rank holds; ``None`` where it holds none."""
+        if rank in self.whole:
+            return ()
+        if not self.complete and rank not in self.named:
+            return None
+        found = (layouts.part_of(layout, rank) for layout in self.layouts)
+        return next((one for one in found if one is not None), None)
+
+    def everyone(self) -> tuple[int, ...]:
+        """The ranks, ascending, that hold any part."""
+        if len(self.layouts) == 1 and not self.whole and self.complete:
+            return layouts.everyone(self.layouts[0].mesh)
+        found = {*self.whole, *itertools.chain(*(layout.mesh.ranks for layout in self.layouts))}
+        return tuple(sorted(found & {*self.named}))
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """The places of all parts."""
+        return itertools.product(*(range(parts) for parts, _ in self.division))
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The distinct specs and mesh tables of a group of ranks, and which of them each rank has.
+
+    ``place_of`` maps the job-wide numbers of ranks, by which meshes name them, to those in the group.
+    """
+
+    specs: Sequence[Spec]
+    tables: Sequence[Meshes]
+    spec_of: Sequence[int]
+    table_of: Sequence[int]
+    place_of: Mapping[int, int]
+    _meshes: dict[Mesh, Mesh] = field(default_factory=dict, compare=False)
+    _covered: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def members(self) -> list[tuple[int, ...]]:
+        """The ranks, ascending, of each spec."""
+        ranks: list[list[int]] = [[] for _ in self.specs]
+        for rank, spec in enumerate(self.spec_of):
+            ranks[spec].append(rank)
+        return [tuple(members) for members in ranks]
+
+    @cached_property
+    def _tables(self) -> list[list[int]]:
+        """The mesh tables that ranks of each spec have."""
+        pairs = sorted(set(zip(self.spec_of, self.table_of, strict=True)))
+        return [[table for spec, table in pairs if spec == number] for number in range(len(self.specs))]
+
+    @cached_property
+    def _layouts(self) -> list[list[tuple[Layout, ...]]]:
+        """What each layout of each spec is on its ranks: one for each distinct mesh."""
+        return [
+            [self._on_meshes(layout, self._tables[number]) for layout in spec.layouts]
+            for number, spec in enumerate(self.specs)
+        ]
+
+    def _on_meshes(self, layout: LayoutSpec, tables: Sequence[int]) -> tuple[Layout, ...]:
+        meshes = dict.fromkeys(self._mesh(self.tables[table].table[layout.mesh]) for table in tables)
+        return tuple(Layout(mesh, layout.placements) for mesh in meshes)
+
+    def _mesh(self, mesh: Mesh) -> Mesh:
+        """A mesh over the group's own numbers of ranks."""
+        if mesh not in self._meshes:
+            ranks = tuple(self.place_of.get(rank, _OUTSIDE) for rank in mesh.ranks)
+            self._meshes[mesh] = Mesh(mesh.shape, ranks)
+        return self._meshes[mesh]
+
+    def tensors(self) -> Iterator[Held]:
+        """Every tensor that some rank holds. Raises ``DisagreementError`` where ranks describe one differently."""
+        naming: dict[tuple[str, str], list[int]] = {}
+        table = [{(tensor.group, tensor.name): tensor for tensor in spec.tensors} for spec in self.specs]
+        for number, tensors in enumerate(table):
+            for key in tensors:
+                naming.setdefault(key, []).append(number)
+        for (group, name), numbers in naming.items():
+            named = [(number, table[number][group, name]) for number in numbers]
+            if group == PER_RANK:
+                yield from self._own(named)
+            else:
+                yield self._held(named)
+
+    def _own(self, named: Sequence[tuple[int, TensorSpec]]) -> Iterator[Held]:
+        for number, own in named:
+            for rank in self.members[number]:
+                info = TensorInfo(own.dtype, own.shape)
+                yield Held(PER_RANK, f"{rank}/{own.name}", info, shared=True, named=(rank,), whole=(rank,))
+
+    def _held(self, named: Sequence[tuple[int, TensorSpec]]) -> Held:
+        tensor = named[0][1]
+        for what in ("dtype", "shape"):
+            self._agree(tensor, what, [(number, getattr(other, what)) for number, other in named])
+        every = {number: self._layouts_of(number, other) for number, other in named}
+        divisions = [(number, layout.division) for number, layouts in every.items() for layout in layouts]
+        divisions += [(number, ()) for number, layouts in every.items() if not layouts]
+        self._agree(tensor, "layout", divisions)
+        found = tuple(dict.fromkeys(layout for layouts in every.values() for layout in layouts))
+        self._check_inside(tensor, found)
+        whole = tuple(number for number, layouts in every.items() if not layouts)
+        held = Held(
+            group=tensor.group,
+            name=tensor.name,
+            info=TensorInfo(tensor.dtype, tensor.shape),
+            shared=tensor.shared,
+            named=self._ranks(tuple(every)),
+            whole=self._ranks(whole) if whole else (),
+            layouts=found,
+            division=divisions[0][1],
+            complete=self._covers(tuple(every), found),
+        )
+        if not held.complete:
+            _check_parts(held)
+        return held
+
+    def _covers(self, specs: tuple[int, ...], found: tuple[Layout, ...]) -> bool:
+        """Whether ranks with these specs are all ranks of some layouts' meshes."""
+        key = specs, tuple(map(id, found))
+        if key not in self._covered:
+            named = {*self._ranks(specs)}
+            self._covered[key] = all(named.issuperset(layout.mesh.ranks) for layout in found)
+        return self._covered[key]
+
+    def _layouts_of(self, number: int, tensor: TensorSpec) -> tuple[Layout, ...]:
+        return () if tensor.layout is None else self._layouts[number][tensor.layout]
+
+    def _ranks(self, specs: tuple[int, ...]) -> tuple[int, ...]:
+        if len(specs) == 1:
+            return self.members[specs[0]]
+        return tuple(sorted(itertools.chain(*(self.members[number] for number in specs))))
+
+    def _agree(self, tensor: TensorSpec, what: str, said: Sequence[tuple[int, object]]) -> None:
+        """Raise ``DisagreementError`` where specs, by number, say different things of one tensor."""
+        first, mine = said[0]
+        for number, other in said[1:]:
+            if other != mine:
+                raise DisagreementError(
+                    f"ranks disagree about the {what} of {tensor.group} tensor {tensor.name!r}: "
+                    f"rank {self.members[first][0]} has {_told(mine)}, rank {self.members[number][0]} has "
+                    f"{_told(other)}; parts of one tensor must be a DTensor, and different tensors need different names"
+                )
+
+    def _check_inside(self, tensor: TensorSpec, found: Sequence[Layout]) -> None:
+        for layout in found:
+            if _OUTSIDE in layout.mesh.ranks:
+                original = next(mesh for mesh, own in self._meshes.items() if own is layout.mesh)
+                outside = min(rank for rank in original.ranks if rank not in self.place_of)
+                raise StateError(
+                    f"{tensor.group} tensor {tensor.name!r} is sharded over rank {outside}, "
+                    "which is not in the process group that saves or loads it"
+                )
+
+    def tied(self) -> dict[str, dict[str, str]]:
+        """``{group: {tied name: stored name}}`` over all ranks."""
+        result: dict[str, dict[str, str]] = {}
+        for spec in self.specs:
+            for group, names in spec.tied.items():
+                result.setdefault(group, {}).update(names)
+        return result
+
+    def names(self, what: str) -> set[str]:
+        """The other names of a kind that any rank knows."""
+        return {name for spec in self.specs for name in spec.names.get(what, ())}
+
+
+def first_part(held: Held) -> Part:
+    """The first part of a tensor, by which it is told how all of them lie."""
+    return part(held.info, held.division, (0,) * len(held.division))
+
+
+def _check_parts(held: Held) -> None:
+    """Raise ``StateError`` where nobody brings a part."""
+    for coordinate in held.coordinates():
+        if not held.holders(coordinate) and part(held.info, held.division, coordinate).nbytes:
+            ranks = sorted(rank for layout in held.layouts for rank in layouts.holders(layout).get(coordinate, ()))
+            raise StateError(
+                f"a part of {held.group} tensor {held.name!r} is missing: rank {ranks[0]} should hold it and does not "
+                "name it; all ranks of a tensor's mesh must bring it"
+            )
+
+
+def _told(what: object) -> object:
+    return "it whole" if what == () else what

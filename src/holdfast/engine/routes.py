@@ -1,0 +1,93 @@
+"""Which rank handles which stripe, and which bytes go between ranks for it. Pure functions.
+
+Every rank goes through the stripes that concern it in one and the same order, so that sends and receives
+between two ranks meet, and the oldest stripe in flight never waits for a younger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from holdfast.engine.membership import Held
+from holdfast.engine.parts import Part, part
+from holdfast.engine.runs import Run
+from holdfast.engine.stripes import Share, share, stripes
+from holdfast.engine.transfer import Piece
+
+#: Where bytes ``[start, stop)`` of a tensor lie in files; ``local`` of the pieces counts from ``start``.
+Locate = Callable[[int, int], tuple[Piece, ...]]
+
+
+class Cut(NamedTuple):
+    """What goes through a stripe of one part: ``size`` bytes from ``local`` on in the part.
+
+    ``holders`` have them, the nearest to the stripe's owner first.
+    """
+
+    holders: tuple[int, ...]
+    local: int
+    size: int
+
+
+class Owned(NamedTuple):
+    """A stripe that this rank puts together or takes apart: where it lies in files, and in it the cuts of all parts."""
+
+    pieces: tuple[Piece, ...]
+    cuts: tuple[tuple[Cut, Share], ...]
+
+
+class Passed(NamedTuple):
+    """A stripe that rank ``owner`` handles, with the cut of this rank's part."""
+
+    tensor: int
+    start: int
+    owner: int
+    cut: Cut
+
+
+Crossing = Owned | Passed
+
+
+def crossings(tensor: int, held: Held, rank: int, locate: Locate) -> Iterator[Crossing]:
+    """The stripes of a tensor that concern ``rank``: those that it owns, and those that its part has bytes in."""
+    coordinate = held.coordinate(rank)
+    if coordinate is None:
+        return
+    mine, peers = part(held.info, held.division, coordinate), held.holders(coordinate)
+    candidates = held.everyone()
+    for number, stripe in enumerate(stripes(mine.shape)):
+        owner = candidates[number % len(candidates)]
+        if owner == rank:
+            yield Owned(locate(*stripe), tuple(_all_cuts(held, stripe, owner)))
+        elif (cut := _cut(mine, stripe, _nearest(peers, owner))) is not None:
+            yield Passed(tensor, stripe.start, owner, cut)
+
+
+def alone(held: Held, rank: int, locate: Locate) -> Iterator[Owned]:
+    """The stripes that this rank's part has bytes in, each with this part's cut only."""
+    coordinate = held.coordinate(rank)
+    if coordinate is None:
+        return
+    mine = part(held.info, held.division, coordinate)
+    for stripe in stripes(mine.shape):
+        if (cut := _cut(mine, stripe, (rank,))) is not None:
+            yield Owned(locate(*stripe), ((cut, share(mine, stripe)),))
+
+
+def _all_cuts(held: Held, stripe: Run, owner: int) -> Iterator[tuple[Cut, Share]]:
+    for coordinate in held.coordinates():
+        other = part(held.info, held.division, coordinate)
+        cut = _cut(other, stripe, _nearest(held.holders(coordinate), owner))
+        if cut is not None:
+            yield cut, share(other, stripe)
+
+
+def _cut(mine: Part, stripe: Run, holders: tuple[int, ...]) -> Cut | None:
+    start, stop = mine.before(stripe.start), mine.before(stripe.stop)
+    return Cut(holders, start, stop - start) if start < stop else None
+
+
+def _nearest(holders: tuple[int, ...], owner: int) -> tuple[int, ...]:
+    """Neighbours in number are neighbours in the machine room."""
+    return tuple(sorted(holders, key=lambda rank: (abs(rank - owner), rank)))

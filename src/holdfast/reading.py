@@ -1,0 +1,109 @@
+"""What one rank reads in a load: the plan, with the files and targets that it names by number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.engine import layouts
+from holdfast.engine.fetch import LoadPlan, plan_load
+from holdfast.engine.local import LocalPart
+from holdfast.engine.membership import Held
+from holdfast.engine.parts import part
+from holdfast.engine.ranks import Ranks, Session
+from holdfast.engine.read import read_pieces
+from holdfast.engine.routes import Locate
+from holdfast.engine.spread import read_shared, read_stripes
+from holdfast.engine.transfer import Fragments, Piece
+from holdfast.engine.wire import Wire
+from holdfast.formats.reader import Reader
+from holdfast.layout.files import TensorInfo
+from holdfast.state.restore import Intake
+from holdfast.state.tensors import DTYPES, Described
+
+
+class _Files:
+    """Where tensors, by number, lie in files, by number."""
+
+    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]]) -> None:
+        self._reader, self._numbered = reader, numbered
+        self.numbers: dict[Path, int] = {}
+
+    def locate(self, tensor: int) -> Locate:
+        """Where the bytes of a tensor lie."""
+
+        def pieces(start: int, stop: int) -> tuple[Piece, ...]:
+            return tuple(
+                Piece(tensor, one.start, one.stop, one.start - start, self._number(one.file), one.offset)
+                for one in self._reader.extents(*self._numbered[tensor], start, stop)
+            )
+
+        return pieces
+
+    def _number(self, file: Path) -> int:
+        return self.numbers.setdefault(file, len(self.numbers))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rank's share of the reading; ``more`` are targets that take what another target has taken, too."""
+
+    plan: LoadPlan
+    numbered: Sequence[tuple[str, str]]
+    files: Sequence[Path]
+    parts: Mapping[int, LocalPart]
+    more: Sequence[tuple[LocalPart, Sequence[Piece]]]
+    exchange: bool
+
+    @classmethod
+    def of(cls, reader: Reader, intake: Intake, wanted: Sequence[Held], ranks: Ranks, *, exchange: bool) -> Reading:
+        """Plan it. Tensors have the same numbers on all ranks."""
+        numbered = sorted((group, name) for group, names in reader.groups.items() for name in names)
+        number = {key: i for i, key in enumerate(numbered)}
+        files = _Files(reader, numbered)
+        held = {number[one.group, one.name]: one for one in wanted}
+        plan = plan_load(held, ranks.rank, files.locate, exchange=exchange)
+        infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
+        me = ranks.global_ranks()[ranks.rank]
+        return cls(
+            plan=plan,
+            numbered=numbered,
+            parts={number[key]: _sink(target, infos[key]) for key, target in intake.targets.items()},
+            more=[
+                (_sink(target, infos[key]), _runs(target, infos[key], me, files.locate(number[key])))
+                for key, target in intake.more
+            ],
+            files=list(files.numbers),
+            exchange=exchange,
+        )
+
+    def run(self, ranks: Ranks, session: Session) -> Fragments:
+        """Read. Returns what was hashed here."""
+        found: Fragments = {}
+        if self.exchange:
+            with Wire(ranks.gloo(), session) as wire:
+                found = read_shared(self.files, self.plan.shared, self.parts.__getitem__, wire)
+        found |= read_stripes(self.files, self.plan.alone, self.parts.__getitem__)
+        found |= read_pieces(self.files, self.plan.pieces, self.parts.__getitem__)
+        for target, pieces in self.more:
+            sinks = {piece.tensor: target for piece in pieces}
+            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__).items():
+                found.setdefault(tensor, []).extend(fragments)
+        return found
+
+
+def _sink(target: Described, info: TensorInfo) -> LocalPart:
+    return LocalPart(target.local, DTYPES[info.dtype])
+
+
+def _runs(target: Described, info: TensorInfo, me: int, locate: Locate) -> list[Piece]:
+    """What goes into a target, as it lies in files. ``me`` is the rank's job-wide number."""
+    coordinate = () if target.layout is None else layouts.part_of(target.layout, me)
+    if coordinate is None:
+        return []
+    found, local = [], 0
+    for start, stop in part(info, target.layout.division if target.layout else (), coordinate).runs():
+        found += [piece._replace(local=piece.local + local) for piece in locate(start, stop)]
+        local += stop - start
+    return found

@@ -1,0 +1,156 @@
+"""What loading will put into an optimizer: checked and allocated at once, applied when all bytes are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import OptimizerMismatchError
+from holdfast.layout.files import TensorInfo
+from holdfast.state import fsdp1
+from holdfast.state.groups import Encoded, check_trained, match
+from holdfast.state.model import Handle
+from holdfast.state.optimizer import Group, Member, key, place, split_key
+from holdfast.state.probe import probe
+from holdfast.state.sources import Live
+from holdfast.state.tensors import DTYPES, Described, describe
+
+
+class Restoration:
+    """The states and settings that the groups of an optimizer get. :attr:`targets` are the tensors to fill."""
+
+    def __init__(self, groups: Sequence[Group], saved: Encoded, infos: Mapping[str, TensorInfo]) -> None:
+        """``saved`` and ``infos`` are the groups and state tensors of the checkpoint, other ranks' parameters included.
+
+        Raises ``OptimizerMismatchError`` where the optimizer is of another class or groups its parameters otherwise.
+        """
+        self._groups, self._saved = groups, saved
+        self._matched = match(groups, saved)
+        self._states: list[tuple[Group, Member, dict[str, torch.Tensor]]] = []
+        self._together: list[tuple[str, list[torch.Tensor]]] = []
+        self.targets: dict[str, Described] = {}
+        by_name: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in infos.items():
+            fqn, state = split_key(name)
+            by_name.setdefault(fqn, {})[state] = info
+        for group in groups:
+            for member in group.members:
+                if group.source.owns(member.key):
+                    self._states.append((group, member, self._allocate(group, member, by_name)))
+
+    def check_trained(self, trained: set[str]) -> None:
+        """Raise ``OptimizerMismatchError`` for parameters of the checkpoint that no rank trains."""
+        check_trained(self._saved, trained)
+
+    def _allocate(
+        self, group: Group, member: Member, infos: Mapping[str, Mapping[str, TensorInfo]]
+    ) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        if all(handle.flat is not None and not handle.flat.parameter.numel() for handle in member.handles):
+            return made  # FSDP1 gives such a parameter no gradient, and its optimizer has no state of it
+        for handle in member.handles:
+            for state, info in infos.get(handle.name, {}).items():
+                name = key(handle.name, state)
+                whole = made.get(state)
+                if whole is not None and info.shape == ():
+                    self.targets[name] = self._one_more(member, state, whole)
+                    continue
+                if whole is None:
+                    whole = made[state] = _home(group, member, handle, state, info)
+                self.targets[name] = _target(handle, state, whole, info)
+        return made
+
+    def _one_more(self, member: Member, state: str, first: torch.Tensor) -> Described:
+        """A value that parameters which share a flat parameter must share, too."""
+        other = torch.empty_like(first)
+        known = next((tensors for _, tensors in self._together if tensors[0] is first), None)
+        if known is None:
+            known = [first]
+            self._together.append((f"{state!r} of {member.handles[0].name!r}", known))
+        known.append(other)
+        return describe(other, state)
+
+    def apply(self) -> None:
+        """Put groups and states into the optimizer."""
+        for what, same in self._together:
+            if not all(torch.equal(same[0], other) for other in same[1:]):
+                raise OptimizerMismatchError(
+                    f"{what} and of parameters that share its flat parameter differ in the checkpoint; FSDP1 keeps one "
+                    "value for all of them: wrap with use_orig_params=True"
+                )
+        plain_states: dict[str, dict[str, Any]] = {}
+        for group, saved in zip(self._groups, self._matched, strict=True):
+            if saved is not None:
+                _set(group.settings, saved["settings"])
+                plain_states.update(saved["state"])
+        for group, member, tensors in self._states:
+            plain = {name: value for one in member.handles for name, value in plain_states.get(one.name, {}).items()}
+            group.source.put(member.key, {**plain, **tensors} or None)
+        for group in self._groups:
+            group.source.settle()
+
+
+def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(torch.as_tensor(value))
+        else:
+            group[name] = value
+
+
+def _target(handle: Handle, state: str, whole: torch.Tensor, info: TensorInfo) -> Described:
+    """The part of a state tensor that a checkpoint's tensor goes into."""
+    found = place(handle, state, whole)
+    if found.shape != info.shape:
+        raise _unknown(handle, state, info)
+    return found
+
+
+def _home(group: Group, member: Member, handle: Handle, state: str, info: TensorInfo) -> torch.Tensor:
+    """The tensor that a state is kept in: the one that is there if it fits, else a new one."""
+    dtype = DTYPES[info.dtype]
+    existing = group.source.states(member.key).get(state)
+    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and _fits(handle, existing, info):
+        return existing
+    if info.shape == handle.like.shape and isinstance(member.key, torch.Tensor):
+        if handle.flat is not None:
+            return fsdp1.blank(handle.flat, dtype)
+        return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
+    if info.shape == ():
+        on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))
+        device = member.key.device if on_device and isinstance(member.key, torch.Tensor) else "cpu"
+        return torch.empty((), dtype=dtype, device=device)
+    return _probed(group, member, handle, state, info)
+
+
+def _fits(handle: Handle, existing: torch.Tensor, info: TensorInfo) -> bool:
+    if handle.flat is not None and existing.ndim:
+        return info.shape == handle.like.shape and existing.shape == handle.flat.parameter.shape
+    return tuple(existing.shape) == info.shape
+
+
+def _probed(group: Group, member: Member, handle: Handle, state: str, info: TensorInfo) -> torch.Tensor:
+    """As the optimizer itself would make it at its first step."""
+    if isinstance(member.key, torch.Tensor) and not handle.like.is_divided():
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
+    if not isinstance(group.source, Live):
+        raise _unknown(handle, state, info)
+    found = probe(group.source.optimizer, member.key).get(state)
+    if found is None or found.shape != info.shape:
+        raise _unknown(handle, state, info)
+    return found.empty().to(DTYPES[info.dtype])
+
+
+def _unknown(handle: Handle, state: str, info: TensorInfo) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"optimizer state {key(handle.name, state)!r} has shape {list(info.shape)}, its parameter "
+        f"{list(handle.like.shape)}: how it is laid out cannot be told before the optimizer's first step"
+    )
+
+
+def names(groups: Sequence[Group]) -> Iterator[str]:
+    """The parameters of some groups."""
+    for group in groups:
+        yield from group.names()

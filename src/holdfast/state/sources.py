@@ -1,0 +1,131 @@
+"""Optimizers of all kinds, seen alike: groups of parameters with settings, and the states of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from holdfast.errors import InvalidArgumentError, StateError
+from holdfast.state.slots import by_slot
+
+#: What a group lists: parameters, or in a state dict numbers or names of them.
+Key = Any
+
+
+class Source(Protocol):
+    """An optimizer, live or as a state dict."""
+
+    @property
+    def kind(self) -> str | None:
+        """The name of its class, where it is known."""
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Its parameter groups, live."""
+
+    def owns(self, key: Key) -> bool:
+        """Whether this rank keeps states of a parameter."""
+
+    def states(self, key: Key) -> Mapping[str, Any]:
+        """The states of a parameter, live; empty where there are none."""
+
+    def put(self, key: Key, states: dict[str, Any] | None) -> None:
+        """Replace the states of a parameter; ``None`` takes them away."""
+
+    def settle(self) -> None:
+        """Called after groups and states were replaced."""
+
+
+class Live:
+    """An optimizer of torch's kind."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        foreign = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        if foreign:
+            raise StateError(
+                f"the optimizer's state has the entry {foreign[0]!r}, which is of no parameter; pass it as user_content"
+            )
+
+    @property
+    def kind(self) -> str | None:
+        """See :class:`Source`."""
+        return type(self.optimizer).__qualname__
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """See :class:`Source`."""
+        return self.optimizer.param_groups
+
+    def owns(self, key: Key) -> bool:
+        """See :class:`Source`."""
+        del key
+        return True
+
+    def states(self, key: Key) -> Mapping[str, Any]:
+        """See :class:`Source`."""
+        return self.optimizer.state.get(key, {})  # type: ignore[no-any-return]
+
+    def put(self, key: Key, states: dict[str, Any] | None) -> None:
+        """See :class:`Source`."""
+        if states is None:
+            self.optimizer.state.pop(key, None)
+        else:
+            self.optimizer.state[key] = states
+
+    def settle(self) -> None:
+        """See :class:`Source`."""
+
+
+class StateDict:
+    """What ``Optimizer.state_dict()`` gives, or torch's ``get_optimizer_state_dict``: parameters by number or name."""
+
+    kind = None
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """See :class:`Source`."""
+        return self._given["param_groups"]  # type: ignore[no-any-return]
+
+    def owns(self, key: Key) -> bool:
+        """See :class:`Source`."""
+        del key
+        return True
+
+    def states(self, key: Key) -> Mapping[str, Any]:
+        """See :class:`Source`."""
+        return self._given["state"].get(key, {})  # type: ignore[no-any-return]
+
+    def put(self, key: Key, states: dict[str, Any] | None) -> None:
+        """See :class:`Source`."""
+        if states is None:
+            self._given["state"].pop(key, None)
+        else:
+            self._given["state"][key] = states
+
+    def settle(self) -> None:
+        """See :class:`Source`."""
+
+
+def slots(optimizer: object) -> dict[str, list[Any]]:
+    """The optimizers passed, by slot; each a list of its parts."""
+    return by_slot("optimizer", optimizer, lambda given: "param_groups" in given)
+
+
+def source(optimizer: object) -> Source:
+    """An optimizer, seen so. Raises ``InvalidArgumentError`` for what is none."""
+    if isinstance(optimizer, Optimizer):
+        return Live(optimizer)
+    if isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys():
+        return StateDict(optimizer)
+    raise InvalidArgumentError(
+        "optimizer must be a torch.optim.Optimizer or a state dict of one, or a list or dict of them, "
+        f"not {type(optimizer).__qualname__}"
+    )
