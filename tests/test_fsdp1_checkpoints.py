@@ -92,9 +92,9 @@ def test_what_fsdp1_saves_is_what_torch_gathers_and_comes_back_anywhere(
         assert_same(found, expected)
 
 
-def _save(path: str, orig: bool) -> Flat:  # noqa: FBT001
+def _save(path: str, orig: bool) -> Flat:
     return save(path, orig=orig)
 
 
-def _load(path: str, orig: bool, stepped: bool) -> Flat:  # noqa: FBT001
+def _load(path: str, orig: bool, stepped: bool) -> Flat:
     return load(path, orig=orig, stepped=stepped)

@@ -132,8 +132,10 @@ def _fits(handle: Handle, existing: torch.Tensor, info: TensorInfo) -> bool:
 
 
 def _probed(group: Group, member: Member, handle: Handle, state: str, info: TensorInfo) -> torch.Tensor:
-    """As the optimizer itself would make it at its first step."""
-    if isinstance(member.key, torch.Tensor) and not handle.like.is_divided():
+    """As the optimizer itself would make it at its first step; whole, where nothing is divided."""
+    if not isinstance(member.key, torch.Tensor):
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    if not handle.like.is_divided():
         return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
     if not isinstance(group.source, Live):
         raise _unknown(handle, state, info)

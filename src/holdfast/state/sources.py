@@ -81,6 +81,35 @@ class Live:
         """See :class:`Source`."""
 
 
+class Zero(Live):
+    """A ``ZeroRedundancyOptimizer``: each rank keeps the states of some parameters, in an optimizer inside."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        inner = getattr(optimizer, "optim", None)
+        if not isinstance(inner, Optimizer):
+            raise StateError(
+                "a ZeroRedundancyOptimizer with overlap_with_ddp=True is not supported: it steps a functional optimizer "
+                "inside the backward pass; make it with overlap_with_ddp=False"
+            )
+        super().__init__(inner)
+        self._outer = optimizer
+        self._own = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """See :class:`Source`."""
+        return self._outer.param_groups
+
+    def owns(self, key: Key) -> bool:
+        """See :class:`Source`."""
+        return id(key) in self._own
+
+    def settle(self) -> None:
+        """See :class:`Source`."""
+        for outer, inner in zip(self._outer.param_groups, self.optimizer.param_groups, strict=True):
+            inner.update((name, value) for name, value in outer.items() if name != "params")
+
+
 class StateDict:
     """What ``Optimizer.state_dict()`` gives, or torch's ``get_optimizer_state_dict``: parameters by number or name."""
 
@@ -121,6 +150,8 @@ def slots(optimizer: object) -> dict[str, list[Any]]:
 
 def source(optimizer: object) -> Source:
     """An optimizer, seen so. Raises ``InvalidArgumentError`` for what is none."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return Zero(optimizer)
     if isinstance(optimizer, Optimizer):
         return Live(optimizer)
     if isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys():
