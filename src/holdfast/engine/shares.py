@@ -17,7 +17,7 @@ def split_evenly(pieces: Sequence[Piece], part: int, parts: int) -> Sequence[Pie
 
     A cut inside a piece leaves at least :data:`SMALLEST` bytes on both sides and falls on a multiple of it in the file.
     """
-    if parts == 1:
+    if parts == 1 or not pieces:
         return pieces
     ends = list(itertools.accumulate(piece.stop - piece.start for piece in pieces))
     low, high = _cut(pieces, ends, part, parts), _cut(pieces, ends, part + 1, parts)
