@@ -100,7 +100,7 @@ class Post:
             return transfer
 
     def wait(self, rank: int, works: Sequence[Transfer]) -> None:
-        """Until both sides of all of them have begun; then move the bytes. Raises ``StuckError`` where that cannot come."""
+        """Until both sides of all of them have begun; then move the bytes. ``StuckError`` where that cannot come."""
         with self._changed:
             self._waiting[rank] = works
             self._changed.notify_all()

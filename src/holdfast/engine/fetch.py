@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from holdfast.engine.membership import Held, first_part
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Locate, Owned, alone, crossings
+from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Chunk, Piece, tensor_chunks
@@ -41,7 +41,7 @@ LocateTensor = Callable[[int], Locate]
 
 def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
     """The plan of ``rank`` for the tensors wanted, by number. With ``exchange`` each byte is read by one rank only."""
-    plan = LoadPlan()
+    plan, routes = LoadPlan(), Routes(rank)
     copies: dict[tuple[int, ...], list[Piece]] = {}
     for tensor, wanted in sorted(held.items()):
         coordinate = wanted.coordinate(rank)
@@ -49,7 +49,7 @@ def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exch
             continue
         if is_narrow(first_part(wanted)):
             if exchange:
-                plan.shared += crossings(tensor, wanted, rank, locate(tensor))
+                plan.shared += routes.crossings(tensor, wanted, locate(tensor))
             else:
                 plan.alone += alone(wanted, rank, locate(tensor))
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.membership import Held, Membership, first_part
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Owned, crossings
+from holdfast.engine.routes import Crossing, Owned, Routes
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Piece
@@ -75,7 +75,7 @@ class _Share:
     """Collects what one rank writes, passes on and proves."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._rank, self._routes = rank, Routes(rank)
         self._held: dict[tuple[int, ...], list[Piece]] = {}
         self.crossings: list[Crossing] = []
         self.replicas: dict[tuple[int, ...], list[Replica]] = {}
@@ -107,7 +107,7 @@ class _Share:
 
         self.crossings += (
             crossing
-            for crossing in crossings(tensor, held, self._rank, locate)
+            for crossing in self._routes.crossings(tensor, held, locate)
             if isinstance(crossing, Owned) or crossing.cut.holders[0] == self._rank
         )
 

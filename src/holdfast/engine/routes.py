@@ -49,19 +49,34 @@ class Passed(NamedTuple):
 Crossing = Owned | Passed
 
 
-def crossings(tensor: int, held: Held, rank: int, locate: Locate) -> Iterator[Crossing]:
-    """The stripes of a tensor that concern ``rank``: those that it owns, and those that its part has bytes in."""
-    coordinate = held.coordinate(rank)
-    if coordinate is None:
-        return
-    mine, peers = part(held.info, held.division, coordinate), held.holders(coordinate)
-    candidates = held.everyone()
-    for number, stripe in enumerate(stripes(mine.shape)):
-        owner = candidates[number % len(candidates)]
-        if owner == rank:
-            yield Owned(locate(*stripe), tuple(_all_cuts(held, stripe, owner)))
-        elif (cut := _cut(mine, stripe, _nearest(peers, owner))) is not None:
-            yield Passed(tensor, stripe.start, owner, cut)
+class Routes:
+    """The stripes that concern one rank. Ranks that hold the same tensors deal their stripes out in turn."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._dealt: dict[tuple[int, ...], int] = {}
+
+    def crossings(self, tensor: int, held: Held, locate: Locate) -> Iterator[Crossing]:
+        """The stripes of a tensor that this rank owns, and those that its part has bytes in.
+
+        To be asked for tensors in the order of their numbers, which all ranks know them by.
+        """
+        coordinate = held.coordinate(self._rank)
+        if coordinate is None:
+            return
+        mine, peers = part(held.info, held.division, coordinate), held.holders(coordinate)
+        candidates = held.everyone()
+        for stripe in stripes(mine.shape):
+            owner = self._deal(candidates)
+            if owner == self._rank:
+                yield Owned(locate(*stripe), tuple(_all_cuts(held, stripe, owner)))
+            elif (cut := _cut(mine, stripe, _nearest(peers, owner))) is not None:
+                yield Passed(tensor, stripe.start, owner, cut)
+
+    def _deal(self, candidates: tuple[int, ...]) -> int:
+        number = self._dealt.get(candidates, 0)
+        self._dealt[candidates] = number + 1
+        return candidates[number % len(candidates)]
 
 
 def alone(held: Held, rank: int, locate: Locate) -> Iterator[Owned]:

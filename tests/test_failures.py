@@ -1,0 +1,140 @@
+"""A rank that fails, leaves or stalls at any point of a save or load: all ranks raise one error, and soon."""
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
+from tests.pool import Ranks
+from tests.zoo import LAYOUTS, blank, fill
+
+#: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
+SAVING = [
+    "holdfast.saving.capture",
+    "holdfast.saving.merged_bytes",
+    "holdfast.saving.plan_save",
+    "holdfast.engine.replicas.digests",
+    "holdfast.saving.write_stripes",
+    "holdfast.engine.wire.Wire.send",
+    "holdfast.engine.wire.Wire.receive",
+    "holdfast.engine.wire.Wire.wait",
+    "holdfast.engine.stripes.Share.put",
+    "holdfast.storage.bulk.BulkWriter.write",
+    "holdfast.storage.bulk.BulkWriter.sync",
+    "holdfast.saving.write_pieces",
+    "holdfast.saving.encode_fragments",
+]
+LEADING = ["holdfast.saving.successor", "holdfast.engine.commit.Draft.open", "holdfast.engine.commit.Draft.publish"]
+LOADING = [
+    "holdfast.loading.open_reader",
+    "holdfast.state.restore.Intake.match",
+    "holdfast.state.restore.Intake.check",
+    "holdfast.reading.plan_load",
+    "holdfast.reading.read_shared",
+    "holdfast.engine.wire.Wire.send",
+    "holdfast.engine.wire.Wire.receive",
+    "holdfast.engine.wire.Wire.wait",
+    "holdfast.engine.stripes.Share.take",
+    "holdfast.storage.bulk.BulkReader.read",
+    "holdfast.engine.checks.Checks.check_own",
+    "holdfast.state.restore.Intake.apply",
+]
+
+
+class Fault(Exception):
+    """Something that nobody has thought of."""
+
+
+def faulty(*_: Any, **__: Any) -> Any:
+    raise Fault("lost")
+
+
+def run(path: str, call: str, where: str, who: int, timeout: float = 60.0) -> float:
+    """Save or load with a fault on one rank; returns the seconds until the error."""
+    made = LAYOUTS["tp"][0]()
+    dist.barrier()
+    started = time.monotonic()
+    with mock.patch(where, faulty) if dist.get_rank() == who else mock.patch("tests.test_failures.Fault", Fault):
+        try:
+            if call == "save":
+                holdfast.save_checkpoint(path, "t", fill(made).model, made.optimizer, timeout=timeout)
+            else:
+                holdfast.load_checkpoint(path, model=made.model, optimizer=made.optimizer, exchange="always")
+        except HoldfastError as error:
+            error.seconds = time.monotonic() - started  # type: ignore[attr-defined]
+            raise
+    return time.monotonic() - started
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tp")
+    ranks(3, run, str(path), "save", "tests.test_failures.Fault", -1)
+    return path
+
+
+def assert_together(outcomes: list[Any], who: int) -> None:
+    assert {type(error) for error in outcomes} == {RankFailedError}, outcomes
+    assert len({str(error) for error in outcomes}) == 1
+    assert f"rank {who} of 3" in str(outcomes[0])
+    assert "Fault: lost" in str(outcomes[0])
+    assert max(error.seconds for error in outcomes) < 10
+
+
+@pytest.mark.parametrize("where", SAVING)
+def test_a_fault_in_a_save_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    assert_together(ranks.outcomes(3, run, str(tmp_path), "save", where, 1), 1)
+    assert not list(tmp_path.iterdir())
+    ranks(3, run, str(tmp_path), "save", "tests.test_failures.Fault", -1)
+
+
+@pytest.mark.parametrize("where", LEADING)
+def test_a_fault_of_the_leader_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    outcomes = ranks.outcomes(3, run, str(tmp_path), "save", where, 0)
+    assert {str(error) for error in outcomes} == {"Fault: lost"}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", LOADING)
+def test_a_fault_in_a_load_is_raised_by_all(ranks: Ranks, saved: Path, where: str) -> None:
+    assert_together(ranks.outcomes(3, run, str(saved), "load", where, 2), 2)
+
+
+def stalling(path: str, where: str) -> float:
+    """Rank 1 comes back when the others have long given up."""
+
+    def stall(*_: Any, **__: Any) -> Any:
+        time.sleep(8)
+        raise Fault("woke up too late")
+
+    made = fill(LAYOUTS["tp"][0]())
+    dist.barrier()
+    started = time.monotonic()
+    with mock.patch(where, stall) if dist.get_rank() == 1 else mock.patch("tests.test_failures.Fault", Fault):
+        with pytest.raises((RankTimeoutError, RankFailedError)) as raised:
+            holdfast.save_checkpoint(path, "t", made.model, made.optimizer, timeout=2.0)
+        seconds = time.monotonic() - started
+    if dist.get_rank() != 1:
+        assert isinstance(raised.value, RankTimeoutError), raised.value
+        assert "rank 1" in str(raised.value)
+    time.sleep(max(0.0, 10 - seconds))  # the sleeper takes part in no other test
+    return seconds
+
+
+@pytest.mark.parametrize("where", ["holdfast.engine.wire.Wire.send", "holdfast.saving.plan_save"])
+def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    first, _, last = ranks(3, stalling, str(tmp_path), where)
+    assert max(first, last) < 2 * 2.0 + 2
+
+
+def test_the_blank_state_is_not_the_saved_one(saved: Path) -> None:
+    """The loads above would notice a load that does nothing."""
+    made = blank(LAYOUTS["plain"][0]())
+    holdfast.load_checkpoint(saved, model=made.model)
+    assert not torch.equal(made.model.head.weight, torch.full_like(made.model.head.weight, 7))
