@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import Replica, SavePlan
+from holdfast.engine.spec import digest
 from holdfast.engine.transfer import CHUNK, PartOf
 from holdfast.layout.blocks import BLOCK, crc64, join
 
@@ -23,18 +24,18 @@ SAMPLE = 16
 _SHOWN = 5
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_digests = msgspec.msgpack.Decoder(dict[str, bytes]).decode
-_decode_details = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]]).decode
+_decode_digests = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
+_decode_details = msgspec.msgpack.Decoder(dict[bytes, list[tuple[int, int]]]).decode
 
 
 def digests(plan: SavePlan, part_of: PartOf, save: int) -> bytes:
-    """16 bytes for each set of holders that this rank is in, over their parts: all at save 0, then as above."""
+    """24 bytes for each set of holders that this rank is in, over their parts: all at save 0, then as above."""
     return _encode({_key(holders): _digest(replicas, part_of, save) for holders, replicas in plan.replicas.items()})
 
 
 def agree(posted: Sequence[bytes]) -> bool:
     """Whether all ranks' digests are equal wherever they hold the same."""
-    known: dict[str, bytes] = {}
+    known: dict[bytes, bytes] = {}
     return all(
         known.setdefault(key, digest) == digest for raw in posted for key, digest in _decode_digests(raw).items()
     )
@@ -54,7 +55,7 @@ def mismatch(plan: SavePlan, posted: Sequence[bytes]) -> str:
     """The message that names the tensors that differ, and the ranks. Tensors have one number in every rank's plan."""
     reports = [_decode_details(raw) for raw in posted]
     for key in dict.fromkeys(key for report in reports for key in report):
-        said = {rank: reports[rank][key] for rank in map(int, key.split(","))}
+        said = {rank: report[key] for rank, report in enumerate(reports) if key in report}
         first = next(iter(said))
         differing = [i for i, mine in enumerate(said[first]) if any(crcs[i] != mine for crcs in said.values())]
         if differing:
@@ -74,8 +75,9 @@ def _message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int])
     )
 
 
-def _key(holders: tuple[int, ...]) -> str:
-    return ",".join(map(str, holders))
+def _key(holders: tuple[int, ...]) -> bytes:
+    """8 bytes for a set of ranks, of which there may be thousands."""
+    return digest(np.array(holders, dtype="<u4").tobytes(), 8)
 
 
 def _digest(replicas: Sequence[Replica], part_of: PartOf, save: int) -> bytes:
