@@ -127,7 +127,13 @@ def restore(
         DamagedError: bytes are not what was saved; names the file and tensor.
         DisagreementError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
     """
-    options: dict[str, Any] = {"strict": strict, "verify": verify, "exchange": exchange, "rng": rng, "map_dtype": map_dtype}
+    options: dict[str, Any] = {
+        "strict": strict,
+        "verify": verify,
+        "exchange": exchange,
+        "rng": rng,
+        "map_dtype": map_dtype,
+    }
     return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
 
 

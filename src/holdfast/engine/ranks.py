@@ -2,77 +2,24 @@
 
 One primitive: each rank does a piece of work that may fail and posts its outcome, rank 0 looks at all
 outcomes and decides, and every rank gets the decision or raises the same error. It runs over the key-value
-store of the default process group: no collective, any backend, and a rank that does not come is named. Nothing
-ever blocks inside the store: that would hold up whatever else in this process uses the same connection.
+store of the default process group: no collective, any backend, and a rank that does not come is named.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from holdfast import errors
-from holdfast.errors import (
-    AbandonedError,
-    DisagreementError,
-    HoldfastError,
-    InvalidArgumentError,
-    RankFailedError,
-    RankTimeoutError,
-)
+from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outcome, failed_key
+from holdfast.errors import AbandonedError, DisagreementError, InvalidArgumentError, RankFailedError, RankTimeoutError
 
-#: Rank 0 decides for all.
-LEADER = 0
-
-#: Seconds that the others wait beyond the deadline for the leader's word.
-_GRACE = 1.0
-
-#: Seconds between looks at the store: a twentieth of what was waited already, within these bounds.
-_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.25
-
-#: Most ranks that a message lists.
-_SHOWN = 8
+__all__ = ["LEADER", "Ranks", "Session", "current_group", "unanimous"]
 
 T = TypeVar("T")
-
-#: Rank 0's decision over what all ranks posted.
-Decide = Callable[[list[bytes]], bytes]
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the other ranks: the name of its type in :mod:`holdfast.errors`, and its message."""
-
-    kind: str
-    message: str
-    errno: int | None = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Describe an error; those that are not ours become ``RankFailedError``."""
-        if isinstance(error, HoldfastError):
-            number = error.errno if isinstance(error, OSError) else None
-            return cls(type(error).__name__, _plain(error.args[-1] if error.args else ""), number)
-        return cls(RankFailedError.__name__, f"{type(error).__name__}: {_plain(error)}")
-
-    def rebuild(self) -> HoldfastError:
-        """The error again, on whichever rank."""
-        kind: type[HoldfastError] = getattr(errors, self.kind)
-        return kind(self.message) if self.errno is None else kind(self.errno, self.message)
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    payload: bytes = b""
-    failure: Failure | None = None
-
-
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 class Ranks:
@@ -153,13 +100,13 @@ class Session:
         decide: Decide,
     ) -> tuple[T, bytes]:
         self._votes += 1
-        ballot = _Ballot(store, self._votes, self.size, phase)
+        ballot = Ballot(store, self._votes, self.size, phase)
         result, mine, error = _attempt(work, encode)
         with _store_alive(phase):
             ballot.post(self.rank, mine)
             lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
             # Who has waited in vain for others already need not wait as long again.
-            decision = lead(_GRACE if isinstance(error, RankTimeoutError) else self.timeout, decide)
+            decision = lead(GRACE if isinstance(error, RankTimeoutError) else self.timeout, decide)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if decision.failure is not None:
@@ -170,7 +117,7 @@ class Session:
 
     def check_others(self) -> None:
         """Inside the work of a vote that ranks do together: raise ``AbandonedError`` where another has failed at it."""
-        if self._store is not None and self._store.check([_failed(self._votes)]):
+        if self._store is not None and self._store.check([failed_key(self._votes)]):
             raise AbandonedError("another rank failed at what all do together")
 
     def all(self, phase: str, work: Callable[[], T]) -> T:
@@ -180,12 +127,12 @@ class Session:
 
 def _attempt(
     work: Callable[[], T], encode: Callable[[T], bytes]
-) -> tuple[tuple[T] | None, _Outcome, BaseException | None]:
+) -> tuple[tuple[T] | None, Outcome, BaseException | None]:
     try:
         result = work()
-        return (result,), _Outcome(encode(result)), None
+        return (result,), Outcome(encode(result)), None
     except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
-        return None, _Outcome(failure=Failure.of(error)), error
+        return None, Outcome(failure=Failure.of(error)), error
 
 
 @contextmanager
@@ -196,120 +143,6 @@ def _store_alive(phase: str) -> Iterator[None]:
         raise RankFailedError(
             f"the ranks' key-value store was lost while {phase}; it lives in rank {LEADER}'s process: {error}"
         ) from error
-
-
-class _Ballot:
-    """The keys of one vote in the store."""
-
-    def __init__(self, store: Store, number: int, size: int, phase: str) -> None:
-        self._store, self._number, self._phase = store, number, phase
-        self._keys = [f"{number}/{rank}" for rank in range(size)]
-
-    def post(self, rank: int, outcome: _Outcome) -> None:
-        self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
-        if outcome.failure is not None:
-            self._store.set(_failed(self._number), "")
-
-    def collect_and_decide(self, timeout: float, decide: Decide) -> _Outcome:
-        """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
-        decision = _Outcome(
-            failure=Failure(RankFailedError.__name__, f"rank {LEADER} was interrupted while {self._phase}")
-        )
-        try:
-            decision = self._decide(timeout, decide)
-        finally:
-            self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
-        return decision
-
-    def _decide(self, timeout: float, decide: Decide) -> _Outcome:
-        try:
-            self._wait(self._keys, timeout)
-        except RankTimeoutError as error:
-            return _Outcome(failure=Failure.of(error))
-        self._store.set(self._collected, "")
-        outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
-        self._forget()
-        return _decide(outcomes, decide, self._phase)
-
-    def follow(self, timeout: float, _: Decide) -> _Outcome:
-        """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
-        key = self._decision(self._number)
-        self._wait([self._collected], timeout + _GRACE, or_else=key)
-        self._wait([key], timeout + _GRACE)
-        return _unpack(self._store.get(key))
-
-    def _forget(self) -> None:
-        # Everybody who posted to this vote has read the decision of the one before.
-        before = self._number - 1
-        for key in (*self._keys, self._decision(before), f"{before}/collected", _failed(before)):
-            self._store.delete_key(key)
-
-    @staticmethod
-    def _decision(number: int) -> str:
-        return f"{number}/decision"
-
-    @property
-    def _collected(self) -> str:
-        return f"{self._number}/collected"
-
-    def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
-        """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
-        started = time.monotonic()
-        while not self._store.check(keys) and not (or_else and self._store.check([or_else])):
-            waited = time.monotonic() - started
-            if waited > timeout:
-                raise RankTimeoutError(self._absent())
-            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, waited / 20)))
-
-    def _absent(self) -> str:
-        all_came = self._store.check([self._collected])
-        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        names = _names(absent) if absent else f"rank {LEADER}"
-        return (
-            f"{names} did not come within the timeout while {self._phase}; "
-            "it is stuck or dead, or does not make the same calls in the same order"
-        )
-
-
-def _failed(vote: int) -> str:
-    return f"{vote}/failed"
-
-
-def _decide(outcomes: Sequence[_Outcome], decide: Decide, phase: str) -> _Outcome:
-    failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
-    if failed:
-        return _Outcome(failure=_blame(failed, len(outcomes), phase))
-    try:
-        return _Outcome(decide([outcome.payload for outcome in outcomes]))
-    except Exception as error:  # noqa: BLE001 - raised again by every rank
-        return _Outcome(failure=Failure.of(error))
-
-
-def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
-    """One failure for all: the first, with the ranks that it happened on; that of a rank that gave up comes last."""
-    causes = [item for item in failed if item[1].kind != AbandonedError.__name__]
-    failed = causes or failed
-    first = failed[0][1]
-    same = [rank for rank, failure in failed if failure == first]
-    if len(same) == size:
-        return first
-    message = f"{_names(same)} of {size}, {phase}: {first.message}"
-    others = [rank for rank, failure in failed if failure != first]
-    if others:
-        message += f" ({_names(others)} failed too, otherwise)"
-    return Failure(first.kind, message, first.errno)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
-    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-
-
-def _plain(message: object) -> str:
-    """A message in whole characters: file names may have others."""
-    return str(message).encode(errors="backslashreplace").decode()
 
 
 def unanimous(what: str, said: Sequence[str]) -> str:

@@ -18,7 +18,9 @@ from holdfast.state import optimizer as optimizers
 from holdfast.state import rng, sources
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import INLINE, ArraysOut
+from holdfast.state.companions import companions
 from holdfast.state.groups import merge
+from holdfast.state.named import ModelView, check_twins
 from holdfast.state.tensors import Described, check_present, describe
 
 #: Groups of tensors, and so the folders or files that they are in.
@@ -111,7 +113,7 @@ def capture(training: Training, rank: int) -> Capture:
         views[slot] = models.view(parts)
         _add_model(captured, slot, views[slot])
         tree[slot] = views[slot].extra
-        captured.small.update((f"{slot}/{name}", data) for name, data in models.companions(parts))
+        captured.small.update((f"{slot}/{name}", data) for name, data in companions(parts))
     for slot, parts in sources.slots(training.optimizer).items():
         groups = optimizers.groups(parts, optimizers.handles_for(slot, views))
         for name, tensor in optimizers.tensors(groups):
@@ -131,8 +133,8 @@ def capture(training: Training, rank: int) -> Capture:
     return captured
 
 
-def _add_model(captured: Capture, slot: str, view: models.ModelView) -> None:
-    models.check_twins(view)
+def _add_model(captured: Capture, slot: str, view: ModelView) -> None:
+    check_twins(view)
     for name, tensor in view.tensors.items():
         captured.add(slot, name, tensor, shared=name not in view.buffers)
     if view.tied:

@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engine.layouts import Flat, Layout, Mesh, Replicate
 from holdfast.errors import InvalidArgumentError, StateError
 from holdfast.state import fsdp1
+from holdfast.state.companions import unwrap
 from holdfast.state.fsdp1 import FlatPart
+from holdfast.state.named import EXTRA, Handle, ModelView, merge
 from holdfast.state.slots import by_slot
 from holdfast.state.tensors import NAMES, Described, describe, shared
 
 #: Attributes by which wrappers hold the module they wrap, where only wrappers use the name.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-#: The name under which ``state_dict`` keeps what ``get_extra_state`` returns.
-_EXTRA = "_extra_state"
-
-
-@dataclass(frozen=True)
-class Handle:
-    """A parameter as an optimizer knows it: its name, and what its states are laid out like.
-
-    ``flat`` tells where it is in a flat parameter of FSDP1, several of which an optimizer may know as one.
-    """
-
-    name: str
-    like: Described
-    flat: FlatPart | None = None
-
-
-@dataclass
-class ModelView:
-    """A model as a checkpoint sees it.
-
-    ``tensors`` are live, each once, by FQN; ``twins`` are further ones that several parts of the model have under one
-    name; ``tied`` maps further names of one to the name it has there. ``handles`` are the parameters by ``id``.
-    ``extra`` are values of a state dict that are not tensors, and what ``get_extra_state`` gave, by name, with
-    ``owners`` of them to be given them back under the name that they have there.
-    """
-
-    tensors: dict[str, Described] = field(default_factory=dict)
-    twins: list[tuple[str, Described]] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
-    handles: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
-
-    def put_extra(self, name: str, value: object) -> None:
-        """Give back one of ``extra``."""
-        owner, inside = self.owners[name]
-        if isinstance(owner, nn.Module):
-            owner.get_submodule(inside.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(value)
-        else:
-            owner[inside] = value
 
 
 def slots(model: object) -> dict[str, list[Any]]:
@@ -85,29 +42,8 @@ def view(parts: Sequence[object]) -> ModelView:
         return views[0]
     whole = ModelView()
     for one in views:
-        _merge(whole, one)
+        merge(whole, one)
     return whole
-
-
-def _merge(whole: ModelView, one: ModelView) -> None:
-    for name, tensor in one.tensors.items():
-        known = whole.tensors.setdefault(name, tensor)
-        if known.local is not tensor.local:
-            if (known.dtype, known.shape, known.layout) != (tensor.dtype, tensor.shape, tensor.layout):
-                raise StateError(f"two parts of the model have different tensors named {name!r}")
-            whole.twins.append((name, tensor))
-    whole.twins += one.twins
-    for mine, others in ((whole.tied, one.tied), (whole.extra, one.extra), (whole.owners, one.owners)):
-        mine.update(others)  # type: ignore[arg-type]
-    whole.buffers |= one.buffers
-    whole.handles |= one.handles
-
-
-def check_twins(found: ModelView) -> None:
-    """Raise ``StateError`` where parts of a model hold different values under one name."""
-    for name, tensor in found.twins:
-        if not torch.equal(tensor.local, found.tensors[name].local):
-            raise StateError(f"two parts of the model hold different values of {name!r}; give them names of their own")
 
 
 def _view_part(model: object) -> ModelView:
@@ -168,11 +104,11 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
         buffers |= here.keys()
         state |= here
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            state[prefix + _EXTRA] = module.get_extra_state()
-            found.owners[prefix + _EXTRA] = (module, _EXTRA)
+            state[prefix + EXTRA] = module.get_extra_state()
+            found.owners[prefix + EXTRA] = (module, EXTRA)
     rest = _view(state, buffers, frozenset())
     rest.owners = found.owners
-    _merge(found, rest)
+    merge(found, rest)
     return found
 
 
@@ -184,17 +120,6 @@ def _describe_flat(part: FlatPart) -> Described:
 
 def _is_flat(parameter: nn.Parameter, taken: set[int]) -> bool:
     return id(parameter) in taken or isinstance(parameter, FlatParameter)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP, FSDP1 and ``torch.compile``."""
-    while True:
-        if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
-            model = model.module
-        elif isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
@@ -235,22 +160,4 @@ def _view(state: Mapping[str, Any], buffers: set[str], aliases: frozenset[str]) 
 
 
 def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA
-
-
-def companions(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
-    """The files that make a folder of weights a transformers model: its configurations. None for other models."""
-    module = unwrap(parts[0]) if isinstance(parts[0], nn.Module) else None
-    config: Any = getattr(module, "config", None)
-    if not hasattr(config, "save_pretrained") or not hasattr(config, "to_json_string"):
-        return
-    config = copy.deepcopy(config)
-    # fully_shard() puts classes of its own before the model's; transformers must find the one it knows.
-    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    config.architectures = [kind.__name__]
-    if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
-        config.dtype = str(dtype).removeprefix("torch.")
-    yield "config.json", config.to_json_string().encode()
-    generation = getattr(module, "generation_config", None)
-    if generation is not None and hasattr(generation, "to_json_string"):
-        yield "generation_config.json", generation.to_json_string().encode()
+    return name.rpartition(".")[2] == EXTRA

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UnsupportedTensorError
 from holdfast.state import fsdp1
-from holdfast.state.model import Handle, ModelView
+from holdfast.state.named import Handle, ModelView
 from holdfast.state.sources import Key, Source, source
 from holdfast.state.tensors import NAMES, Described, describe
 
@@ -116,7 +116,7 @@ def _known(parameter: torch.Tensor, handles: Mapping[int, tuple[Handle, ...]], w
     if found is None:
         raise StateError(
             f"{what}, of shape {list(parameter.shape)}, is not one of the "
-            "model's; make the optimizer after the model is wrapped, and pass the model that it trains"
+            "model's; make the optimizer after the model is wrapped, and pass the model that it trains, itself and not its state dict"
         )
     return found
 

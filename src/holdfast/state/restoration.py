@@ -11,7 +11,7 @@ from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.state import fsdp1
 from holdfast.state.groups import Encoded, check_trained, match
-from holdfast.state.model import Handle
+from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member, key, place, split_key
 from holdfast.state.probe import probe
 from holdfast.state.sources import Live

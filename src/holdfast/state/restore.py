@@ -18,6 +18,7 @@ from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.capture import STATE, Inventory, Training
+from holdfast.state.named import ModelView
 from holdfast.state.restoration import Restoration, names
 from holdfast.state.tensors import Described, describe
 
@@ -81,7 +82,7 @@ class Intake:
         self.more: list[tuple[tuple[str, str], Described]] = []
         self.findings = Findings()
         self.inventory = Inventory()
-        self._views: dict[str, models.ModelView] = {}
+        self._views: dict[str, ModelView] = {}
         self._restorations: dict[str, Restoration] = {}
         self._values: Mapping[str, Any] = {}
         self._rng: Mapping[str, Any] | None = None

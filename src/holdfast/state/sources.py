@@ -88,8 +88,8 @@ class Zero(Live):
         inner = getattr(optimizer, "optim", None)
         if not isinstance(inner, Optimizer):
             raise StateError(
-                "a ZeroRedundancyOptimizer with overlap_with_ddp=True is not supported: it steps a functional optimizer "
-                "inside the backward pass; make it with overlap_with_ddp=False"
+                "a ZeroRedundancyOptimizer with overlap_with_ddp=True is not supported: it keeps a functional "
+                "optimizer, stepped inside the backward pass; make it with overlap_with_ddp=False"
             )
         super().__init__(inner)
         self._outer = optimizer

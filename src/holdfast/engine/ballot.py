@@ -1,0 +1,178 @@
+"""One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank learns the decision.
+
+Nothing ever blocks inside the store: that would hold up whatever else in this process uses the same connection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch.distributed.distributed_c10d import Store
+
+from holdfast import errors
+from holdfast.errors import AbandonedError, HoldfastError, RankFailedError, RankTimeoutError
+
+#: Rank 0 decides for all.
+LEADER = 0
+
+#: Seconds that the others wait beyond the deadline for the leader's word.
+GRACE = 1.0
+
+#: Seconds between looks at the store: a twentieth of what was waited already, within these bounds.
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.25
+
+#: Most ranks that a message lists.
+_SHOWN = 8
+
+#: Rank 0's decision over what all ranks posted.
+Decide = Callable[[list[bytes]], bytes]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way to the other ranks: the name of its type in :mod:`holdfast.errors`, and its message."""
+
+    kind: str
+    message: str
+    errno: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error; those that are not ours become ``RankFailedError``."""
+        if isinstance(error, HoldfastError):
+            number = error.errno if isinstance(error, OSError) else None
+            return cls(type(error).__name__, _plain(error.args[-1] if error.args else ""), number)
+        return cls(RankFailedError.__name__, f"{type(error).__name__}: {_plain(error)}")
+
+    def rebuild(self) -> HoldfastError:
+        """The error again, on whichever rank."""
+        kind: type[HoldfastError] = getattr(errors, self.kind)
+        return kind(self.message) if self.errno is None else kind(self.errno, self.message)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a rank's work gave, or how it failed."""
+
+    payload: bytes = b""
+    failure: Failure | None = None
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class Ballot:
+    """The keys of one vote in the store."""
+
+    def __init__(self, store: Store, number: int, size: int, phase: str) -> None:
+        self._store, self._number, self._phase = store, number, phase
+        self._keys = [f"{number}/{rank}" for rank in range(size)]
+
+    def post(self, rank: int, outcome: Outcome) -> None:
+        """Let the others know a rank's outcome."""
+        self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
+        if outcome.failure is not None:
+            self._store.set(failed_key(self._number), "")
+
+    def collect_and_decide(self, timeout: float, decide: Decide) -> Outcome:
+        """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
+        decision = Outcome(
+            failure=Failure(RankFailedError.__name__, f"rank {LEADER} was interrupted while {self._phase}")
+        )
+        try:
+            decision = self._decide(timeout, decide)
+        finally:
+            self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
+        return decision
+
+    def _decide(self, timeout: float, decide: Decide) -> Outcome:
+        try:
+            self._wait(self._keys, timeout)
+        except RankTimeoutError as error:
+            return Outcome(failure=Failure.of(error))
+        self._store.set(self._collected, "")
+        outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
+        self._forget()
+        return _decide(outcomes, decide, self._phase)
+
+    def follow(self, timeout: float, _: Decide) -> Outcome:
+        """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
+        key = self._decision(self._number)
+        self._wait([self._collected], timeout + GRACE, or_else=key)
+        self._wait([key], timeout + GRACE)
+        return _unpack(self._store.get(key))
+
+    def _forget(self) -> None:
+        # Everybody who posted to this vote has read the decision of the one before.
+        before = self._number - 1
+        for key in (*self._keys, self._decision(before), f"{before}/collected", failed_key(before)):
+            self._store.delete_key(key)
+
+    @staticmethod
+    def _decision(number: int) -> str:
+        return f"{number}/decision"
+
+    @property
+    def _collected(self) -> str:
+        return f"{self._number}/collected"
+
+    def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
+        """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
+        started = time.monotonic()
+        while not self._store.check(keys) and not (or_else and self._store.check([or_else])):
+            waited = time.monotonic() - started
+            if waited > timeout:
+                raise RankTimeoutError(self._absent())
+            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, waited / 20)))
+
+    def _absent(self) -> str:
+        all_came = self._store.check([self._collected])
+        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        names = _names(absent) if absent else f"rank {LEADER}"
+        return (
+            f"{names} did not come within the timeout while {self._phase}; "
+            "it is stuck or dead, or does not make the same calls in the same order"
+        )
+
+
+def failed_key(vote: int) -> str:
+    """The key that is there once any rank has failed in a vote."""
+    return f"{vote}/failed"
+
+
+def _decide(outcomes: Sequence[Outcome], decide: Decide, phase: str) -> Outcome:
+    failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
+    if failed:
+        return Outcome(failure=_blame(failed, len(outcomes), phase))
+    try:
+        return Outcome(decide([outcome.payload for outcome in outcomes]))
+    except Exception as error:  # noqa: BLE001 - raised again by every rank
+        return Outcome(failure=Failure.of(error))
+
+
+def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
+    """One failure for all: the first, with the ranks that it happened on; that of a rank that gave up comes last."""
+    causes = [item for item in failed if item[1].kind != AbandonedError.__name__]
+    failed = causes or failed
+    first = failed[0][1]
+    same = [rank for rank, failure in failed if failure == first]
+    if len(same) == size:
+        return first
+    message = f"{_names(same)} of {size}, {phase}: {first.message}"
+    others = [rank for rank, failure in failed if failure != first]
+    if others:
+        message += f" ({_names(others)} failed too, otherwise)"
+    return Failure(first.kind, message, first.errno)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def _plain(message: object) -> str:
+    """A message in whole characters: file names may have others."""
+    return str(message).encode(errors="backslashreplace").decode()

@@ -1,0 +1,78 @@
+"""Models seen alike, whatever they are: tensors and values by name, and parameters as optimizers know them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import StateError
+from holdfast.state.fsdp1 import FlatPart
+from holdfast.state.tensors import Described
+
+#: The name under which ``state_dict`` keeps what ``get_extra_state`` returns.
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A parameter as an optimizer knows it: its name, and what its states are laid out like.
+
+    ``flat`` tells where it is in a flat parameter of FSDP1, several of which an optimizer may know as one.
+    """
+
+    name: str
+    like: Described
+    flat: FlatPart | None = None
+
+
+@dataclass
+class ModelView:
+    """A model as a checkpoint sees it.
+
+    ``tensors`` are live, each once, by FQN; ``twins`` are further ones that several parts of the model have under one
+    name; ``tied`` maps further names of one to the name it has there. ``handles`` are the parameters by ``id``.
+    ``extra`` are values of a state dict that are not tensors, and what ``get_extra_state`` gave, by name, with
+    ``owners`` of them to be given them back under the name that they have there.
+    """
+
+    tensors: dict[str, Described] = field(default_factory=dict)
+    twins: list[tuple[str, Described]] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    handles: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
+
+    def put_extra(self, name: str, value: object) -> None:
+        """Give back one of ``extra``."""
+        owner, inside = self.owners[name]
+        if isinstance(owner, nn.Module):
+            owner.get_submodule(inside.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
+        else:
+            owner[inside] = value
+
+
+def merge(whole: ModelView, one: ModelView) -> None:
+    """Take the names of another view in. Raises ``StateError`` where two different tensors have one name."""
+    for name, tensor in one.tensors.items():
+        known = whole.tensors.setdefault(name, tensor)
+        if known.local is not tensor.local:
+            if (known.dtype, known.shape, known.layout) != (tensor.dtype, tensor.shape, tensor.layout):
+                raise StateError(f"two parts of the model have different tensors named {name!r}")
+            whole.twins.append((name, tensor))
+    whole.twins += one.twins
+    for mine, others in ((whole.tied, one.tied), (whole.extra, one.extra), (whole.owners, one.owners)):
+        mine.update(others)  # type: ignore[arg-type]
+    whole.buffers |= one.buffers
+    whole.handles |= one.handles
+
+
+def check_twins(found: ModelView) -> None:
+    """Raise ``StateError`` where parts of a model hold different values under one name."""
+    for name, tensor in found.twins:
+        if not torch.equal(tensor.local, found.tensors[name].local):
+            raise StateError(f"two parts of the model hold different values of {name!r}; give them names of their own")
