@@ -41,7 +41,7 @@ class Contender:
 def interleaved(contenders: Mapping[str, Contender], rounds: int) -> dict[str, Timing]:
     """Time each contender once a round, in a drawn order: a disk remembers who wrote before."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = random.Random(0)  # noqa: S311 - nothing secret
+    order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):
             contenders[name].prepare()

@@ -81,7 +81,10 @@ def _serve(pipe: Connection, port: int) -> None:
         except EOFError:
             return
         dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
-        pipe.send(_run(function, args))
+        result = _run(function, args)
+        # A group that one rank leaves while another still connects to it takes that one down.
+        dist.barrier()
+        pipe.send(result)
         dist.destroy_process_group()
 
 

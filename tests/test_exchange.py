@@ -30,12 +30,15 @@ from holdfast.formats.reader import Extent
 from holdfast.layout import blocks
 from holdfast.layout.files import TensorInfo
 from holdfast.state.tensors import DTYPES, NAMES
-from holdfast.storage.bulk import BulkReader, BulkWriter
+from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter
 from tests.test_local import bytes_of, noise
 from tests.test_plan import Job, Key, job_of, jobs, mesh, tensors
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
-SMALL = {"STRIPE": 64, "NARROW": 24, "SMALLEST": 32, "CHUNK": 48, "BLOCK": 96}
+SMALL = {"STRIPE": 64, "NARROW": 40, "SMALLEST": 32, "CHUNK": 48, "BLOCK": 96}
+
+#: Every stripe needs every rank.
+COLUMNS = Layout(mesh(4), (Shard(1),))
 
 #: Seconds after which a rank that goes on without an end is given up.
 PATIENCE = 30
@@ -290,6 +293,9 @@ class Stored:
         self._extents = extents
         self.numbered = sorted(tensors)
         self.infos = {key: TensorInfo(NAMES[one.dtype], tuple(one.shape)) for key, one in tensors.items()}
+        self.groups: dict[str, dict[str, TensorInfo]] = {}
+        for (group, name), info in self.infos.items():
+            self.groups.setdefault(group, {})[name] = info
 
     def extents(self, group: str, name: str, start: int, stop: int) -> list[Extent]:
         found = []
@@ -324,8 +330,8 @@ class Loading:
     def plan(self, rank: int) -> tuple[fetch.LoadPlan, list[Path]]:
         """As ``reading.py`` makes it: files have the numbers that it gives them."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
-        files = reading._Files(self.stored, self.stored.numbered)
         held = {numbers[one.group, one.name]: one for one in self.job.membership().tensors()}
+        files = reading._Files(self.stored, self.stored.numbered, held)
         plan = fetch.plan_load(held, rank, files.locate, exchange=self.exchange)
         return plan, list(files.numbers)
 
@@ -354,6 +360,20 @@ class Loading:
         """Its targets are what torch's chunking gives the rank of every tensor."""
         for key, target in self.targets[rank].items():
             assert bytes_of(target) == bytes_of(self.job.part(key, rank)), key
+
+
+def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Path) -> None:
+    """Else it could not be written past the page cache."""
+    found = []
+
+    def seen(_: BulkWriter, offset: int, data: memoryview) -> None:
+        found.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR, offset % SECTOR))
+
+    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    with mock.patch.object(BulkWriter, "write", seen):
+        Saved.of(tmp_path, job, limit=2**40)
+    assert sorted(offset for _, offset in found) == sorted(64 * number % SECTOR for number in range(80))
+    assert all(address == offset for address, offset in found)
 
 
 #: Ranges of files, as path, start and stop.
@@ -560,10 +580,6 @@ def seen_by(rank: int, broken: int, paths: Sequence[Path]) -> list[Path]:
 
 def break_for_one(folder: Path) -> None:
     (folder / BROKEN).symlink_to(folder)
-
-
-#: Every stripe needs every rank, and each owns more of them than can be in flight.
-COLUMNS = Layout(mesh(4), (Shard(1),))
 
 
 @pytest.mark.parametrize("broken", range(4))

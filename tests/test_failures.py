@@ -47,7 +47,7 @@ LOADING = [
 ]
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818
     """Something that nobody has thought of."""
 
 

@@ -128,6 +128,7 @@ class MasterWeights(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

@@ -33,8 +33,11 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...], mesh: tuple[int, ...]) -
         offset, after = draw(st.integers(0, 12)), draw(st.integers(0, 12))
         length = max(1, -(-(offset + math.prod(shape) + after) // mesh[flat]))
         return tuple(Flat(offset, length) if dim == flat else Replicate() for dim in range(len(mesh)))
-    sharded = st.builds(Shard, st.integers(0, len(shape) - 1), st.integers(1, 4)) if shape else st.nothing()
-    return tuple(draw(st.just(Replicate()) | sharded) for _ in mesh)
+    if not shape:
+        return (Replicate(),) * len(mesh)
+    sharded = st.builds(Shard, st.integers(0, len(shape) - 1), st.integers(1, 4))
+    columns = st.just(Shard(len(shape) - 1))
+    return tuple(draw(st.one_of(st.just(Replicate()), sharded, columns)) for _ in mesh)
 
 
 @st.composite
@@ -210,6 +213,14 @@ def test_what_replicates_or_has_one_rank_does_not_divide_but_flat_does() -> None
     assert Layout(mesh, (Replicate(), Shard(0), Shard(1))).division == ((3, Shard(1)),)
     assert Layout(mesh, (Replicate(), Flat(4, 8), Replicate())).division == ((1, Flat(4, 8)),)
     assert Layout(mesh, (Replicate(), Shard(0), Replicate())).division == ()
+
+
+@pytest.mark.parametrize("dims", [dims for n in range(1, 5) for dims in itertools.permutations(range(4), n)], ids=str)
+def test_any_dimensions_are_cut_in_any_order(dims: tuple[int, ...]) -> None:
+    ranks = Mesh((2,) * len(dims), tuple(range(2 ** len(dims))))
+    info, layout = TensorInfo("BF16", (3, 2, 5, 4)), Layout(ranks, tuple(map(Shard, dims)))
+    for rank in ranks.ranks:
+        assert bytes_in(held(info, layout, rank)) == bytes_by_torch(info, layout, rank)
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:

@@ -1,5 +1,6 @@
 """Lists of parts, dicts of separate objects, and state dicts in their place."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.pool import Ranks
 def net(seed: int = 0, *sizes: int) -> nn.Sequential:
     torch.manual_seed(seed)
     sizes = sizes or (4, 6, 3)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
 
 def step(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:

@@ -82,7 +82,9 @@ def test_it_goes_on_as_if_nothing_had_happened_on_any_world_size_and_order(
 def test_it_is_bitwise_on_the_same_world_size(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks(2, save, str(tmp_path), "zero")
     found = ranks(2, load, str(tmp_path), "zero", False, True)
-    assert all(torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other))
+    assert all(
+        torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
+    )
 
 
 def resave(path: str, to: str, kind: str) -> None:

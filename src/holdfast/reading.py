@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,23 +26,23 @@ from holdfast.state.tensors import DTYPES, Described
 class _Files:
     """Where tensors, by number, lie in files, by number."""
 
-    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
+        """``wanted`` are the tensors that any rank wants: so that files have the same numbers on all ranks."""
         self._reader, self._numbered = reader, numbered
-        self.numbers: dict[Path, int] = {}
+        whole = ((*numbered[n], 0, reader.groups[numbered[n][0]][numbered[n][1]].nbytes) for n in wanted)
+        paths = {extent.file for one in whole for extent in reader.extents(*one)}
+        self.numbers = {path: number for number, path in enumerate(sorted(paths))}
 
     def locate(self, tensor: int) -> Locate:
         """Where the bytes of a tensor lie."""
 
         def pieces(start: int, stop: int) -> tuple[Piece, ...]:
             return tuple(
-                Piece(tensor, one.start, one.stop, one.start - start, self._number(one.file), one.offset)
+                Piece(tensor, one.start, one.stop, one.start - start, self.numbers[one.file], one.offset)
                 for one in self._reader.extents(*self._numbered[tensor], start, stop)
             )
 
         return pieces
-
-    def _number(self, file: Path) -> int:
-        return self.numbers.setdefault(file, len(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Reading:
         """Plan it. Tensors have the same numbers on all ranks."""
         numbered = sorted((group, name) for group, names in reader.groups.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
-        files = _Files(reader, numbered)
         held = {number[one.group, one.name]: one for one in wanted}
+        files = _Files(reader, numbered, held)
         plan = plan_load(held, ranks.rank, files.locate, exchange=exchange)
         infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
         me = ranks.global_ranks()[ranks.rank]

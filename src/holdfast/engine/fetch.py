@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.engine.membership import Held, first_part
 from holdfast.engine.parts import part
 from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone
-from holdfast.engine.shares import split_evenly
+from holdfast.engine.shares import in_tensor, split_evenly
 from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Chunk, Piece, tensor_chunks
 
@@ -40,7 +40,10 @@ LocateTensor = Callable[[int], Locate]
 
 
 def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
-    """The plan of ``rank`` for the tensors wanted, by number. With ``exchange`` each byte is read by one rank only."""
+    """The plan of ``rank`` for the tensors wanted, by number. With ``exchange`` each byte is read by one rank only.
+
+    Tensors and files must have the same numbers on all ranks.
+    """
     plan, routes = LoadPlan(), Routes(rank)
     copies: dict[tuple[int, ...], list[Piece]] = {}
     for tensor, wanted in sorted(held.items()):
@@ -74,7 +77,7 @@ def _pieces(held: Held, rank: int, locate: Locate) -> Iterator[Piece]:
 def _copied(holders: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[Copied]:
     ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
     for place, owner in enumerate(holders):
-        share = [piece for piece in split_evenly(ordered, place, len(holders)) if piece.start < piece.stop]
+        share = [piece for piece in split_evenly(ordered, place, len(holders), in_tensor) if piece.start < piece.stop]
         yield from (Copied(owner, holders, chunk) for chunk in tensor_chunks(share))
 
 

@@ -79,6 +79,7 @@ class Membership:
     table_of: Sequence[int]
     place_of: Mapping[int, int]
     _meshes: dict[Mesh, Mesh] = field(default_factory=dict, compare=False)
+    _sound: set[tuple[int, ...]] = field(default_factory=set, compare=False)
     _covered: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -143,7 +144,7 @@ class Membership:
         divisions += [(number, ()) for number, layouts in every.items() if not layouts]
         self._agree(tensor, "layout", divisions)
         found = tuple(dict.fromkeys(layout for layouts in every.values() for layout in layouts))
-        self._check_inside(tensor, found)
+        self._check_meshes(tensor, found)
         whole = tuple(number for number, layouts in every.items() if not layouts)
         held = Held(
             group=tensor.group,
@@ -183,11 +184,16 @@ class Membership:
             if other != mine:
                 raise DisagreementError(
                     f"ranks disagree about the {what} of {tensor.group} tensor {tensor.name!r}: "
-                    f"rank {self.members[first][0]} has {_told(mine)}, rank {self.members[number][0]} has "
-                    f"{_told(other)}; parts of one tensor must be a DTensor, and different tensors need different names"
+                    f"rank {self.members[first][0]} has {_told(what, mine)}, rank {self.members[number][0]} has "
+                    f"{_told(what, other)}; parts of one tensor must be a DTensor, and different tensors need "
+                    "different names"
                 )
 
-    def _check_inside(self, tensor: TensorSpec, found: Sequence[Layout]) -> None:
+    def _check_meshes(self, tensor: TensorSpec, found: tuple[Layout, ...]) -> None:
+        """Raise where a mesh has ranks from outside of the group, or two of them place one rank otherwise."""
+        key = tuple(map(id, found))
+        if key in self._sound:
+            return
         for layout in found:
             if _OUTSIDE in layout.mesh.ranks:
                 original = next(mesh for mesh, own in self._meshes.items() if own is layout.mesh)
@@ -196,6 +202,14 @@ class Membership:
                     f"{tensor.group} tensor {tensor.name!r} is sharded over rank {outside}, "
                     "which is not in the process group that saves or loads it"
                 )
+        for one, other in itertools.combinations(found, 2):
+            for rank in {*one.mesh.ranks} & {*other.mesh.ranks}:
+                if layouts.part_of(one, rank) != layouts.part_of(other, rank):
+                    raise DisagreementError(
+                        f"ranks disagree about the mesh of {tensor.group} tensor {tensor.name!r}: they place rank "
+                        f"{rank} in it otherwise; make meshes of the same ranks in the same order on all of them"
+                    )
+        self._sound.add(key)
 
     def tied(self) -> dict[str, dict[str, str]]:
         """``{group: {tied name: stored name}}`` over all ranks."""
@@ -226,5 +240,5 @@ def _check_parts(held: Held) -> None:
             )
 
 
-def _told(what: object) -> object:
-    return "it whole" if what == () else what
+def _told(what: str, said: object) -> object:
+    return "it whole" if what == "layout" and said == () else said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.layouts import Coordinate
 from holdfast.engine.membership import Held, Membership, first_part
 from holdfast.engine.parts import part
 from holdfast.engine.routes import Crossing, Owned, Routes
@@ -71,11 +72,17 @@ def _pack(
     return {group: pack(group, tensors, tied.get(group, {}), limit) for group, tensors in sorted(infos.items())}
 
 
+def _writers(held: Held, coordinate: Coordinate) -> tuple[int, ...]:
+    """The holders of a part whose value counts."""
+    holders = held.holders(coordinate)
+    return holders if held.shared else holders[:1]
+
+
 class _Share:
     """Collects what one rank writes, passes on and proves."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._routes = rank, Routes(rank)
+        self._rank, self._routes = rank, Routes(rank, _writers)
         self._held: dict[tuple[int, ...], list[Piece]] = {}
         self.crossings: list[Crossing] = []
         self.replicas: dict[tuple[int, ...], list[Replica]] = {}
@@ -91,7 +98,7 @@ class _Share:
         if is_narrow(first_part(held)):
             self._cross(tensor, held, file, offset)
             return
-        writers = holders if held.shared else holders[:1]
+        writers = _writers(held, coordinate)
         if self._rank in writers:
             local = 0
             for start, stop in mine.runs():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from holdfast.engine.layouts import Coordinate
 from holdfast.engine.membership import Held
 from holdfast.engine.parts import Part, part
 from holdfast.engine.runs import Run
@@ -50,10 +51,13 @@ Crossing = Owned | Passed
 
 
 class Routes:
-    """The stripes that concern one rank. Ranks that hold the same tensors deal their stripes out in turn."""
+    """The stripes that concern one rank. Ranks that hold the same tensors deal their stripes out in turn.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    ``holders`` tells the ranks that play a part for a part of a tensor.
+    """
+
+    def __init__(self, rank: int, holders: Callable[[Held, Coordinate], tuple[int, ...]] = Held.holders) -> None:
+        self._rank, self._holders = rank, holders
         self._dealt: dict[tuple[int, ...], int] = {}
 
     def crossings(self, tensor: int, held: Held, locate: Locate) -> Iterator[Crossing]:
@@ -64,14 +68,21 @@ class Routes:
         coordinate = held.coordinate(self._rank)
         if coordinate is None:
             return
-        mine, peers = part(held.info, held.division, coordinate), held.holders(coordinate)
+        mine, peers = part(held.info, held.division, coordinate), self._holders(held, coordinate)
         candidates = held.everyone()
         for stripe in stripes(mine.shape):
             owner = self._deal(candidates)
             if owner == self._rank:
-                yield Owned(locate(*stripe), tuple(_all_cuts(held, stripe, owner)))
+                yield Owned(locate(*stripe), tuple(self._all_cuts(held, stripe)))
             elif (cut := _cut(mine, stripe, _nearest(peers, owner))) is not None:
                 yield Passed(tensor, stripe.start, owner, cut)
+
+    def _all_cuts(self, held: Held, stripe: Run) -> Iterator[tuple[Cut, Share]]:
+        for coordinate in held.coordinates():
+            other = part(held.info, held.division, coordinate)
+            cut = _cut(other, stripe, _nearest(self._holders(held, coordinate), self._rank))
+            if cut is not None:
+                yield cut, share(other, stripe)
 
     def _deal(self, candidates: tuple[int, ...]) -> int:
         number = self._dealt.get(candidates, 0)
@@ -88,14 +99,6 @@ def alone(held: Held, rank: int, locate: Locate) -> Iterator[Owned]:
     for stripe in stripes(mine.shape):
         if (cut := _cut(mine, stripe, (rank,))) is not None:
             yield Owned(locate(*stripe), ((cut, share(mine, stripe)),))
-
-
-def _all_cuts(held: Held, stripe: Run, owner: int) -> Iterator[tuple[Cut, Share]]:
-    for coordinate in held.coordinates():
-        other = part(held.info, held.division, coordinate)
-        cut = _cut(other, stripe, _nearest(held.holders(coordinate), owner))
-        if cut is not None:
-            yield cut, share(other, stripe)
 
 
 def _cut(mine: Part, stripe: Run, holders: tuple[int, ...]) -> Cut | None:

@@ -36,6 +36,8 @@ def is_narrow(part: Part) -> bool:
 
 def stripes(shape: tuple[int, ...]) -> Iterator[Run]:
     """The stripes of a tensor whose parts have ``shape``, in order."""
+    if not math.prod(shape):
+        return
     axis, row = _cut_axis(shape)
     step = max(1, STRIPE // row)
     for outer in range(math.prod(shape[:axis])):

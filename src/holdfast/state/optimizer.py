@@ -115,8 +115,8 @@ def _known(parameter: torch.Tensor, handles: Mapping[int, tuple[Handle, ...]], w
     found = handles.get(id(parameter))
     if found is None:
         raise StateError(
-            f"{what}, of shape {list(parameter.shape)}, is not one of the "
-            "model's; make the optimizer after the model is wrapped, and pass the model that it trains, itself and not its state dict"
+            f"{what}, of shape {list(parameter.shape)}, is not one of the model's; make the optimizer after the model "
+            "is wrapped, and pass the model that it trains, itself and not its state dict"
         )
     return found
 

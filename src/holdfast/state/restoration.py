@@ -140,7 +140,7 @@ def _probed(group: Group, member: Member, handle: Handle, state: str, info: Tens
     if not isinstance(group.source, Live):
         raise _unknown(handle, state, info)
     found = probe(group.source.optimizer, member.key).get(state)
-    if found is None or found.shape != info.shape:
+    if found is None or found.shape != info.shape or (found.mesh is None and found.shape):
         raise _unknown(handle, state, info)
     return found.empty().to(DTYPES[info.dtype])
 
