@@ -359,7 +359,7 @@ def test_stripes_are_put_together_from_cuts_of_their_holders(small: None, job: J
             assert job.holds(key, owner)
             stripe = np.zeros(piece.stop - piece.start, np.uint8)
             for cut, share in crossing.cuts:
-                data = np.frombuffer(bytes_of(job.part(key, cut.holders[0])), np.uint8)
+                data = np.frombuffer(bytes_of(job.part(key, cut.source)), np.uint8)
                 share.put(data[cut.local : cut.local + cut.size], stripe)
             assert stripe.tobytes() == bytes_of(job.tensors[key])[piece.start : piece.stop]
             assert sum(cut.size for cut, _ in crossing.cuts) == len(stripe)
@@ -378,11 +378,11 @@ def assert_sent_as_awaited(plans: Sequence[SavePlan]) -> None:
         for crossing in owned(plan):
             (piece,) = crossing.pieces
             for cut, _ in crossing.cuts:
-                if cut.holders[0] != rank:
-                    awaited[cut.holders[0], rank].append((piece.tensor, piece.start, cut.local, cut.size))
+                if cut.source != rank:
+                    awaited[cut.source, rank].append((piece.tensor, piece.start, cut.local, cut.size))
         for tensor, start, owner, cut in passed(plan):
             assert owner != rank
-            assert cut.holders[0] == rank
+            assert cut.source == rank
             sent[rank, owner].append((tensor, start, cut.local, cut.size))
     assert awaited == sent
 
@@ -431,7 +431,7 @@ def test_of_a_buffer_the_lowest_holder_of_each_part_speaks(small: None, job: Job
             assert key not in job.buffers or rank in speakers[key]
         for crossing in owned(plan):
             key = plan.tensors[crossing.pieces[0].tensor]
-            assert key not in job.buffers or {cut.holders[0] for cut, _ in crossing.cuts} <= {*speakers[key]}
+            assert key not in job.buffers or {cut.source for cut, _ in crossing.cuts} <= {*speakers[key]}
 
 
 @given(jobs(), st.randoms(use_true_random=False))
@@ -476,7 +476,7 @@ def test_a_sharded_buffer_is_written_by_the_lowest_holder_of_each_part() -> None
 def test_a_buffer_in_small_runs_is_passed_on_by_the_lowest_holder_of_each_part(small: None) -> None:
     layout = Layout(mesh(2, 2), (Replicate(), Shard(1)))
     plans = job_of(torch.zeros(16, 4), 4, layout, buffer=True).plans(2**40)
-    sources = [[cut.holders[0] for cut, _ in crossing.cuts] for plan in plans for crossing in owned(plan)]
+    sources = [[cut.source for cut, _ in crossing.cuts] for plan in plans for crossing in owned(plan)]
     assert sources == [[0, 1]] * 4
     assert_sent_as_awaited(plans)
 
@@ -530,7 +530,7 @@ def test_of_several_holders_the_nearest_to_the_owner_of_a_stripe_gives_it(small:
     plans = job_of(torch.zeros(16, 8), 8, layout).plans(2**40)
     for owner, plan in enumerate(plans):
         (stripe,) = owned(plan)
-        sources = [cut.holders[0] for cut, _ in stripe.cuts]
+        sources = [cut.source for cut, _ in stripe.cuts]
         assert [source % 2 for source in sources] == [0, 1]
         assert max(abs(source - owner) for source in sources) == 1
 

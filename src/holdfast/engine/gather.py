@@ -105,12 +105,11 @@ def _assemble(crossing: Owned, part_of: PartOf, wire: Wire, buffer: Bytes) -> _F
     (piece,) = crossing.pieces
     works, arriving = [], []
     for cut, place in crossing.cuts:
-        source = cut.holders[0]
-        if source == wire.rank:
+        if cut.source == wire.rank:
             place.put(_bytes_of(part_of(piece.tensor), cut), _inside(buffer, piece))
             continue
         data = np.empty(cut.size, np.uint8)
-        works.append(wire.receive(data, source))
+        works.append(wire.receive(data, cut.source))
         arriving.append((place, data))
     return _Flight(works, piece, buffer, arriving)
 

@@ -104,6 +104,14 @@ class Membership:
             for number, spec in enumerate(self.specs)
         ]
 
+    @cached_property
+    def _divisions(self) -> list[list[tuple[Division, ...]]]:
+        """The distinct divisions by these layouts: one, unless meshes have other shapes on other ranks."""
+        return [
+            [tuple(dict.fromkeys(layout.division for layout in same)) for same in spec_layouts]
+            for spec_layouts in self._layouts
+        ]
+
     def _on_meshes(self, layout: LayoutSpec, tables: Sequence[int]) -> tuple[Layout, ...]:
         meshes = dict.fromkeys(self._mesh(self.tables[table].table[layout.mesh]) for table in tables)
         return tuple(Layout(mesh, layout.placements) for mesh in meshes)
@@ -140,8 +148,7 @@ class Membership:
         for what in ("dtype", "shape"):
             self._agree(tensor, what, [(number, getattr(other, what)) for number, other in named])
         every = {number: self._layouts_of(number, other) for number, other in named}
-        divisions = [(number, layout.division) for number, layouts in every.items() for layout in layouts]
-        divisions += [(number, ()) for number, layouts in every.items() if not layouts]
+        divisions = [(number, one) for number, other in named for one in self._divisions_of(number, other)]
         self._agree(tensor, "layout", divisions)
         found = tuple(dict.fromkeys(layout for layouts in every.values() for layout in layouts))
         self._check_meshes(tensor, found)
@@ -168,6 +175,9 @@ class Membership:
             named = {*self._ranks(specs)}
             self._covered[key] = all(named.issuperset(layout.mesh.ranks) for layout in found)
         return self._covered[key]
+
+    def _divisions_of(self, number: int, tensor: TensorSpec) -> tuple[Division, ...]:
+        return ((),) if tensor.layout is None else self._divisions[number][tensor.layout]
 
     def _layouts_of(self, number: int, tensor: TensorSpec) -> tuple[Layout, ...]:
         return () if tensor.layout is None else self._layouts[number][tensor.layout]
@@ -202,13 +212,14 @@ class Membership:
                     f"{tensor.group} tensor {tensor.name!r} is sharded over rank {outside}, "
                     "which is not in the process group that saves or loads it"
                 )
-        for one, other in itertools.combinations(found, 2):
-            for rank in {*one.mesh.ranks} & {*other.mesh.ranks}:
-                if layouts.part_of(one, rank) != layouts.part_of(other, rank):
-                    raise DisagreementError(
-                        f"ranks disagree about the mesh of {tensor.group} tensor {tensor.name!r}: they place rank "
-                        f"{rank} in it otherwise; make meshes of the same ranks in the same order on all of them"
-                    )
+        places: dict[int, Coordinate] = {}
+        parts = (item for layout in found for item in layouts.holders(layout).items())
+        for coordinate, rank in ((coordinate, rank) for coordinate, ranks in parts for rank in ranks):
+            if places.setdefault(rank, coordinate) != coordinate:
+                raise DisagreementError(
+                    f"ranks disagree about the mesh of {tensor.group} tensor {tensor.name!r}: they place rank "
+                    f"{rank} in it otherwise; make meshes of the same ranks in the same order on all of them"
+                )
         self._sound.add(key)
 
     def tied(self) -> dict[str, dict[str, str]]:

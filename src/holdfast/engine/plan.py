@@ -115,7 +115,7 @@ class _Share:
         self.crossings += (
             crossing
             for crossing in self._routes.crossings(tensor, held, locate)
-            if isinstance(crossing, Owned) or crossing.cut.holders[0] == self._rank
+            if isinstance(crossing, Owned) or crossing.cut.source == self._rank
         )
 
     def pieces(self) -> list[Piece]:

@@ -6,6 +6,7 @@ between two ranks meet, and the oldest stripe in flight never waits for a younge
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,10 +24,11 @@ Locate = Callable[[int, int], tuple[Piece, ...]]
 class Cut(NamedTuple):
     """What goes through a stripe of one part: ``size`` bytes from ``local`` on in the part.
 
-    ``holders`` have them, the nearest to the stripe's owner first.
+    ``holders`` have them, and ``source`` is the nearest of these to the stripe's owner.
     """
 
     holders: tuple[int, ...]
+    source: int
     local: int
     size: int
 
@@ -74,13 +76,13 @@ class Routes:
             owner = self._deal(candidates)
             if owner == self._rank:
                 yield Owned(locate(*stripe), tuple(self._all_cuts(held, stripe)))
-            elif (cut := _cut(mine, stripe, _nearest(peers, owner))) is not None:
+            elif (cut := _cut(mine, stripe, peers, owner)) is not None:
                 yield Passed(tensor, stripe.start, owner, cut)
 
     def _all_cuts(self, held: Held, stripe: Run) -> Iterator[tuple[Cut, Share]]:
         for coordinate in held.coordinates():
             other = part(held.info, held.division, coordinate)
-            cut = _cut(other, stripe, _nearest(self._holders(held, coordinate), self._rank))
+            cut = _cut(other, stripe, self._holders(held, coordinate), self._rank)
             if cut is not None:
                 yield cut, share(other, stripe)
 
@@ -97,15 +99,16 @@ def alone(held: Held, rank: int, locate: Locate) -> Iterator[Owned]:
         return
     mine = part(held.info, held.division, coordinate)
     for stripe in stripes(mine.shape):
-        if (cut := _cut(mine, stripe, (rank,))) is not None:
+        if (cut := _cut(mine, stripe, (rank,), rank)) is not None:
             yield Owned(locate(*stripe), ((cut, share(mine, stripe)),))
 
 
-def _cut(mine: Part, stripe: Run, holders: tuple[int, ...]) -> Cut | None:
+def _cut(mine: Part, stripe: Run, holders: tuple[int, ...], owner: int) -> Cut | None:
     start, stop = mine.before(stripe.start), mine.before(stripe.stop)
-    return Cut(holders, start, stop - start) if start < stop else None
+    return Cut(holders, _nearest(holders, owner), start, stop - start) if start < stop else None
 
 
-def _nearest(holders: tuple[int, ...], owner: int) -> tuple[int, ...]:
-    """Neighbours in number are neighbours in the machine room."""
-    return tuple(sorted(holders, key=lambda rank: (abs(rank - owner), rank)))
+def _nearest(holders: tuple[int, ...], owner: int) -> int:
+    """Neighbours in number are neighbours in the machine room. ``holders`` are ascending."""
+    at = bisect.bisect_left(holders, owner)
+    return min(holders[max(0, at - 1) : at + 1], key=lambda rank: abs(rank - owner))

@@ -40,7 +40,15 @@ def read_stripes(files: Sequence[Path], stripes: Sequence[Owned], sink_of: SinkO
                 _keep(cut, place, data, sink_of(stripe.pieces[0].tensor))
             return found
 
-        return gather(in_threads(work, stripes))
+        return _apart(in_threads(work, stripes))
+
+
+def _apart(found: Sequence[_Found]) -> Fragments:
+    """Fragments by tensor, not combined: those of ranks that read other stripes must fit together."""
+    result: Fragments = {}
+    for tensor, fragment in (item for items in found for item in items):
+        result.setdefault(tensor, []).append(fragment)
+    return result
 
 
 def read_shared(files: Sequence[Path], items: Sequence[Crossing | Copied], sink_of: SinkOf, wire: Wire) -> Fragments:
