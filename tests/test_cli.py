@@ -164,7 +164,7 @@ class TestLs:
         }
 
     def test_saves_that_never_ended_are_shown_on_request_only(self, run: Path) -> None:
-        name = ".step_4.0123456789abcdef.partial"
+        name = ".step_4.fedcba9876543210.0123456789abcdef.partial"
         (run / name / "model").mkdir(parents=True)
         (run / name / "model/model.safetensors").write_bytes(bytes(50_000))
         (run / ".unrelated").mkdir()
@@ -186,7 +186,7 @@ class TestLs:
         assert re.fullmatch(f"error: there is no .*{path}\n", result.stderr)
 
     def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
-        (tmp_path / ".a.0123456789abcdef.partial").mkdir()
+        (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
         assert "--all shows 1 save that never ended" in call("ls", tmp_path, code=1).stderr
         assert "unfinished" in call("ls", tmp_path, "--all", code=1).stdout
 

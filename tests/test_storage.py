@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import DamagedError, StorageError, TagExistsError, UnsafeNameError
-from holdfast.storage import bulk, local
+from holdfast.storage import bulk, folders, local
 from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
 
 
@@ -215,15 +215,15 @@ def renaming(request: pytest.FixtureRequest):
     if request.param == "renameat2 refuses":
         library.renameat2.return_value = -1
     with (
-        mock.patch.object(local.ctypes, "CDLL", return_value=library),
-        mock.patch.object(local.ctypes, "get_errno", return_value=errno.EINVAL),
+        mock.patch.object(folders.ctypes, "CDLL", return_value=library),
+        mock.patch.object(folders.ctypes, "get_errno", return_value=errno.EINVAL),
     ):
         yield
 
 
 def test_a_finished_folder_gets_its_final_name(tmp_path: Path, renaming) -> None:
     draft, final = draft_and_final(tmp_path)
-    local.publish(draft, final)
+    folders.publish(draft, final)
     assert not draft.exists()
     assert (final / "file").read_bytes() == b"new"
 
@@ -238,14 +238,14 @@ def test_a_name_that_is_taken_is_never_replaced(tmp_path: Path, renaming, taken_
         if taken_by == "a folder":
             (final / "file").write_bytes(b"old")
     with pytest.raises(TagExistsError, match=str(final)):
-        local.publish(draft, final)
+        folders.publish(draft, final)
     assert (draft / "file").read_bytes() == b"new"
     assert final.is_file() or [file.read_bytes() for file in final.iterdir()] in ([b"old"], [])
 
 
 def test_a_draft_that_is_gone_is_named(tmp_path: Path, renaming) -> None:
     with pytest.raises(StorageError, match="draft"):
-        local.publish(tmp_path / "draft", tmp_path / "final")
+        folders.publish(tmp_path / "draft", tmp_path / "final")
 
 
 def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/file").write_bytes(b"x")
     (tmp_path / "a/link").symlink_to(tmp_path / "outside")
-    local.remove_tree(tmp_path / "a")
-    local.remove_tree(tmp_path / "a")
+    folders.remove_tree(tmp_path / "a")
+    folders.remove_tree(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
     assert (tmp_path / "outside/file").exists()
 

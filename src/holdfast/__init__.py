@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer, SaveHandle
     from holdfast.functions import has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.loading import Restored
+    from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: Where each public name lives; looked up when first used, so that importing holdfast imports no torch.
@@ -19,6 +20,11 @@ _HOMES = {
     "Checkpoint": "holdfast.view",
     "CheckpointInfo": "holdfast.catalog",
     "Checkpointer": "holdfast.checkpointer",
+    "KeepBest": "holdfast.retention",
+    "KeepEvery": "holdfast.retention",
+    "KeepLast": "holdfast.retention",
+    "KeepNewerThan": "holdfast.retention",
+    "KeepTags": "holdfast.retention",
     "Restored": "holdfast.loading",
     "SaveHandle": "holdfast.checkpointer",
     "has_checkpoint": "holdfast.functions",
@@ -33,6 +39,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointInfo",
     "Checkpointer",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepNewerThan",
+    "KeepTags",
     "Restored",
     "SaveHandle",
     "__version__",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,11 +10,9 @@ from typing import Literal
 
 from holdfast.errors import DamagedError, FormatError, HoldfastError, NoCheckpointError, StorageError
 from holdfast.formats.native import is_native, read_manifest
+from holdfast.layout.hidden import parse
 from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
-
-#: A save in progress; see ``engine.commit.draft_name``.
-_DRAFT = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +113,10 @@ def successor(path: Path) -> Successor:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a save that never ended left behind, or one that is under way: nobody can tell from here.
+    """What a save or a removal that never ended left behind, or one that is under way: nobody can tell from here.
 
-    ``nbytes`` is what its files take of the disk now, ``time`` when its folder last changed.
+    ``state`` is ``"partial"``, ``"replaced"`` or ``"removed"``; ``nbytes`` is what its files take of the disk now,
+    ``time`` when its folder last changed.
     """
 
     name: str
@@ -126,17 +124,18 @@ class Leftover:
     path: Path
     time: float
     nbytes: int
+    state: str = "partial"
 
 
 def leftovers(run: Path) -> list[Leftover]:
-    """The hidden folders of saves that did not end."""
+    """The hidden folders of saves and removals that did not end."""
     found = []
-    with local.reported("list", run):
-        for folder in sorted(run.iterdir()):
-            draft = _DRAFT.fullmatch(folder.name)
-            with suppress(FileNotFoundError):  # it was committed or removed meanwhile
-                if draft and folder.is_dir():
-                    found.append(Leftover(folder.name, draft["tag"], folder, folder.stat().st_mtime, _used(folder)))
+    for folder in local.hidden_folders(run):
+        hidden = parse(folder.name)
+        with suppress(FileNotFoundError):  # it was committed or removed meanwhile
+            if hidden is not None:
+                changed = folder.stat().st_mtime
+                found.append(Leftover(folder.name, hidden.tag, folder, changed, _used(folder), hidden.state))
     return found
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.loading import LoadRequest, Restored, load
+from holdfast.retention import Retention, policy_of
 from holdfast.saving import PlanCache, SaveRequest, save
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
@@ -49,7 +50,8 @@ class SaveHandle:
 class Checkpointer:
     """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
 
-    ``max_shard_size`` is the most bytes of tensors in one file (a number, or text such as ``"5GB"``);
+    ``keep`` says which checkpoints a save leaves (see :mod:`holdfast.retention`); ``max_shard_size`` is the most
+    bytes of tensors in one file (a number, or text such as ``"5GB"``);
     ``timeout`` the seconds that ranks wait for each other before all of them fail. Usable as a context manager.
     """
 
@@ -57,12 +59,13 @@ class Checkpointer:
         self,
         path: str | PathLike[str],
         *,
+        keep: Retention | int | None = None,
         max_shard_size: int | str = "5GB",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.path = local_path(path)
-        self._max_shard_size = max_shard_size
+        self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
         self._process_group, self._timeout = process_group, timeout
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
@@ -78,12 +81,17 @@ class Checkpointer:
         rank_content: Any = None,
         step: float | None = None,
         metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        num_kept_ckpts: int | None = None,
+        keep: Retention | int | None = None,
         rng: bool = True,
     ) -> SaveHandle:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`."""
         started = time.perf_counter()
         training = Training(model, optimizer, scheduler, user_content, rank_content, rng)
-        request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {})
+        own = num_kept_ckpts is None and keep is None
+        kept = self._keep if own else policy_of(num_kept_ckpts, keep)
+        request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept)
         with _collector_paused():
             info = save(request, self._current_ranks(), self._plans, self._timeout)
         return SaveHandle(info, time.perf_counter() - started)

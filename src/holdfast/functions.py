@@ -13,6 +13,7 @@ from holdfast import catalog
 from holdfast.catalog import CheckpointInfo
 from holdfast.checkpointer import Checkpointer, SaveHandle
 from holdfast.loading import Restored
+from holdfast.retention import Retention
 from holdfast.storage.local import local_path
 
 #: The default instances, one for each path and what was set with it. The only module-level state there is.
@@ -30,6 +31,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     rank_content: Any = None,
     step: float | None = None,
     metrics: Mapping[str, float] | None = None,
+    num_kept_ckpts: int | None = None,
+    keep: Retention | int | None = None,
+    overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     rng: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -50,6 +54,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         rank_content: the same, but each rank's own is kept and given back to that rank.
         step: kept in the manifest, for people and for retention.
         metrics: numbers by name, likewise. Those that are not finite are kept as null.
+        num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
+            committed. Nothing is removed without it.
+        keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
+        overwrite: replace a checkpoint of this tag in one atomic step, instead of raising.
         max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
         rng: keep the states of the random number generators, per rank.
         process_group: the ranks that save together; the default group, or this process alone where there is none.
@@ -68,7 +76,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
 
         Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
     """
-    options = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
+    options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
+    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
     return _default(path, max_shard_size, process_group, timeout).save(
         tag, model, optimizer, scheduler, user_content, **options
     )

@@ -28,6 +28,7 @@ from holdfast.reading import Reading
 from holdfast.state.capture import Training
 from holdfast.state.restore import Intake, Policy
 from holdfast.storage.local import host
+from holdfast.upkeep import recover
 
 #: How ranks may read what several of them need.
 EXCHANGE = ("auto", "always", "never")
@@ -242,6 +243,7 @@ class _Load:
 
 
 def _locate(path: Path, tag: str | None) -> Path:
+    recover(path)
     if tag is not None:
         return find(path, tag)
     return path if is_checkpoint(path) else latest(path).path

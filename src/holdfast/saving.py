@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from holdfast.catalog import CheckpointInfo, Successor, successor
 from holdfast.engine import replicas
 from holdfast.engine.asked import Asked, first_vote
 from holdfast.engine.census import Census, Digests, digests, distinct
-from holdfast.engine.commit import Draft, draft_name
+from holdfast.engine.commit import Draft
 from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
 from holdfast.engine.membership import Membership
@@ -31,14 +32,18 @@ from holdfast.engine.spec import digest
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, ReplicaMismatchError, TagExistsError
+from holdfast.errors import DisagreementError, ReplicaMismatchError, StorageError, TagExistsError
 from holdfast.formats.native import RANKS
 from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
+from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.layout.names import check_tag, check_text, number
+from holdfast.retention import Retention
 from holdfast.state.capture import Capture, Training, capture, merge_values, merged_bytes, state_file
+from holdfast.storage.folders import Lock, remove_tree
+from holdfast.upkeep import clean_up, outdated, recover, retire
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,16 @@ class SaveRequest:
     max_shard_size: int | str
     step: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    overwrite: bool = False
+    keep: Retention | None = None
 
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` for what cannot be noted."""
         check_tag(self.tag)
         parse_size(self.max_shard_size)
         self.numbers()
+        if self.keep is not None:
+            self.keep.check(self.step, self.metrics)
 
     def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
         """The step and the metrics as the manifest has them; metrics that are not finite become ``None``."""
@@ -96,9 +105,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Opened(msgspec.Struct, frozen=True):
-    """The name of the draft that rank 0 has opened, and what its manifest will say; nothing where replicas differ."""
+    """What tells the checkpoint whose draft rank 0 has opened; nothing where replicas differ."""
 
-    name: str = ""
     successor: Successor | None = None
 
 
@@ -128,19 +136,41 @@ class _Save:
         self._session = ranks.session(timeout)
         self._captured = Capture()
         self._merged: dict[str, Any] = {}
+        self._lock: Lock | None = None
 
     def run(self) -> CheckpointInfo:
         terms = self._announce()
         membership = self._tell(terms)
-        name, following = self._prepare(terms, membership)
-        draft = Draft(self._request.path / name, self._cache.plan)
+        following = self._prepare(terms, membership)
+        draft = Draft(self._hidden(following, "partial"), self._cache.plan)
         try:
             committed = self._write(draft, following)
         except BaseException:
             if self._session.rank == LEADER:
                 draft.discard()
             raise
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+        if self._request.keep is not None or self._request.overwrite:
+            self._session.all("removing old checkpoints", lambda: self._tidy(following))
         return CheckpointInfo.of(self._request.path / self._request.tag, committed)
+
+    def _hidden(self, following: Successor, state: State) -> Path:
+        """The save's folder before it is a checkpoint, or that of the checkpoint that it replaces."""
+        return self._request.path / Hidden(self._request.tag, following.run, following.id, state).name
+
+    def _tidy(self, following: Successor) -> None:
+        """What was replaced and what is not kept goes. The new checkpoint stands, whatever happens to the old ones."""
+        if self._session.rank != LEADER:
+            return
+        path, keep = self._request.path, self._request.keep
+        try:
+            remove_tree(self._hidden(following, "replaced"))
+            if keep is not None:
+                list(retire(outdated(path, following.run, keep)))
+        except StorageError as error:
+            warnings.warn(f"the checkpoint is saved, but an old one could not be removed: {error}", stacklevel=2)
 
     def _announce(self) -> _Terms:
         """Capture, and tell each other in 64 bytes what is to be saved."""
@@ -159,6 +189,8 @@ class _Save:
             "the tag": repr(request.tag),
             "what is saved": ", ".join(request.training.given()) or "nothing",
             "max_shard_size": str(request.max_shard_size),
+            "overwrite": str(request.overwrite),
+            "what is kept": repr(request.keep),
         }
         terms = first_vote(self._session, "looking at what to save", Asked("save", about), work, self._settle)
         return msgspec.msgpack.decode(terms, type=_Terms)
@@ -166,8 +198,8 @@ class _Save:
     def _settle(self, posted: Sequence[bytes]) -> bytes:
         """Rank 0's view of what all ranks announced."""
         final = self._request.path / self._request.tag
-        if final.exists():
-            raise TagExistsError(f"there is {final} already; choose another tag, or remove it first")
+        if final.exists() and not self._request.overwrite:
+            raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
         ends = (_KEY, _KEY + _DIGEST, _KEY + 2 * _DIGEST)
         known, specs, meshes, values = zip(
             *((raw[: ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]], raw[ends[2] :]) for raw in posted),
@@ -199,8 +231,8 @@ class _Save:
             told = msgspec.msgpack.decode(raw, type=list[tuple[bytes, bytes]]) or told
         return census.membership(told, self._ranks.global_ranks()) if census else None
 
-    def _prepare(self, terms: _Terms, membership: Membership | None) -> tuple[str, Successor]:
-        """Plan, prove that replicas are equal, and open the draft. Returns its name, and what tells the checkpoint."""
+    def _prepare(self, terms: _Terms, membership: Membership | None) -> Successor:
+        """Plan, prove that replicas are equal, and open the draft. Returns what tells the checkpoint."""
         cache = self._cache
 
         def work() -> bytes:
@@ -213,10 +245,11 @@ class _Save:
         def decide(posted: list[bytes]) -> bytes:
             if not replicas.agree(posted):
                 return _encode(_Opened())
+            recover(self._request.path)
             following = successor(self._request.path)
-            name = draft_name(self._request.tag, following.id)
-            Draft(self._request.path / name, cache.plan).open()
-            return _encode(_Opened(name, following))
+            clean_up(self._request.path, following.run)
+            self._lock = Draft(self._hidden(following, "partial"), cache.plan).open()
+            return _encode(_Opened(following))
 
         _, raw = self._session.vote("preparing the save", work, lambda own: own, decide)
         opened = msgspec.msgpack.decode(raw, type=_Opened)
@@ -224,7 +257,7 @@ class _Save:
             cache.key = b""
             raise self._mismatch()
         cache.saves += 1
-        return opened.name, opened.successor
+        return opened.successor
 
     def _mismatch(self) -> ReplicaMismatchError:
         """Find out together which replicas differ."""
@@ -253,13 +286,10 @@ class _Save:
             own = b'{"ranks":[' + b",\n".join(report.own for report in reports) + b"]}\n"
             fragments = decode_fragments(report.fragments for report in reports)
             shared = state_file(self._merged, self._captured.shared)
-            final = self._request.path / self._request.tag
-            described = draft.publish(
-                final,
-                fragments,
-                {**self._captured.small, STATE_FILE: shared, RANKS: own},
-                lambda files: self._describe(following, files),
-            )
+            small = {**self._captured.small, STATE_FILE: shared, RANKS: own}
+            described = draft.complete(fragments, small, lambda files: self._describe(following, files))
+            replaced = self._hidden(following, "replaced") if self._request.overwrite else None
+            draft.publish(self._request.path / self._request.tag, replaced)
             return manifest.encode(described)
 
         _, raw = self._session.vote("writing", work, _encode, decide)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from holdfast._version import __version__
-from holdfast.cli import ls, show, verify
+from holdfast.cli import ls, prune, show, verify
 from holdfast.cli.output import print_error
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError
 
@@ -45,6 +45,7 @@ app = typer.Typer(
 app.command(epilog="Example: holdfast ls runs/a --all")(ls.ls)
 app.command(epilog="Example: holdfast show runs/a 'model/*.bias'")(show.show)
 app.command(epilog="Example: holdfast verify runs/a/step_1000")(verify.verify)
+app.command(epilog="Example: holdfast prune runs/a --keep 5 --leftovers --dry-run")(prune.prune)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,7 +60,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of distributed PyTorch training, and check them."""
+    """Look at checkpoints of distributed PyTorch training, check them, and tidy up."""
 
 
 def main() -> None:

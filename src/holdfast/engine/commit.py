@@ -17,19 +17,15 @@ from holdfast.errors import DisagreementError, StorageError
 from holdfast.layout import blocks, manifest
 from holdfast.layout.files import DataFile, index, index_path
 from holdfast.layout.manifest import FileRecord, Manifest
-from holdfast.storage import local
+from holdfast.storage import folders, local
 from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.folders import Lock
 
 #: ``{path inside the checkpoint: contents}``.
 SmallFiles = Mapping[str, bytes]
 
 #: Makes the manifest of the files that it is given.
 Describe = Callable[[dict[str, FileRecord]], Manifest]
-
-
-def draft_name(tag: str, checkpoint_id: str) -> str:
-    """The hidden name of a save in progress."""
-    return f".{tag}.{checkpoint_id}.partial"
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,16 @@ class Draft:
     folder: Path
     plan: SavePlan
 
-    def open(self) -> None:
-        """Create the folder, and its data files at their final sizes; nothing is left of it on failure."""
+    def open(self) -> Lock:
+        """Create the folder, and its data files at their final sizes; nothing is left of it on failure.
+
+        The lock is to be held until the save has ended: it tells others that the save lives.
+        """
+        local.make_folder(self.folder.parent)
+        folders.check_space(self.folder.parent, sum(file.size for file in self.plan.files))
         try:
             local.make_folder(self.folder)
+            lock = Lock(self.folder)
             for file in self.plan.files:
                 path = self.folder / file.path
                 local.make_folder(path.parent)
@@ -50,9 +52,10 @@ class Draft:
         except BaseException:
             self.discard()
             raise
+        return lock
 
-    def publish(self, final: Path, fragments: Fragments, small: SmallFiles, describe: Describe) -> Manifest:
-        """Complete the folder, whose data is durable, and give it its final name.
+    def complete(self, fragments: Fragments, small: SmallFiles, describe: Describe) -> Manifest:
+        """Write what is missing in the folder, whose data is durable, and make all of it durable.
 
         ``fragments`` is what all ranks hashed. Raises ``DisagreementError`` where that leaves a gap in a tensor.
         """
@@ -66,13 +69,19 @@ class Draft:
         local.write_small(self.folder / manifest.NAME, manifest.encode(described))
         for folder in sorted({(self.folder / name).parent for name in records} | {self.folder}, reverse=True):
             local.sync_folder(folder)
-        local.publish(self.folder, final)
         return described
+
+    def publish(self, final: Path, replaced: Path | None) -> None:
+        """Give the folder its final name; what had it before, where there may be something, is ``replaced`` then."""
+        if replaced is not None and final.exists():
+            folders.replace(self.folder, final, replaced)
+        else:
+            folders.publish(self.folder, final)
 
     def discard(self) -> None:
         """Remove the folder, after a failure; what cannot be removed stays hidden."""
         with suppress(StorageError):
-            local.remove_tree(self.folder)
+            folders.remove_tree(self.folder)
 
     def _finish_data(self, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
         """Write the headers, which hold the CRCs of all blocks."""

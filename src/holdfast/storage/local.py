@@ -1,25 +1,20 @@
-"""Files of the local (or a shared) POSIX file system: folders, small files, atomic rename, durability.
+"""Files of the local (or a shared) POSIX file system: small files, names, durability.
 
 Every ``OSError`` leaves here as ``StorageError`` with the path in it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import platform
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError, UnsafeNameError
-
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
+from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
 
 
 @contextmanager
@@ -76,46 +71,6 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Give a finished folder its final name in one atomic step, and make that durable.
-
-    Raises ``TagExistsError`` where the name is taken.
-    """
-    with reported("rename to its final name", partial):
-        try:
-            _rename_noreplace(partial, final)
-        except FileExistsError:
-            raise TagExistsError(
-                f"{final} appeared while this checkpoint was being saved; it was left as it is"
-            ) from None
-    sync_folder(final.parent)
-
-
-def _rename_noreplace(source: Path, target: Path) -> None:
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is not None:
-        if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}:
-            raise OSError(code, os.strerror(code), str(target))
-    # rename() itself refuses a folder that is not empty, so an existing checkpoint is safe here too.
-    if target.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    source.rename(target)
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a folder and all in it; what is already gone is fine."""
-    with reported("remove", path):
-        shutil.rmtree(path, ignore_errors=False, onerror=_unless_gone)
-
-
-def _unless_gone(_function: object, _path: object, info: tuple[type[BaseException], BaseException, object]) -> None:
-    if not isinstance(info[1], FileNotFoundError):
-        raise info[1]
-
-
 def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
     """The path is a regular file whose real place is inside one of the folders. Raises ``UnsafeNameError``."""
     with reported("look at", path):
@@ -153,6 +108,15 @@ def subfolders(path: Path) -> list[Path]:
     with reported("list", path):
         try:
             return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def hidden_folders(path: Path) -> list[Path]:
+    """The hidden folders in a folder; none where there is no such folder."""
+    with reported("list", path):
+        try:
+            return sorted(entry for entry in path.iterdir() if entry.name.startswith(".") and entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -1,0 +1,71 @@
+"""``holdfast prune``: remove old checkpoints, and what dead saves left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.catalog import CheckpointInfo, Leftover, leftovers
+from holdfast.cli.output import clean, console, count, human_size, print_json
+from holdfast.errors import InvalidArgumentError, NoCheckpointError
+from holdfast.retention import KeepLast
+from holdfast.storage.local import local_path
+from holdfast.upkeep import clean_up, outdated, retire
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What there is to remove; of leftovers, those of living saves are left where they are."""
+
+    checkpoints: list[CheckpointInfo]
+    leftovers: list[Leftover]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the disk."""
+        return sum(info.nbytes for info in self.checkpoints) + sum(one.nbytes for one in self.leftovers)
+
+
+def prune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    keep: Annotated[int | None, typer.Option(help="Keep the newest so many checkpoints.")] = None,
+    remains: Annotated[
+        bool, typer.Option("--leftovers", help="Remove what dead saves left, of this run or others.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+) -> None:
+    """Remove old checkpoints of a run, or what dead saves left in its folder.
+
+    The newest complete checkpoint always stays, and so does what a living process works on.
+    """
+    path = local_path(run)
+    if not path.is_dir():
+        raise NoCheckpointError(f"there is no folder {path}")
+    if keep is None and not remains:
+        raise InvalidArgumentError("say what to remove: --keep N for old checkpoints, --leftovers for dead saves")
+    found = _Found(outdated(path, None, KeepLast(keep)) if keep is not None else [], leftovers(path) if remains else [])
+    if not dry_run:
+        found = _remove(path, found)
+    if as_json:
+        names = [info.tag for info in found.checkpoints], [one.name for one in found.leftovers]
+        print_json({"checkpoints": names[0], "leftovers": names[1], "bytes": found.nbytes, "dry_run": dry_run})
+    else:
+        _print(found, "would remove" if dry_run else "removed")
+
+
+def _remove(path: Path, found: _Found) -> _Found:
+    gone = list(retire(found.checkpoints))
+    cleaned = {folder.name for folder in clean_up(path, None)} if found.leftovers else set()
+    return _Found(gone, [one for one in found.leftovers if one.name in cleaned])
+
+
+def _print(found: _Found, did: str) -> None:
+    out = console()
+    for name in (*(info.tag for info in found.checkpoints), *(one.name for one in found.leftovers)):
+        out.print(f"{did} {clean(name)}")
+    total = count(len(found.checkpoints), "checkpoint"), count(len(found.leftovers), "leftover")
+    out.print(f"{did} {total[0]} and {total[1]}, {human_size(found.nbytes)}", style="dim")

@@ -1,0 +1,150 @@
+"""Whole folders: renamed in one atomic step, exchanged, removed, locked; and the space there is for them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast.errors import StorageError, TagExistsError
+from holdfast.storage.local import reported, sync_folder
+
+_NOREPLACE, _EXCHANGE = 1, 2
+_AT_FDCWD = -100
+
+#: What ``renameat2`` fails with where the file system does not know how.
+_UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+class Lock:
+    """A folder that a living process works on. Its end, however it comes, lets go of the folder.
+
+    Where the file system has no locks (``held`` is false then), nobody can tell, and others leave the folder alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``BlockingIOError`` where another process has the folder, or has removed it."""
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.held = _lock(self._fd)
+            _check_there(folder, self._fd)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of it."""
+        with suppress(OSError):
+            os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_there(folder: Path, fd: int) -> None:
+    """Who had the lock before may have removed the folder."""
+    if not folder.exists() or folder.stat().st_ino != os.fstat(fd).st_ino:
+        raise BlockingIOError(errno.EWOULDBLOCK, "the folder was removed meanwhile")
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished folder its final name in one atomic step, and make that durable.
+
+    Raises ``TagExistsError`` where the name is taken.
+    """
+    with reported("rename to its final name", partial):
+        try:
+            if not _renameat2(partial, final, _NOREPLACE):
+                _rename_new(partial, final)
+        except FileExistsError:
+            raise TagExistsError(
+                f"{final} appeared while this checkpoint was being saved; it was left as it is"
+            ) from None
+    sync_folder(final.parent)
+
+
+def replace(partial: Path, final: Path, aside: Path) -> None:
+    """Give a finished folder a name that is taken; the folder that had it is ``aside`` afterwards. Made durable.
+
+    In one atomic step where the file system can exchange names, else in two: between them neither has the name, and
+    ``aside`` tells what was there.
+    """
+    with reported("rename to its final name", partial):
+        if _renameat2(partial, final, _EXCHANGE):
+            partial.rename(aside)
+        else:
+            final.rename(aside)
+            sync_folder(final.parent)
+            partial.rename(final)
+    sync_folder(final.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a folder, and make that durable."""
+    with reported("rename", source):
+        source.rename(target)
+    sync_folder(target.parent)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Whether it was done; ``False`` where the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNABLE:
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    # rename() itself refuses a folder that is not empty, so an existing checkpoint is safe here too.
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    source.rename(target)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder and all in it; what is already gone is fine."""
+    with reported("remove", path):
+        shutil.rmtree(path, ignore_errors=False, onerror=_unless_gone)
+
+
+def _unless_gone(_function: object, _path: object, info: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise ``StorageError`` where a folder's file system has less room for this user than ``nbytes``."""
+    with reported("look at", folder):
+        found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if found.f_blocks and free < nbytes:
+        raise StorageError(
+            errno.ENOSPC,
+            f"there are {free:,} bytes free for {folder}, and the checkpoint needs {nbytes:,}; nothing was written",
+        )

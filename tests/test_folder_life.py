@@ -1,0 +1,286 @@
+"""A run's folder over its life: what is kept, what is replaced, what dead saves leave, and what a full disk does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.layout.hidden import Hidden, parse
+from holdfast.storage import folders
+from tests.pool import Ranks
+
+DEAD = Hidden("step_9", "0" * 16, "1" * 16, "partial")
+
+
+def save(path: Path, step: int, **options: Any) -> None:
+    holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
+
+
+def tags(path: Path) -> list[str]:
+    return [info.tag for info in holdfast.list_checkpoints(path)]
+
+
+def hidden(path: Path) -> list[str]:
+    return [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+
+
+def test_the_newest_so_many_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        save(tmp_path, step, num_kept_ckpts=2)
+    assert tags(tmp_path) == ["step_3", "step_4"]
+    assert not hidden(tmp_path)
+
+
+def test_policies_keep_what_either_keeps(tmp_path: Path) -> None:
+    losses = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
+    keep = KeepLast(1) | KeepEvery(4) | KeepBest("loss", 1) | KeepTags("step_2")
+    for step, loss in enumerate(losses):
+        save(tmp_path, step, metrics={"loss": loss}, keep=keep)
+    assert tags(tmp_path) == ["step_0", "step_1", "step_2", "step_4", "step_5"]
+
+
+def test_the_best_may_be_the_highest_and_the_young_are_kept(tmp_path: Path) -> None:
+    for step, score in enumerate([1, 9, 5, 7, 2]):
+        save(tmp_path, step, metrics={"score": score}, keep=KeepBest("score", 2, mode="max"))
+    assert tags(tmp_path) == ["step_1", "step_3", "step_4"]  # the newest always
+    save(tmp_path, 5, keep=KeepNewerThan(hours=1))
+    assert tags(tmp_path) == ["step_1", "step_3", "step_4", "step_5"]
+    with mock.patch("holdfast.upkeep.time.time", return_value=4e9):
+        save(tmp_path, 6, keep=KeepNewerThan(days=2))
+    assert tags(tmp_path) == ["step_6"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kept_ckpts": 0},
+        {"num_kept_ckpts": -1},
+        {"num_kept_ckpts": 2, "keep": KeepLast(2)},
+        {"keep": "five"},
+        {"keep": KeepEvery(10), "step": None},
+        {"keep": KeepLast(1) | KeepBest("loss"), "metrics": {"other": 1.0}},
+    ],
+)
+def test_what_makes_no_sense_is_a_value_error_and_nothing_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r".+") as raised:
+        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, **{"step": 1, **options})
+    assert isinstance(raised.value, InvalidArgumentError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [lambda: KeepLast(0), lambda: KeepBest("a", 0), KeepTags, lambda: KeepEvery(-1)])
+def test_policies_that_keep_nothing_cannot_be_made(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"number above 0|tags to keep"):
+        make()
+
+
+def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path, step)
+    (tmp_path / "step_2/manifest.json").write_text("{}")
+    other = tmp_path / "other"
+    save(other, 7)
+    (other / "step_7").rename(tmp_path / "elsewhere")
+    save(tmp_path, 3, num_kept_ckpts=2)
+    assert set(tags(tmp_path)) == {"step_2", "step_1", "step_3", "elsewhere"} - set()
+
+
+def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
+    save(tmp_path, 0, num_kept_ckpts=1)
+    with (
+        mock.patch("holdfast.engine.commit.Draft.publish", side_effect=StorageError(5, "no")),
+        pytest.raises(StorageError),
+    ):
+        save(tmp_path, 1, num_kept_ckpts=1)
+    assert tags(tmp_path) == ["step_0"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    with (
+        mock.patch("holdfast.upkeep.remove_tree", side_effect=StorageError(13, "not yours")),
+        pytest.warns(UserWarning, match="is saved, but an old one could not be removed"),
+    ):
+        save(tmp_path, 1, num_kept_ckpts=1)
+    assert tags(tmp_path) == ["step_1"]
+    assert [parse(name).state for name in hidden(tmp_path)] == ["removed"]
+    save(tmp_path, 2)
+    assert not hidden(tmp_path)
+
+
+@pytest.fixture(params=["exchange", "two steps"])
+def exchanging(request: pytest.FixtureRequest) -> Any:
+    """File systems that exchange two names, and those that cannot."""
+    if request.param == "exchange":
+        yield
+        return
+    with mock.patch.object(folders, "_renameat2", return_value=False):
+        yield
+
+
+def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with pytest.raises(TagExistsError, match="overwrite=True"):
+        save(tmp_path, 1)
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 9.0)}, overwrite=True)
+    assert tags(tmp_path) == ["step_2", "step_1"]
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 9.0
+    assert not hidden(tmp_path)
+    holdfast.save_checkpoint(tmp_path, "new", {"w": torch.ones(1)}, overwrite=True)
+
+
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with (
+        mock.patch("holdfast.engine.commit.folders.replace", side_effect=StorageError(5, "no")),
+        pytest.raises(StorageError),
+    ):
+        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 1.0
+    assert not hidden(tmp_path)
+
+
+def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, there is a moment in which neither has it."""
+    save(tmp_path, 1)
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    aside = tmp_path / Hidden("step_1", info.run, "2" * 16, "replaced").name
+    (tmp_path / "step_1").rename(aside)
+    save(tmp_path, 2)
+    assert tags(tmp_path) == ["step_1", "step_2"]
+    assert {one.run for one in holdfast.list_checkpoints(tmp_path)} == {info.run}
+    (tmp_path / "step_1").rename(aside)
+    holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
+
+
+def leave(path: Path, run: str, state: str = "partial") -> Path:
+    folder = path / DEAD._replace(run=run, state=state).name
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/model.safetensors").write_bytes(b"half")
+    return folder
+
+
+def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    run = holdfast.list_checkpoints(tmp_path)[0].run
+    mine, removed, other = leave(tmp_path, run), leave(tmp_path, run, "removed"), leave(tmp_path, "f" * 16)
+    (tmp_path / ".hidden.of.mine").mkdir()
+    save(tmp_path, 2)
+    assert not mine.exists()
+    assert not removed.exists()
+    assert other.exists()
+    assert (tmp_path / ".hidden.of.mine").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from holdfast.storage.folders import Lock
+lock = Lock(Path(sys.argv[1]))
+print(lock.held, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_living_save_is_left_alone_until_it_dies(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    living = leave(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(living)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "True"
+        save(tmp_path, 2)
+        assert living.exists()
+        process.kill()
+    save(tmp_path, 3)
+    assert not living.exists()
+
+
+def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
+    """Another save of the run, in this moment, would leave it alone."""
+    seen = []
+
+    def look(*_: Any) -> Any:
+        (partial,) = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        with pytest.raises(BlockingIOError):
+            folders.Lock(partial)
+        seen.append(partial)
+        return {}
+
+    with mock.patch("holdfast.saving.write_pieces", look), pytest.raises(HoldfastError):
+        save(tmp_path, 1)
+    assert seen
+    assert not hidden(tmp_path)
+
+
+def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    full = os.statvfs_result((4096, 4096, 1000, 10, 10, 100, 100, 100, 0, 255))
+    with mock.patch("holdfast.storage.folders.os.statvfs", return_value=full):
+        save(tmp_path, 1)
+        with pytest.raises(StorageError, match=r"40,960 bytes free .* needs [\d,]+; nothing was written") as raised:
+            holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})
+    assert raised.value.errno == 28
+    assert tags(tmp_path) == ["step_1"]
+    assert not hidden(tmp_path)
+
+
+def kept_by_ranks(path: str) -> list[str]:
+    for step in range(4):
+        tensor = torch.full((4,), float(step))
+        holdfast.save_checkpoint(path, f"step_{step}", {"w": tensor}, step=step, keep=KeepLast(1) | KeepEvery(2))
+        dist.barrier()
+    return tags(Path(path))
+
+
+def test_ranks_agree_on_what_is_kept(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3, kept_by_ranks, str(tmp_path)) == [["step_0", "step_2", "step_3"]] * 3
+
+
+def unlike_policies(path: str) -> None:
+    holdfast.save_checkpoint(path, "s", {"w": torch.ones(1)}, num_kept_ckpts=1 + dist.get_rank())
+
+
+def test_ranks_with_other_policies_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    errors = ranks.outcomes(2, unlike_policies, str(tmp_path))
+    assert all("what is kept" in str(error) and "KeepLast(number=2)" in str(error) for error in errors)
+
+
+def prune(*arguments: object) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "prune", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_prune_removes_what_it_is_told_to_and_says_so(tmp_path: Path) -> None:
+    for step in range(4):
+        save(tmp_path, step)
+    dead = leave(tmp_path, "f" * 16)
+    code, out, _ = prune(tmp_path, "--keep", 2, "--leftovers", "--dry-run", "--json")
+    assert code == 0
+    assert json.loads(out)["checkpoints"] == ["step_0", "step_1"]
+    assert json.loads(out)["leftovers"] == [dead.name]
+    assert len(tags(tmp_path)) == 4
+    code, out, _ = prune(tmp_path, "--keep", 2, "--leftovers")
+    assert code == 0
+    assert "removed step_0" in out
+    assert "2 checkpoints and 1 leftover" in out
+    assert tags(tmp_path) == ["step_2", "step_3"]
+    assert not hidden(tmp_path)
+
+
+def test_prune_without_a_word_on_what_or_where_is_misuse(tmp_path: Path) -> None:
+    for arguments in ([tmp_path], [tmp_path, "--keep", 0], [tmp_path / "nowhere", "--keep", 1]):
+        code, _, error = prune(*arguments)
+        assert code == 2
+        assert "Traceback" not in error
