@@ -114,6 +114,7 @@ class Checkpointer:
         rng: bool | None = None,
         map_dtype: bool = False,
         exchange: str = "auto",
+        on_damage: str = "fall_back",
     ) -> Restored:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
         request = LoadRequest(
@@ -123,6 +124,7 @@ class Checkpointer:
             policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
             verify=verify,
             exchange=exchange,
+            on_damage=on_damage,
         )
         # Tensors made in inference mode could never be trained.
         with _collector_paused(), torch.inference_mode(mode=False):

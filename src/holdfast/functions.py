@@ -107,6 +107,7 @@ def restore(
     *,
     strict: bool = True,
     verify: bool = True,
+    on_damage: str = "fall_back",
     exchange: str = "auto",
     rng: bool | None = None,
     map_dtype: bool = False,
@@ -123,6 +124,8 @@ def restore(
         scheduler: its ``load_state_dict`` is called.
         strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
         verify: check every byte that is read against its CRC.
+        on_damage: where the newest checkpoint is damaged and no tag was given, load the newest sound one with a warning
+            (``"fall_back"``) or raise (``"raise"``).
         exchange: what several ranks need is read by one of them and passed on (``"always"``), or by each (``"never"``);
             ``"auto"`` does the first between hosts, the second where all ranks share a page cache.
         rng: put the states of random number generators back; by default when an optimizer is loaded.
@@ -139,6 +142,7 @@ def restore(
     options: dict[str, Any] = {
         "strict": strict,
         "verify": verify,
+        "on_damage": on_damage,
         "exchange": exchange,
         "rng": rng,
         "map_dtype": map_dtype,

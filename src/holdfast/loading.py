@@ -5,6 +5,7 @@ Everything that can be known before a tensor of the caller's is touched is check
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalog import find, latest
+from holdfast.catalog import find, latest, list_checkpoints
 from holdfast.engine.asked import Asked, first_vote
 from holdfast.engine.census import Census, Digests, digests
 from holdfast.engine.checks import Checks
@@ -33,6 +34,9 @@ from holdfast.upkeep import recover
 #: How ranks may read what several of them need.
 EXCHANGE = ("auto", "always", "never")
 
+#: What to do where the newest checkpoint is damaged and none was asked for by its tag.
+ON_DAMAGE = ("fall_back", "raise")
+
 
 @dataclass(frozen=True)
 class LoadRequest:
@@ -44,6 +48,7 @@ class LoadRequest:
     policy: Policy
     verify: bool
     exchange: str = "auto"
+    on_damage: str = "fall_back"
 
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` for what cannot be asked for."""
@@ -51,6 +56,8 @@ class LoadRequest:
             check_tag(self.tag)
         if self.exchange not in EXCHANGE:
             raise InvalidArgumentError(f"exchange is one of {', '.join(EXCHANGE)}, not {self.exchange!r}")
+        if self.on_damage not in ON_DAMAGE:
+            raise InvalidArgumentError(f"on_damage is one of {', '.join(ON_DAMAGE)}, not {self.on_damage!r}")
 
 
 @dataclass(frozen=True)
@@ -98,18 +105,59 @@ _Held = tuple[bytes, bytes]
 
 
 def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
-    """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed."""
-    return _Load(request, ranks, timeout).run()
+    """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
+
+    Where the newest checkpoint turns out to be damaged, the newest sound one is loaded, with a warning.
+    """
+    damaged: dict[str, DamagedError] = {}
+    while True:
+        attempt = _Load(request, ranks, timeout, tuple(damaged))
+        try:
+            restored = attempt.run()
+        except DamagedError as error:
+            # All ranks raise it, as they have voted; so all of them go on to the same next one.
+            if attempt.is_last_resort():
+                raise
+            damaged[attempt.found.folder] = error
+            continue
+        except NoCheckpointError:
+            if not damaged:
+                raise
+            raise next(iter(damaged.values())) from None
+        if ranks.rank == LEADER and restored.fell_back_from:
+            why = "; ".join(str(error) for error in damaged.values()) or "their manifests cannot be read"
+            warnings.warn(
+                f"loaded {restored.tag!r}, as {', '.join(restored.fell_back_from)} in {request.path} cannot be "
+                f"loaded: {why}",
+                stacklevel=4,
+            )
+        return restored
+
+
+class _Found(msgspec.Struct, frozen=True, array_like=True):
+    """The folder of the checkpoint to load, whether it is one among others, and the tags passed over as damaged."""
+
+    folder: str = ""
+    of_run: bool = False
+    passed: list[str] = []
 
 
 class _Load:
     """The steps of one load; each ends in a vote."""
 
-    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float) -> None:
+    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, damaged: tuple[str, ...]) -> None:
+        """``damaged`` are the folders that were tried already."""
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
+        self._damaged = damaged
+        self.found = _Found()
+
+    def is_last_resort(self) -> bool:
+        """Whether there is nothing to fall back to, or nobody wants to."""
+        return not self.found.of_run or self._request.tag is not None or self._request.on_damage == "raise"
 
     def run(self) -> Restored:
-        folder = self._find()
+        self.found = self._find()
+        folder = Path(self.found.folder)
         reader, intake, values, terms = self._match(folder)
         membership = self._tell(intake, terms)
         plan = self._plan(reader, intake, membership, terms)
@@ -117,7 +165,7 @@ class _Load:
         self._session.all("putting values in place", intake.apply)
         return self._report(reader, intake, values, verified=verified)
 
-    def _find(self) -> Path:
+    def _find(self) -> _Found:
         """The checkpoint that rank 0 finds is the one that all ranks load."""
         request = self._request
 
@@ -130,6 +178,7 @@ class _Load:
             "the tag": repr(request.tag),
             "what is loaded": ", ".join(request.training.given()) or "nothing",
             "exchange": request.exchange,
+            "on_damage": request.on_damage,
         }
         asked = Asked("load", about)
         found = first_vote(
@@ -137,9 +186,9 @@ class _Load:
             "finding the checkpoint",
             asked,
             work,
-            lambda _: str(_locate(request.path, request.tag)).encode(),
+            lambda _: _encode(_locate(request, self._damaged)),
         )
-        return Path(found.decode())
+        return msgspec.msgpack.decode(found, type=_Found)
 
     def _match(self, folder: Path) -> tuple[Reader, Intake, Values, _Terms]:
         """Read the metadata, find a target for everything, allocate what is new."""
@@ -239,14 +288,28 @@ class _Load:
             missing=tuple(intake.findings.missing),
             unexpected=tuple(intake.findings.unexpected),
             exact=tuple(name for name in exact if name not in intake.findings.missing),
+            fell_back_from=tuple(self.found.passed),
         )
 
 
-def _locate(path: Path, tag: str | None) -> Path:
-    recover(path)
-    if tag is not None:
-        return find(path, tag)
-    return path if is_checkpoint(path) else latest(path).path
+def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
+    """Rank 0's search. Raises ``NoCheckpointError``, or ``DamagedError`` where nobody wants to fall back."""
+    recover(request.path)
+    if request.tag is not None:
+        return _Found(str(find(request.path, request.tag)))
+    if is_checkpoint(request.path):
+        return _Found(str(request.path))
+    every = list_checkpoints(request.path)
+    unreadable = [info for info in every if info.status == "damaged"]
+    if unreadable and request.on_damage == "raise":
+        raise DamagedError(
+            f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag"
+        )
+    sound = [info for info in every if info.status == "complete" and str(info.path) not in damaged]
+    chosen = sound[-1] if sound else latest(request.path) if not damaged else None
+    if chosen is None:
+        raise NoCheckpointError(f"all checkpoints in {request.path} are damaged")
+    return _Found(str(chosen.path), True, [info.tag for info in unreadable] + [Path(one).name for one in damaged])
 
 
 def _partly(training: Training) -> str:

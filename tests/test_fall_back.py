@@ -1,0 +1,81 @@
+"""The newest checkpoint is damaged: the newest sound one is loaded, with a word about it, or nothing is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import DamagedError, NoCheckpointError
+from tests.pool import Ranks
+
+
+def fill(path: Path, number: int = 3) -> None:
+    for step in range(number):
+        holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((64,), float(step))}, step=step)
+
+
+def flip(path: Path, step: int) -> None:
+    file = path / f"step_{step}/model/model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def test_it_falls_back_over_damaged_tensors_and_manifests(tmp_path: Path) -> None:
+    fill(tmp_path, 4)
+    flip(tmp_path, 3)
+    (tmp_path / "step_2/manifest.json").write_text("{")
+    model = {"w": torch.zeros(64)}
+    with pytest.warns(UserWarning, match=r"loaded 'step_1', as step_2, step_3 .*'w' in .*step_3.* is damaged"):
+        found = holdfast.restore(tmp_path, model=model)
+    assert (found.tag, found.fell_back_from, found.verified) == ("step_1", ("step_2", "step_3"), True)
+    assert torch.equal(model["w"], torch.ones(64))
+
+
+def test_a_sound_run_falls_back_from_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    fill(tmp_path)
+    assert holdfast.restore(tmp_path, model={"w": torch.zeros(64)}).fell_back_from == ()
+    assert not [one for one in recwarn if one.category is UserWarning]
+
+
+def test_what_was_asked_for_by_name_is_never_replaced_by_another(tmp_path: Path) -> None:
+    fill(tmp_path)
+    flip(tmp_path, 2)
+    for path, tag in ((tmp_path, "step_2"), (tmp_path / "step_2", None)):
+        with pytest.raises(DamagedError, match="step_2"):
+            holdfast.load_checkpoint(path, tag, model={"w": torch.zeros(64)})
+
+
+def test_nobody_falls_back_who_does_not_want_to(tmp_path: Path) -> None:
+    fill(tmp_path)
+    flip(tmp_path, 2)
+    with pytest.raises(DamagedError, match="step_2"):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="raise")
+    (tmp_path / "step_1/manifest.json").write_text("{")
+    with pytest.raises(DamagedError, match="step_1.*may be the newest"):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="raise")
+    with pytest.raises(ValueError, match="on_damage is one of"):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="ignore")
+
+
+def test_where_all_are_damaged_the_newest_ones_damage_is_told(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    flip(tmp_path, 0)
+    flip(tmp_path, 1)
+    with pytest.raises(DamagedError, match="step_1.*partly filled"):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)})
+    with pytest.raises(NoCheckpointError):
+        holdfast.load_checkpoint(tmp_path / "nothing", model={"w": torch.zeros(64)})
+
+
+def on_ranks(path: str) -> tuple[str, tuple[str, ...], float]:
+    model = {"w": torch.zeros(64)}
+    found = holdfast.restore(path, model=model)
+    return found.tag, found.fell_back_from, float(model["w"].sum())
+
+
+def test_all_ranks_fall_back_to_the_same_one(ranks: Ranks, tmp_path: Path) -> None:
+    fill(tmp_path)
+    flip(tmp_path, 2)
+    assert ranks(3, on_ranks, str(tmp_path)) == [("step_1", ("step_2",), 64.0)] * 3
