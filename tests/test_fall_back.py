@@ -53,7 +53,7 @@ def test_nobody_falls_back_who_does_not_want_to(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="step_2"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="raise")
     (tmp_path / "step_1/manifest.json").write_text("{")
-    with pytest.raises(DamagedError, match="step_1.*may be the newest"):
+    with pytest.raises(DamagedError, match=r"step_1.*may be the newest"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="raise")
     with pytest.raises(ValueError, match="on_damage is one of"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_damage="ignore")
@@ -63,7 +63,7 @@ def test_where_all_are_damaged_the_newest_ones_damage_is_told(tmp_path: Path) ->
     fill(tmp_path, 2)
     flip(tmp_path, 0)
     flip(tmp_path, 1)
-    with pytest.raises(DamagedError, match="step_1.*partly filled"):
+    with pytest.raises(DamagedError, match=r"step_1.*partly filled"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)})
     with pytest.raises(NoCheckpointError):
         holdfast.load_checkpoint(tmp_path / "nothing", model={"w": torch.zeros(64)})
