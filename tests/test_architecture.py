@@ -15,6 +15,7 @@ FLOORS = [
     {"cli"},
     {"functions", "view"},
     {"checkpointer"},
+    {"handle"},
     {"saving", "loading"},
     {"reading"},
     {"upkeep"},

@@ -9,8 +9,9 @@ from holdfast._version import __version__
 
 if TYPE_CHECKING:
     from holdfast.catalog import CheckpointInfo
-    from holdfast.checkpointer import Checkpointer, SaveHandle
-    from holdfast.functions import has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
+    from holdfast.checkpointer import Checkpointer
+    from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
+    from holdfast.handle import SaveHandle
     from holdfast.loading import Restored
     from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
@@ -26,7 +27,8 @@ _HOMES = {
     "KeepNewerThan": "holdfast.retention",
     "KeepTags": "holdfast.retention",
     "Restored": "holdfast.loading",
-    "SaveHandle": "holdfast.checkpointer",
+    "SaveHandle": "holdfast.handle",
+    "finalize": "holdfast.functions",
     "has_checkpoint": "holdfast.functions",
     "list_checkpoints": "holdfast.functions",
     "load_checkpoint": "holdfast.functions",
@@ -47,6 +49,7 @@ __all__ = [
     "Restored",
     "SaveHandle",
     "__version__",
+    "finalize",
     "has_checkpoint",
     "list_checkpoints",
     "load_checkpoint",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,35 +15,14 @@ import torch.distributed as dist
 
 from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
+from holdfast.engine.stage import Arena
+from holdfast.handle import SaveHandle, ended, in_background
 from holdfast.loading import LoadRequest, Restored, load
 from holdfast.retention import Retention, policy_of
-from holdfast.saving import PlanCache, SaveRequest, save
+from holdfast.saving import PlanCache, Save, SaveRequest
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path
-
-
-class SaveHandle:
-    """A save that was begun; synchronous saves are done when it is returned."""
-
-    def __init__(self, info: CheckpointInfo, stall_seconds: float) -> None:
-        self._info = info
-        #: Seconds for which the call kept the caller.
-        self.stall_seconds = stall_seconds
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's folder."""
-        return self._info.path
-
-    def done(self) -> bool:
-        """Whether the checkpoint is committed."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> CheckpointInfo:
-        """What was committed. Raises what went wrong. ``timeout`` is in seconds."""
-        del timeout
-        return self._info
 
 
 class Checkpointer:
@@ -60,13 +38,16 @@ class Checkpointer:
         path: str | PathLike[str],
         *,
         keep: Retention | int | None = None,
+        async_save: bool = False,
         max_shard_size: int | str = "5GB",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.path = local_path(path)
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
-        self._process_group, self._timeout = process_group, timeout
+        self._process_group, self._timeout, self._async = process_group, timeout, async_save
+        self._arena = Arena()
+        self._flight: SaveHandle | None = None
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
 
@@ -84,17 +65,32 @@ class Checkpointer:
         overwrite: bool = False,
         num_kept_ckpts: int | None = None,
         keep: Retention | int | None = None,
+        async_save: bool | None = None,
         rng: bool = True,
     ) -> SaveHandle:
-        """Save under ``tag``: see :func:`holdfast.save_checkpoint`."""
+        """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         started = time.perf_counter()
+        self.finalize()
         training = Training(model, optimizer, scheduler, user_content, rank_content, rng)
         own = num_kept_ckpts is None and keep is None
         kept = self._keep if own else policy_of(num_kept_ckpts, keep)
         request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept)
+        save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused():
-            info = save(request, self._current_ranks(), self._plans, self._timeout)
-        return SaveHandle(info, time.perf_counter() - started)
+            save.begin()
+            if not (self._async if async_save is None else async_save):
+                info = save.finish()
+                return SaveHandle(save.path, time.perf_counter() - started, ended(info))
+            save.stage(self._arena)
+        done = in_background(save)
+        self._flight = SaveHandle(save.path, time.perf_counter() - started, done)
+        return self._flight
+
+    def finalize(self) -> None:
+        """Wait for the save under way. Raises what went wrong with it, once."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
 
     def load(
         self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
@@ -146,7 +142,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        self.finalize()
 
 
 @contextmanager

@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from holdfast import catalog
 from holdfast.catalog import CheckpointInfo
-from holdfast.checkpointer import Checkpointer, SaveHandle
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import HoldfastError
+from holdfast.handle import SaveHandle
 from holdfast.loading import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
 
 #: The default instances, one for each path and what was set with it. The only module-level state there is.
-_defaults: dict[tuple[Path, int | str, float], Checkpointer] = {}
+_defaults: dict[tuple[Path, int | str, float, dist.ProcessGroup | None], Checkpointer] = {}
 
 
 def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users know
@@ -31,6 +33,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     rank_content: Any = None,
     step: float | None = None,
     metrics: Mapping[str, float] | None = None,
+    async_save: bool = False,
     num_kept_ckpts: int | None = None,
     keep: Retention | int | None = None,
     overwrite: bool = False,
@@ -54,6 +57,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         rank_content: the same, but each rank's own is kept and given back to that rank.
         step: kept in the manifest, for people and for retention.
         metrics: numbers by name, likewise. Those that are not finite are kept as null.
+        async_save: return as soon as the state is copied, and write in the background. Everything passed may change
+            at once. The next save of the path, :func:`finalize` and the end of the process wait for it.
         num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
             committed. Nothing is removed without it.
         keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
@@ -64,7 +69,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         timeout: seconds that ranks wait for each other before all of them fail.
 
     Returns:
-        A handle. The checkpoint is complete and durable when this returns.
+        A handle. The checkpoint is complete and durable when this returns, or with ``async_save`` when its ``wait()``
+        does.
 
     Raises:
         TagExistsError: there is such a checkpoint already.
@@ -77,7 +83,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
     """
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
-    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
+    options |= {"async_save": async_save, "num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
     return _default(path, max_shard_size, process_group, timeout).save(
         tag, model, optimizer, scheduler, user_content, **options
     )
@@ -150,6 +156,18 @@ def restore(
     return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
 
 
+def finalize() -> None:
+    """Wait for all saves that are under way. When all have ended, raises what went wrong with the first that failed."""
+    errors: list[HoldfastError] = []
+    for checkpointer in list(_defaults.values()):
+        try:
+            checkpointer.finalize()
+        except HoldfastError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def has_checkpoint(path: str | PathLike[str]) -> bool:
     """Whether a run's folder has a complete checkpoint. Looks at this process's file system only."""
     return any(info.status == "complete" for info in list_checkpoints(path))
@@ -163,9 +181,7 @@ def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
 def _default(
     path: str | PathLike[str], max_shard_size: int | str, process_group: dist.ProcessGroup | None, timeout: float
 ) -> Checkpointer:
-    if process_group is not None:
-        return Checkpointer(path, max_shard_size=max_shard_size, process_group=process_group, timeout=timeout)
-    key = (local_path(path), max_shard_size, timeout)
+    key = (local_path(path), max_shard_size, timeout, process_group)
     if key not in _defaults:
-        _defaults[key] = Checkpointer(path, max_shard_size=max_shard_size, timeout=timeout)
+        _defaults[key] = Checkpointer(path, max_shard_size=max_shard_size, process_group=process_group, timeout=timeout)
     return _defaults[key]

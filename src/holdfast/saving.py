@@ -9,7 +9,8 @@ import math
 import platform
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import LEADER, Ranks
 from holdfast.engine.spec import digest
+from holdfast.engine.stage import Arena, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
@@ -123,13 +125,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _KEY, _DIGEST = 8, 16
 
 
-def save(request: SaveRequest, ranks: Ranks, cache: PlanCache, timeout: float) -> CheckpointInfo:
-    """Save, and return what was committed. On failure nothing is left, and all ranks raise the same error."""
-    return _Save(request, ranks, cache, timeout).run()
+class Save:
+    """The steps of one save; each ends in a vote. On failure nothing is left, and all ranks raise the same error.
 
-
-class _Save:
-    """The steps of one save; each ends in a vote."""
+    :meth:`begin` and :meth:`stage` belong to the caller's thread; :meth:`finish` to any, once the save is staged.
+    """
 
     def __init__(self, request: SaveRequest, ranks: Ranks, cache: PlanCache, timeout: float) -> None:
         self._request, self._ranks, self._cache = request, ranks, cache
@@ -137,34 +137,76 @@ class _Save:
         self._captured = Capture()
         self._merged: dict[str, Any] = {}
         self._lock: Lock | None = None
+        self._following = Successor(0, "", "")
+        self._staged: Staged | None = None
 
-    def run(self) -> CheckpointInfo:
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._request.path / self._request.tag
+
+    def begin(self) -> None:
+        """Look at what is to be saved, plan, and open the draft."""
         terms = self._announce()
-        membership = self._tell(terms)
-        following = self._prepare(terms, membership)
-        draft = Draft(self._hidden(following, "partial"), self._cache.plan)
+        self._following = self._prepare(terms, self._tell(terms))
+
+    def stage(self, arena: Arena) -> None:
+        """Copy what this rank will write. Afterwards the training objects may change."""
+
+        def work() -> Staged:
+            if not self._plan.exchanges:
+                return stage(self._plan, self._part_of, arena, None)
+            with Wire(self._ranks.gloo(), self._session) as wire:
+                return stage(self._plan, self._part_of, arena, wire)
+
+        with self._undone_on_failure():
+            self._staged = self._session.all("copying what is to be saved", work)
+        self._captured.parts.clear()
+
+    def finish(self) -> CheckpointInfo:
+        """Write, commit, and remove what is no longer kept."""
+        with self._undone_on_failure():
+            committed = self._write(self._draft, self._following)
+        self._close()
+        if self._request.keep is not None or self._request.overwrite:
+            self._session.all("removing old checkpoints", self._tidy)
+        return CheckpointInfo.of(self.path, committed)
+
+    def part(self) -> None:
+        """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
+        self._session.part()
+
+    @property
+    def _plan(self) -> SavePlan:
+        return self._cache.plan
+
+    @property
+    def _draft(self) -> Draft:
+        return Draft(self._hidden(self._following, "partial"), self._plan)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
         try:
-            committed = self._write(draft, following)
+            yield
         except BaseException:
             if self._session.rank == LEADER:
-                draft.discard()
+                self._draft.discard()
+            self._close()
             raise
-        finally:
-            if self._lock is not None:
-                self._lock.close()
-        if self._request.keep is not None or self._request.overwrite:
-            self._session.all("removing old checkpoints", lambda: self._tidy(following))
-        return CheckpointInfo.of(self._request.path / self._request.tag, committed)
+
+    def _close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def _hidden(self, following: Successor, state: State) -> Path:
         """The save's folder before it is a checkpoint, or that of the checkpoint that it replaces."""
         return self._request.path / Hidden(self._request.tag, following.run, following.id, state).name
 
-    def _tidy(self, following: Successor) -> None:
+    def _tidy(self) -> None:
         """What was replaced and what is not kept goes. The new checkpoint stands, whatever happens to the old ones."""
         if self._session.rank != LEADER:
             return
-        path, keep = self._request.path, self._request.keep
+        path, keep, following = self._request.path, self._request.keep, self._following
         try:
             remove_tree(self._hidden(following, "replaced"))
             if keep is not None:
@@ -297,6 +339,8 @@ class _Save:
 
     def _move(self, files: Sequence[Path], plan: SavePlan) -> Fragments:
         """Write this rank's stripes and pieces."""
+        if self._staged is not None:
+            return write_pieces(files, self._staged.pieces, self._staged.part_of)
         found: Fragments = {}
         if plan.exchanges:
             with Wire(self._ranks.gloo(), self._session) as wire:

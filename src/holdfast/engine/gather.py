@@ -44,6 +44,14 @@ def write_stripes(files: Sequence[Path], crossings: Sequence[Crossing], part_of:
     return gather(found)
 
 
+def put_together(crossings: Sequence[Crossing], part_of: PartOf, wire: Wire) -> Iterator[tuple[Piece, Bytes]]:
+    """The stripes that this rank owns, in the order of the plan, each valid until the next one is asked for."""
+    shelf = _Shelf()
+    for piece, buffer in _put_together(crossings, part_of, wire, shelf):
+        yield piece, _inside(buffer, piece)
+        shelf.put_back(buffer)
+
+
 class _Shelf:
     """A few aligned buffers, each to be taken and put back."""
 

@@ -7,8 +7,9 @@ store of the default process group: no collective, any backend, and a rank that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outco
 from holdfast.errors import AbandonedError, DisagreementError, InvalidArgumentError, RankFailedError, RankTimeoutError
 
 __all__ = ["LEADER", "Ranks", "Session", "current_group", "unanimous"]
+
+#: Seconds between looks at whether all others are done, too.
+_NAP = 0.01
 
 T = TypeVar("T")
 
@@ -119,6 +123,17 @@ class Session:
         """Inside the work of a vote that ranks do together: raise ``AbandonedError`` where another has failed at it."""
         if self._store is not None and self._store.check([failed_key(self._votes)]):
             raise AbandonedError("another rank failed at what all do together")
+
+    def part(self) -> None:
+        """The last word: rank 0, in whose process the store may live, waits until all others have come to it, too."""
+        if self._store is None:
+            return
+        with suppress(dist.DistError):
+            self._store.set(f"parted/{self.rank}", "")
+            ends = time.monotonic() + self.timeout
+            everyone = [f"parted/{rank}" for rank in range(self.size)]
+            while self.rank == LEADER and not self._store.check(everyone) and time.monotonic() < ends:
+                time.sleep(_NAP)
 
     def all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -69,13 +68,34 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     items = list(items)
     if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
         return [work(item) for item in items]
-    with ThreadPoolExecutor(THREADS, "holdfast") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    # Not a ThreadPoolExecutor: that takes no work once the main thread has ended, and saves may still be under way.
+    todo, lock = iter(enumerate(items)), threading.Lock()
+    done: dict[int, R] = {}
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                following = next(todo, None)
+            if following is None:
+                return
+            try:
+                done[following[0]] = work(following[1])
+            except BaseException as error:  # noqa: BLE001 - raised below, by the thread that waits
+                errors.append(error)
+
+    threads = [threading.Thread(target=run, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as interruption:
+        errors.append(interruption)
+        raise
+    if errors:
+        raise errors[0]
+    return [done[number] for number in range(len(items))]
 
 
 class Buffers:

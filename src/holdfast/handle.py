@@ -1,0 +1,68 @@
+"""A save that was begun: how it goes on in the background, and how its end is learnt."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.catalog import CheckpointInfo
+from holdfast.errors import RankTimeoutError
+from holdfast.saving import Save
+
+#: Writing gives way to training: added to the niceness of its threads.
+_NICENESS = 10
+
+_log = logging.getLogger("holdfast")
+
+
+class SaveHandle:
+    """A save that was begun. Synchronous ones are done when the call returns it."""
+
+    def __init__(self, path: Path, stall_seconds: float, done: Future[CheckpointInfo]) -> None:
+        #: The checkpoint's folder, there once the save is committed.
+        self.path = path
+        #: Seconds for which the call kept the caller.
+        self.stall_seconds = stall_seconds
+        self._done = done
+
+    def done(self) -> bool:
+        """Whether the save has ended: committed, or failed."""
+        return self._done.done()
+
+    def wait(self, timeout: float | None = None) -> CheckpointInfo:
+        """What was committed. Raises what went wrong, or ``RankTimeoutError`` after ``timeout`` seconds."""
+        try:
+            return self._done.result(timeout)
+        except TimeoutError:
+            if self._done.done():
+                raise
+            raise RankTimeoutError(f"the save of {self.path} is still under way after {timeout} seconds") from None
+
+
+def ended(info: CheckpointInfo) -> Future[CheckpointInfo]:
+    """The end of a save that is there already."""
+    done: Future[CheckpointInfo] = Future()
+    done.set_result(info)
+    return done
+
+
+def in_background(save: Save) -> Future[CheckpointInfo]:
+    """Finish a staged save in a thread of its own. A process that ends waits for it."""
+    done: Future[CheckpointInfo] = Future()
+
+    def run() -> None:
+        with suppress(OSError, AttributeError):  # not on every system are threads so many processes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            done.set_result(save.finish())
+        except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
+            _log.error("the save of %s failed: %s", save.path, error)
+            done.set_exception(error)
+        save.part()
+
+    threading.Thread(target=run, name=f"holdfast {save.path.name}").start()
+    return done

@@ -1,0 +1,205 @@
+"""Asynchronous saves: the state at the call is what is saved, errors come out, and the end of a process waits."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StorageError
+from holdfast.saving import Save
+from tests.pool import Ranks
+from tests.test_same_bytes import contents
+from tests.zoo import CASES, LAYOUTS, fill, local, tensors
+
+
+def slow(seconds: float = 0.5) -> Any:
+    """Writing takes its time."""
+    from holdfast.engine.write import write_pieces
+
+    def write(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write_pieces(*arguments)
+
+    return mock.patch("holdfast.saving.write_pieces", write)
+
+
+def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:
+    with slow():
+        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
+        assert not handle.done()
+        assert handle.path == tmp_path / "s"
+        assert handle.stall_seconds < 0.4
+        assert not handle.path.exists()
+        with pytest.raises(RankTimeoutError, match="still under way"):
+            handle.wait(0.01)
+        assert handle.wait().tag == "s"
+    assert handle.done()
+    assert handle.path.is_dir()
+
+
+def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
+    content = {"list": [1], "tensor": torch.zeros(3)}
+    model = {"w": torch.arange(1000.0), "strided": torch.arange(12.0).view(3, 4).T}
+    for number in range(20):
+        before = {name: tensor.clone() for name, tensor in model.items()}
+        holdfast.save_checkpoint(tmp_path, f"s{number}", model, user_content=content, async_save=True)
+        for tensor in (*model.values(), content["tensor"]):
+            tensor += 1
+        content["list"][0] += 1
+        holdfast.finalize()
+        found = holdfast.open(tmp_path / f"s{number}")
+        assert all(torch.equal(found[f"model/{name}"], tensor) for name, tensor in before.items())
+        assert found.values["user_content"]["list"] == [number + 1]
+        assert torch.equal(found.values["user_content"]["tensor"], torch.full((3,), float(number)))
+
+
+def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) -> None:
+    with slow(0.3):
+        first = holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)}, async_save=True)
+        second = holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, async_save=True)
+        assert first.done()
+        assert not second.done()
+    holdfast.finalize()
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["a", "b"]
+
+
+def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_once(tmp_path: Path) -> None:
+    broken = mock.patch("holdfast.saving.write_pieces", side_effect=StorageError(28, "the disk is full"))
+    for ask in (holdfast.finalize, lambda: holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})):
+        with broken:
+            handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
+            with pytest.raises(StorageError, match="the disk is full"):
+                handle.wait()
+        with pytest.raises(StorageError, match="the disk is full"):
+            ask()
+        holdfast.finalize()
+    assert not list(tmp_path.iterdir())
+    holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})
+
+
+def test_a_context_manager_waits(tmp_path: Path) -> None:
+    with slow(0.2), holdfast.Checkpointer(tmp_path, async_save=True) as checkpointer:
+        checkpointer.save("s", {"w": torch.ones(1)})
+    assert holdfast.has_checkpoint(tmp_path)
+
+
+def test_the_arena_is_used_again(tmp_path: Path) -> None:
+    from holdfast.engine import stage
+
+    made = []
+    make = stage.aligned_buffer
+    with mock.patch.object(stage, "aligned_buffer", lambda size: made.append(size) or make(size)):
+        checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
+        for number in range(4):
+            checkpointer.save(f"s{number}", {"w": torch.ones(1000)}).wait()
+    assert made == [4000 + made[0] - 4000]
+
+
+def save_then_change(path: str, layout: str) -> None:
+    run = fill(LAYOUTS[layout][0]())
+    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, async_save=True)
+    with torch.no_grad():
+        for _, tensor in tensors(run):
+            local(tensor).fill_(3)
+    holdfast.finalize()
+
+
+@pytest.mark.parametrize(("layout", "n"), [case for case in CASES if not case[0].startswith("pp")])
+def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
+    ranks: Ranks, tmp_path: Path, layout: str, n: int
+) -> None:
+    run = fill(LAYOUTS["plain"][0]())
+    holdfast.save_checkpoint(tmp_path / "plain", "s", run.model, run.optimizer)
+    ranks(n, save_then_change, str(tmp_path / "other"), layout)
+    assert contents(tmp_path / "other/s") == contents(tmp_path / "plain/s")
+
+
+def one_fails(path: str) -> str:
+    model = {"w": torch.ones(4)}
+    with mock.patch.object(Save, "_move", side_effect=KeyError("lost") if dist.get_rank() == 1 else None):
+        try:
+            handle = holdfast.save_checkpoint(path, "s", model, async_save=True)
+            handle.wait()
+        except HoldfastError as error:
+            with pytest.raises(RankFailedError):
+                holdfast.finalize()
+            return str(error)
+    return "saved"
+
+
+def test_a_rank_that_fails_in_the_background_fails_all(ranks: Ranks, tmp_path: Path) -> None:
+    (message,) = set(ranks(3, one_fails, str(tmp_path)))
+    assert "rank 1 of 3, writing: KeyError" in message
+    assert not list(tmp_path.iterdir())
+
+
+SCRIPT = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import holdfast
+rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), size, rank == 0, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+import holdfast.saving as saving
+write = saving.write_pieces
+saving.write_pieces = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
+holdfast.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
+if how == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroyed", "left"])
+def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: str) -> None:
+    """Rank 0, in whose process the store is, has the least to do and ends first."""
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), "3", str(tmp_path), how, str(port)])
+        for rank in range(3)
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert torch.equal(load_file(tmp_path / "s/model/model.safetensors")["w"], torch.arange(100_000.0))
+
+
+def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, time, torch, holdfast, holdfast.saving as saving\n"
+        "saving.write_pieces = lambda *a: time.sleep(60)\n"
+        "holdfast.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
+        "os._exit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
+    assert holdfast.list_checkpoints(tmp_path) == []
+    holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)})
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["b"]
+
+
+def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
+    """Only the writing is lower in priority, and nobody else's thread is."""
+    seen = []
+
+    def write(*_: Any) -> Any:
+        import os
+
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        raise StorageError(5, "enough")
+
+    with mock.patch("holdfast.saving.write_pieces", write):
+        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
+        with pytest.raises(StorageError):
+            handle.wait()
+        with pytest.raises(StorageError):
+            holdfast.finalize()
+    import os
+
+    assert seen == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
