@@ -1,5 +1,7 @@
 """Asynchronous saves: the state at the call is what is saved, errors come out, and the end of a process waits."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -53,7 +55,7 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
         before = {name: tensor.clone() for name, tensor in model.items()}
         holdfast.save_checkpoint(tmp_path, f"s{number}", model, user_content=content, async_save=True)
         for tensor in (*model.values(), content["tensor"]):
-            tensor += 1
+            tensor.add_(1)
         content["list"][0] += 1
         holdfast.finalize()
         found = holdfast.open(tmp_path / f"s{number}")
@@ -125,7 +127,8 @@ def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
 
 def one_fails(path: str) -> str:
     model = {"w": torch.ones(4)}
-    with mock.patch.object(Save, "_move", side_effect=KeyError("lost") if dist.get_rank() == 1 else None):
+    broken = mock.patch.object(Save, "_move", side_effect=KeyError("lost"))
+    with broken if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             handle = holdfast.save_checkpoint(path, "s", model, async_save=True)
             handle.wait()
@@ -200,6 +203,5 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
             handle.wait()
         with pytest.raises(StorageError):
             holdfast.finalize()
-    import os
 
     assert seen == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]

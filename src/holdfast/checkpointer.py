@@ -59,6 +59,8 @@ class Checkpointer:
         scheduler: Any = None,
         user_content: Any = None,
         *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
         rank_content: Any = None,
         step: float | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -71,7 +73,7 @@ class Checkpointer:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         started = time.perf_counter()
         self.finalize()
-        training = Training(model, optimizer, scheduler, user_content, rank_content, rng)
+        training = Training(model, optimizer, scheduler, user_content, rank_content, stateful, dataloader, rng)
         own = num_kept_ckpts is None and keep is None
         kept = self._keep if own else policy_of(num_kept_ckpts, keep)
         request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept)
@@ -105,6 +107,8 @@ class Checkpointer:
         optimizer: Any = None,
         scheduler: Any = None,
         *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
         strict: bool = True,
         verify: bool = True,
         rng: bool | None = None,
@@ -116,7 +120,7 @@ class Checkpointer:
         request = LoadRequest(
             path=self.path,
             tag=tag,
-            training=Training(model, optimizer, scheduler),
+            training=Training(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
             policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
             verify=verify,
             exchange=exchange,

@@ -30,6 +30,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     scheduler: Any = None,
     user_content: Any = None,
     *,
+    dataloader: Any = None,
+    stateful: Mapping[str, Any] | None = None,
     rank_content: Any = None,
     step: float | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -54,7 +56,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             likewise. It is not stepped, and its state is kept at its own dtypes.
         scheduler: anything with ``state_dict`` and ``load_state_dict``, or a state dict; taken from rank 0.
         user_content: any tree of plain values, tensors and arrays; taken from rank 0.
-        rank_content: the same, but each rank's own is kept and given back to that rank.
+        dataloader: an object with ``state_dict`` and ``load_state_dict``, each rank's own, such as torchdata's
+            ``StatefulDataLoader``.
+        stateful: a dict of such objects that are the same on all ranks, such as ``{"scaler": scaler}``.
+        rank_content: the same as ``user_content``, but each rank's own is kept and given back to that rank.
         step: kept in the manifest, for people and for retention.
         metrics: numbers by name, likewise. Those that are not finite are kept as null.
         async_save: return as soon as the state is copied, and write in the background. Everything passed may change
@@ -83,6 +88,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
     """
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
+    options |= {"dataloader": dataloader, "stateful": stateful}
     options |= {"async_save": async_save, "num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
     return _default(path, max_shard_size, process_group, timeout).save(
         tag, model, optimizer, scheduler, user_content, **options
@@ -111,6 +117,8 @@ def restore(
     optimizer: Any = None,
     scheduler: Any = None,
     *,
+    dataloader: Any = None,
+    stateful: Mapping[str, Any] | None = None,
     strict: bool = True,
     verify: bool = True,
     on_damage: str = "fall_back",
@@ -128,6 +136,8 @@ def restore(
         model: a module or a state dict, whose tensors are filled in place.
         optimizer: a ``torch.optim.Optimizer``; one that has never stepped gets its state without a step.
         scheduler: its ``load_state_dict`` is called.
+        dataloader: its ``load_state_dict`` is called where as many ranks load as saved; else it is in ``missing``.
+        stateful: the ``load_state_dict`` of each object is called.
         strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
         verify: check every byte that is read against its CRC.
         on_damage: where the newest checkpoint is damaged and no tag was given, load the newest sound one with a warning
@@ -146,6 +156,8 @@ def restore(
         DisagreementError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
     """
     options: dict[str, Any] = {
+        "dataloader": dataloader,
+        "stateful": stateful,
         "strict": strict,
         "verify": verify,
         "on_damage": on_damage,

@@ -44,6 +44,7 @@ _FORMS: dict[str, Any] = {
     "model": dict[str, Any],
     "optimizer": _Optimizer,
     "scheduler": _Scheduler | list[_Scheduler],
+    "stateful": dict[str, Any],
 }
 
 

@@ -15,7 +15,7 @@ from holdfast.layout import values
 from holdfast.layout.names import check_text
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
-from holdfast.state import rng, sources
+from holdfast.state import rng, sources, stateful
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import INLINE, ArraysOut
 from holdfast.state.companions import companions
@@ -39,6 +39,8 @@ class Training:
     scheduler: Any = None
     user_content: Any = None
     rank_content: Any = None
+    stateful: Any = None
+    dataloader: Any = None
     rng: bool = True
 
     def given(self) -> list[str]:
@@ -47,6 +49,7 @@ class Training:
             *models.slots(self.model),
             *sources.slots(self.optimizer),
             *schedulers.slots(self.scheduler),
+            *(name for name in ("stateful", "dataloader") if getattr(self, name) is not None),
         ]
 
 
@@ -196,6 +199,8 @@ def _shared(training: Training) -> dict[str, Any]:
     shared: dict[str, Any] = {
         slot: schedulers.values(parts) for slot, parts in schedulers.slots(training.scheduler).items()
     }
+    if training.stateful is not None:
+        shared["stateful"] = stateful.values(training.stateful)
     if training.user_content is not None:
         shared["user_content"] = training.user_content
     return shared
@@ -205,6 +210,8 @@ def _own(training: Training) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if training.rng:
         own["rng"] = rng.capture()
+    if training.dataloader is not None:
+        own["dataloader"] = stateful.state_of(training.dataloader, "the data loader")
     if training.rank_content is not None:
         own["content"] = training.rank_content
     return own

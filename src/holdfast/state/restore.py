@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.engine.spec import PER_RANK
 from holdfast.errors import DamagedError, MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
-from holdfast.state import fsdp1, rng, sources
+from holdfast.state import fsdp1, rng, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
@@ -86,6 +86,7 @@ class Intake:
         self._restorations: dict[str, Restoration] = {}
         self._values: Mapping[str, Any] = {}
         self._rng: Mapping[str, Any] | None = None
+        self._own: Mapping[str, Any] | None = None
 
     def match(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, source: str) -> None:
         """Find a target for everything asked for. Raises ``OptimizerMismatchError`` or ``DamagedError``."""
@@ -103,9 +104,21 @@ class Intake:
             self._rng = None if own is None else own.get("rng")
             if self._rng is not None:
                 _check_rng(self._rng, source)
+        self._match_stateful(own)
         for group, arrays in ((STATE, self.shared), (PER_RANK, self.own)):
             for name, tensor in arrays.tensors.items():
                 self._aim((group, name), describe(tensor, f"{group} tensor {name!r}"))
+
+    def _match_stateful(self, own: Mapping[str, Any] | None) -> None:
+        """Objects by name; and the data loader, whose state is kept for as many ranks as saved it."""
+        saved = self._values.get("stateful", {})
+        wanted = () if self._training.stateful is None else stateful.values(self._training.stateful)
+        self.findings.missing += [f"stateful object {name!r}" for name in wanted if name not in saved]
+        if self._training.dataloader is not None:
+            stateful.state_of(self._training.dataloader, "the data loader")
+            self._own = own
+            if own is not None and "dataloader" not in own:
+                self.findings.missing.append("dataloader")
 
     def take_stock(self, rank: int) -> None:
         """Note in :attr:`inventory` what this rank wants, and knows the names of."""
@@ -133,6 +146,8 @@ class Intake:
         self.findings.check(self._policy, source)
         if self._policy.rng and self._rng is None:
             self.findings.missing.append("rng")
+        if self._training.dataloader is not None and self._own is None:
+            self.findings.missing.append("dataloader")
 
     @contextmanager
     def _mismatch_noted(self) -> Iterator[None]:
@@ -213,8 +228,16 @@ class Intake:
             for name, value in self._values.get(slot, {}).items():
                 if name in view.extra:
                     view.put_extra(name, value)
+        self._apply_stateful()
         if self._rng is not None:
             rng.restore(self._rng)
+
+    def _apply_stateful(self) -> None:
+        for name, one in (self._training.stateful or {}).items():
+            if name in self._values.get("stateful", {}):
+                one.load_state_dict(self._values["stateful"][name])
+        if self._own is not None and "dataloader" in self._own:
+            self._training.dataloader.load_state_dict(self._own["dataloader"])
 
 
 def _check_rng(state: Mapping[str, Any], source: str) -> None:

@@ -1,0 +1,76 @@
+"""Objects with a state of their own: the same on all ranks, or each rank's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import InvalidArgumentError, MismatchError
+from tests.pool import Ranks
+
+
+class Loader:
+    """A data loader of a rank: where it is, and in which order it goes."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position, self.order = position, torch.randperm(20, generator=torch.Generator().manual_seed(position))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.order = state["position"], state["order"]
+
+
+def test_scalers_and_averages_come_back(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.update(4.0)
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    holdfast.save_checkpoint(tmp_path, "s", stateful={"scaler": scaler, "average": average})
+    again = torch.amp.GradScaler("cpu")
+    other = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    found = holdfast.restore(tmp_path, stateful={"scaler": again, "average": other})
+    assert again.state_dict() == scaler.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), average.parameters(), strict=True))
+    assert "stateful" in found.exact
+
+
+def test_what_the_checkpoint_lacks_is_told_before_anything_is_changed(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)})
+    a, b = Loader(1), Loader(2)
+    with pytest.raises(MismatchError, match=r"(?s)missing.*'b'.*missing.*dataloader"):
+        holdfast.restore(tmp_path, stateful={"a": a, "b": b}, dataloader=Loader())
+    assert a.position == 1
+    found = holdfast.restore(tmp_path, stateful={"a": a, "b": b}, strict=False)
+    assert (a.position, b.position, found.missing) == (3, 2, ("stateful object 'b'",))
+
+
+@pytest.mark.parametrize(
+    "options", [{"stateful": [1]}, {"stateful": {"a": 1}}, {"dataloader": 3}, {"stateful": {1: 2}}]
+)
+def test_what_has_no_state_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        holdfast.save_checkpoint(tmp_path, "s", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def save(path: str) -> None:
+    holdfast.save_checkpoint(path, "s", dataloader=Loader(10 + dist.get_rank()))
+
+
+def load(path: str) -> tuple[int, bool, tuple[str, ...], tuple[str, ...]]:
+    loader = Loader()
+    found = holdfast.restore(path, dataloader=loader)
+    in_order = torch.equal(loader.order, Loader(loader.position).order)
+    return loader.position, in_order, found.missing, found.exact
+
+
+def test_each_rank_gets_its_own_data_loader_back_and_another_world_size_is_told_that_it_cannot(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(3, save, str(tmp_path))
+    assert ranks(3, load, str(tmp_path)) == [(10 + rank, True, (), ("dataloader",)) for rank in range(3)]
+    assert ranks(2, load, str(tmp_path)) == [(0, True, ("dataloader",), ())] * 2
