@@ -27,6 +27,7 @@ class Loader:
 
 def test_scalers_and_averages_come_back(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
     scaler.update(4.0)
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
     holdfast.save_checkpoint(tmp_path, "s", stateful={"scaler": scaler, "average": average})
