@@ -173,7 +173,9 @@ def test_every_thread_has_one_page_aligned_buffer_of_its_own() -> None:
 
     def work(_: int) -> tuple[int, int, int]:
         gate.wait(10)
-        return buffers.get().ctypes.data, buffers.get().ctypes.data, len(buffers.get())
+        found = buffers.get().ctypes.data, buffers.get().ctypes.data, len(buffers.get())
+        gate.wait(10)  # a thread that ends lets go of its buffer
+        return found
 
     found = in_threads(work, range(4))
     assert len({first for first, _, _ in found}) == 4
