@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast.catalog import CheckpointInfo, list_checkpoints
@@ -48,7 +48,7 @@ def recover(path: Path) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    with Lock(folder) as lock:
+    with closing(Lock(folder)) as lock:
         if lock.held:
             remove_tree(folder)
         return lock.held

@@ -9,8 +9,6 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast.errors import StorageError, TagExistsError
 from holdfast.storage.local import reported, sync_folder
@@ -42,14 +40,6 @@ class Lock:
         """Let go of it."""
         with suppress(OSError):
             os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_there(folder: Path, fd: int) -> None:
