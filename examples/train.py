@@ -59,6 +59,7 @@ def main() -> None:
                 user_content={"step": step},
                 step=step,
                 metrics={"loss": loss},
+                async_save=True,
             )
     dist.destroy_process_group()
 
