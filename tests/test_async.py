@@ -205,3 +205,55 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
             holdfast.finalize()
 
     assert seen == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
+
+
+def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path: Path) -> None:
+    """Interrupted while it waited; the arena must not be used again before."""
+    model = {"w": torch.ones(1000)}
+    checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
+    with slow(0.5):
+        first = checkpointer.save("a", model)
+        model["w"].fill_(2)
+        with mock.patch.object(type(first), "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            checkpointer.save("b", model)
+        checkpointer.save("b", model)
+        checkpointer.finalize()
+    assert float(holdfast.open(tmp_path / "a")["model/w"][0]) == 1.0
+    assert [info.sequence for info in holdfast.list_checkpoints(tmp_path)] == [1, 2]
+
+
+INTERRUPTED = """
+import os, sys, threading, time, signal
+import torch, holdfast
+from holdfast.engine import write
+fill = write._fill
+write._fill = lambda *a: (time.sleep(1), fill(*a))[1]
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
+except KeyboardInterrupt:
+    pass
+files = [open(f"{sys.argv[1]}/mine{i}", "wb") for i in range(6)]
+time.sleep(2)
+print(sum(os.fstat(f.fileno()).st_size for f in files), threading.active_count())
+"""
+
+
+def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
+    """The numbers of its closed files are those of others by then."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0", "1"]
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
+    with slow(0.4):
+        with mock.patch.object(Save, "finish", side_effect=MemoryError):
+            holdfast.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
+            time.sleep(0.1)
+        other = holdfast.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)
+        with pytest.raises(MemoryError):
+            holdfast.finalize()
+        assert other.done()

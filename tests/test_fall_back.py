@@ -1,12 +1,15 @@
 """The newest checkpoint is damaged: the newest sound one is loaded, with a word about it, or nothing is."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import holdfast
 from holdfast.errors import DamagedError, NoCheckpointError
+from holdfast.reading import Reading
 from tests.pool import Ranks
 
 
@@ -79,3 +82,26 @@ def test_all_ranks_fall_back_to_the_same_one(ranks: Ranks, tmp_path: Path) -> No
     fill(tmp_path)
     flip(tmp_path, 2)
     assert ranks(3, on_ranks, str(tmp_path)) == [("step_1", ("step_2",), 64.0)] * 3
+
+
+@pytest.mark.parametrize("how", ["overwritten", "retired"])
+def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_successor(tmp_path: Path, how: str) -> None:
+    fill(tmp_path, 2)
+    run = Reading.run
+
+    def change(*arguments: Any) -> Any:
+        if not changed:
+            changed.append(1)
+            tensor = torch.full((64,), 9.0)
+            if how == "overwritten":
+                holdfast.save_checkpoint(tmp_path, "step_1", {"w": tensor}, overwrite=True)
+            else:
+                holdfast.save_checkpoint(tmp_path, "step_2", {"w": tensor}, num_kept_ckpts=1)
+        return run(*arguments)
+
+    changed: list[int] = []
+    model = {"w": torch.zeros(64)}
+    with mock.patch.object(Reading, "run", change):
+        found = holdfast.restore(tmp_path, model=model)
+    assert float(model["w"][0]) == 9.0
+    assert found.fell_back_from == ()

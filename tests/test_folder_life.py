@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+import holdfast.errors
 from holdfast import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.layout.hidden import Hidden, parse
@@ -156,10 +157,13 @@ def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_
     save(tmp_path, 1)
     (info,) = holdfast.list_checkpoints(tmp_path)
     aside = tmp_path / Hidden("step_1", info.run, "2" * 16, "replaced").name
+    other = tmp_path / Hidden("step_1", info.run, "2" * 16, "partial").name
+    other.mkdir()
     (tmp_path / "step_1").rename(aside)
     save(tmp_path, 2)
     assert tags(tmp_path) == ["step_1", "step_2"]
     assert {one.run for one in holdfast.list_checkpoints(tmp_path)} == {info.run}
+    other.mkdir()
     (tmp_path / "step_1").rename(aside)
     holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
 
@@ -284,3 +288,75 @@ def test_prune_without_a_word_on_what_or_where_is_misuse(tmp_path: Path) -> None
         code, _, error = prune(*arguments)
         assert code == 2
         assert "Traceback" not in error
+
+
+def test_pruning_gives_a_checkpoint_its_name_back_rather_than_removing_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    hidden_as = Hidden("step_1", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "partial")
+    (tmp_path / hidden_as.name).mkdir()
+    (tmp_path / "step_1").rename(tmp_path / hidden_as.now("replaced").name)
+    assert prune(tmp_path, "--leftovers")[0] == 0
+    assert tags(tmp_path) == ["step_1"]
+    assert not hidden(tmp_path)
+
+
+def test_what_was_replaced_and_then_removed_does_not_come_back(tmp_path: Path) -> None:
+    """The process died before it removed the old one; then the user removed the new one."""
+    save(tmp_path, 1)
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    (tmp_path / "step_1").rename(tmp_path / Hidden("step_1", info.run, "2" * 16, "replaced").name)
+    with pytest.raises(holdfast.errors.NoCheckpointError):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+
+
+def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/precious").write_text("mine")
+    with pytest.raises(TagExistsError, match="no checkpoint of ours"):
+        holdfast.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
+    assert (tmp_path / "data/precious").read_text() == "mine"
+    assert not hidden(tmp_path)
+
+
+def test_an_exchange_that_is_done_is_a_success_whatever_follows(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with mock.patch.object(Path, "rename", side_effect=OSError(5, "input/output error")):
+        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 2.0)}, overwrite=True)
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0
+    assert not hidden(tmp_path)
+
+
+def test_a_policy_that_fails_does_not_fail_the_save(tmp_path: Path) -> None:
+    class Odd(KeepLast):
+        def kept(self, *_: Any) -> set[str]:
+            raise KeyError("odd")
+
+    with pytest.warns(UserWarning, match="is saved, but"):
+        save(tmp_path, 1, keep=Odd(1))
+    assert tags(tmp_path) == ["step_1"]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = descriptors()
+    for where in ("holdfast.engine.commit.local.allocate", "holdfast.saving.Save._write"):
+        with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    for where in ("holdfast.checkpointer.in_background", "holdfast.saving.stage"):
+        with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
+            save(tmp_path, 2, async_save=True)
+    assert descriptors() == before
+    assert tags(tmp_path) == ["step_1"]
+    assert not hidden(tmp_path)
+
+
+def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(4)}, async_save=True)
+    holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)}, max_shard_size="1GB", timeout=30.0)
+    a, b = holdfast.list_checkpoints(tmp_path)
+    assert (a.tag, b.tag, a.sequence, b.sequence) == ("a", "b", 1, 2)
+    assert a.run == b.run

@@ -78,21 +78,27 @@ class Checkpointer:
         kept = self._keep if own else policy_of(num_kept_ckpts, keep)
         request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept)
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
-        with _collector_paused():
+        with _collector_paused(), save.undone_on_failure():
             save.begin()
             if not (self._async if async_save is None else async_save):
                 info = save.finish()
+                save.part()
                 return SaveHandle(save.path, time.perf_counter() - started, ended(info))
             save.stage(self._arena)
-        done = in_background(save)
+            done = in_background(save)
         self._flight = SaveHandle(save.path, time.perf_counter() - started, done)
         return self._flight
 
     def finalize(self) -> None:
         """Wait for the save under way. Raises what went wrong with it, once."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        flight = self._flight
+        if flight is None:
+            return
+        try:
             flight.wait()
+        finally:
+            if flight.done():  # and not where the wait was interrupted
+                self._flight = None
 
     def load(
         self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from holdfast import catalog
 from holdfast.catalog import CheckpointInfo
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import HoldfastError
 from holdfast.handle import SaveHandle
 from holdfast.loading import Restored
 from holdfast.retention import Retention
@@ -90,9 +89,11 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
     options |= {"dataloader": dataloader, "stateful": stateful}
     options |= {"async_save": async_save, "num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
-    return _default(path, max_shard_size, process_group, timeout).save(
-        tag, model, optimizer, scheduler, user_content, **options
-    )
+    checkpointer = _default(path, max_shard_size, process_group, timeout)
+    for other in list(_defaults.values()):
+        if other.path == checkpointer.path:
+            other.finalize()
+    return checkpointer.save(tag, model, optimizer, scheduler, user_content, **options)
 
 
 def load_checkpoint(
@@ -170,11 +171,11 @@ def restore(
 
 def finalize() -> None:
     """Wait for all saves that are under way. When all have ended, raises what went wrong with the first that failed."""
-    errors: list[HoldfastError] = []
+    errors: list[Exception] = []
     for checkpointer in list(_defaults.values()):
         try:
             checkpointer.finalize()
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 - raised when all have ended
             errors.append(error)
     if errors:
         raise errors[0]

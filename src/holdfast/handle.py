@@ -58,11 +58,13 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
         with suppress(OSError, AttributeError):  # not on every system are threads so many processes
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            done.set_result(save.finish())
+            with save.undone_on_failure():
+                info = save.finish()
+            done.set_result(info)
+            save.part()
         except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
             _log.error("the save of %s failed: %s", save.path, error)
             done.set_exception(error)
-        save.part()
 
     threading.Thread(target=run, name=f"holdfast {save.path.name}").start()
     return done

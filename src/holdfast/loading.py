@@ -5,6 +5,7 @@ Everything that can be known before a tensor of the caller's is touched is check
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import LEADER, Ranks, unanimous
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, InvalidArgumentError, NoCheckpointError
+from holdfast.errors import DamagedError, DisagreementError, InvalidArgumentError, NoCheckpointError, StorageError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
@@ -109,16 +110,17 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
 
     Where the newest checkpoint turns out to be damaged, the newest sound one is loaded, with a warning.
     """
-    damaged: dict[str, DamagedError] = {}
+    damaged: dict[str, DamagedError | StorageError] = {}
     while True:
         attempt = _Load(request, ranks, timeout, tuple(damaged))
         try:
             restored = attempt.run()
-        except DamagedError as error:
+        except (DamagedError, StorageError) as error:
             # All ranks raise it, as they have voted; so all of them go on to the same next one.
-            if attempt.is_last_resort():
+            gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+            if attempt.is_last_resort() or not (gone or isinstance(error, DamagedError)):
                 raise
-            damaged[attempt.found.folder] = error
+            damaged[attempt.found.id] = error
             continue
         except NoCheckpointError:
             if not damaged:
@@ -135,10 +137,10 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
-    """The folder of the checkpoint to load, whether it is one among others, and the tags passed over as damaged."""
+    """The folder of the checkpoint to load, its id where it is one of a run, and the tags passed over as damaged."""
 
     folder: str = ""
-    of_run: bool = False
+    id: str = ""
     passed: list[str] = []
 
 
@@ -146,14 +148,14 @@ class _Load:
     """The steps of one load; each ends in a vote."""
 
     def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, damaged: tuple[str, ...]) -> None:
-        """``damaged`` are the folders that were tried already."""
+        """``damaged`` are the ids of those that were tried already: another may have their name meanwhile."""
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
         self._damaged = damaged
         self.found = _Found()
 
     def is_last_resort(self) -> bool:
         """Whether there is nothing to fall back to, or nobody wants to."""
-        return not self.found.of_run or self._request.tag is not None or self._request.on_damage == "raise"
+        return not self.found.id or self._request.tag is not None or self._request.on_damage == "raise"
 
     def run(self) -> Restored:
         self.found = self._find()
@@ -305,11 +307,12 @@ def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
         raise DamagedError(
             f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag"
         )
-    sound = [info for info in every if info.status == "complete" and str(info.path) not in damaged]
+    sound = [info for info in every if info.status == "complete" and info.id not in damaged]
     chosen = sound[-1] if sound else latest(request.path) if not damaged else None
     if chosen is None:
         raise NoCheckpointError(f"all checkpoints in {request.path} are damaged")
-    return _Found(str(chosen.path), True, [info.tag for info in unreadable] + [Path(one).name for one in damaged])
+    passed = [info.tag for info in every if info.status == "damaged" or info.id in damaged]
+    return _Found(str(chosen.path), chosen.id, passed)
 
 
 def _partly(training: Training) -> str:

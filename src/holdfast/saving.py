@@ -34,8 +34,8 @@ from holdfast.engine.stage import Arena, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, ReplicaMismatchError, StorageError, TagExistsError
-from holdfast.formats.native import RANKS
+from holdfast.errors import DisagreementError, HoldfastError, ReplicaMismatchError, TagExistsError
+from holdfast.formats.native import RANKS, is_native, read_manifest
 from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
@@ -138,6 +138,7 @@ class Save:
         self._merged: dict[str, Any] = {}
         self._lock: Lock | None = None
         self._following = Successor(0, "", "")
+        self._plan = NOTHING
         self._staged: Staged | None = None
 
     @property
@@ -159,14 +160,12 @@ class Save:
             with Wire(self._ranks.gloo(), self._session) as wire:
                 return stage(self._plan, self._part_of, arena, wire)
 
-        with self._undone_on_failure():
-            self._staged = self._session.all("copying what is to be saved", work)
+        self._staged = self._session.all("copying what is to be saved", work)
         self._captured.parts.clear()
 
     def finish(self) -> CheckpointInfo:
         """Write, commit, and remove what is no longer kept."""
-        with self._undone_on_failure():
-            committed = self._write(self._draft, self._following)
+        committed = self._write(self._draft, self._following)
         self._close()
         if self._request.keep is not None or self._request.overwrite:
             self._session.all("removing old checkpoints", self._tidy)
@@ -177,22 +176,25 @@ class Save:
         self._session.part()
 
     @property
-    def _plan(self) -> SavePlan:
-        return self._cache.plan
-
-    @property
     def _draft(self) -> Draft:
         return Draft(self._hidden(self._following, "partial"), self._plan)
 
     @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
+    def undone_on_failure(self) -> Iterator[None]:
+        """Leave no draft where a step fails. What is committed stays."""
         try:
             yield
         except BaseException:
-            if self._session.rank == LEADER:
+            if self._lock is not None and not self._is_committed():
                 self._draft.discard()
             self._close()
             raise
+
+    def _is_committed(self) -> bool:
+        try:
+            return read_manifest(self.path).id == self._following.id
+        except HoldfastError:
+            return False
 
     def _close(self) -> None:
         if self._lock is not None:
@@ -208,10 +210,11 @@ class Save:
             return
         path, keep, following = self._request.path, self._request.keep, self._following
         try:
-            remove_tree(self._hidden(following, "replaced"))
+            for state in ("replaced", "partial"):
+                remove_tree(self._hidden(following, state))
             if keep is not None:
                 list(retire(outdated(path, following.run, keep)))
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001 - the checkpoint stands, whatever a policy or the disk says
             warnings.warn(f"the checkpoint is saved, but an old one could not be removed: {error}", stacklevel=2)
 
     def _announce(self) -> _Terms:
@@ -240,6 +243,8 @@ class Save:
     def _settle(self, posted: Sequence[bytes]) -> bytes:
         """Rank 0's view of what all ranks announced."""
         final = self._request.path / self._request.tag
+        if final.exists() and self._request.overwrite and not is_native(final):
+            raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
         if final.exists() and not self._request.overwrite:
             raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
         ends = (_KEY, _KEY + _DIGEST, _KEY + 2 * _DIGEST)
@@ -282,7 +287,8 @@ class Save:
                 cache.key = b""
                 cache.plan = plan_save(membership, self._session.rank, parse_size(self._request.max_shard_size))
                 cache.key, cache.saves = terms.key, 0
-            return replicas.digests(cache.plan, self._part_of, cache.saves)
+            self._plan = cache.plan
+            return replicas.digests(self._plan, self._part_of, cache.saves)
 
         def decide(posted: list[bytes]) -> bytes:
             if not replicas.agree(posted):
@@ -290,7 +296,8 @@ class Save:
             recover(self._request.path)
             following = successor(self._request.path)
             clean_up(self._request.path, following.run)
-            self._lock = Draft(self._hidden(following, "partial"), cache.plan).open()
+            self._following = following
+            self._lock = self._draft.open()
             return _encode(_Opened(following))
 
         _, raw = self._session.vote("preparing the save", work, lambda own: own, decide)
@@ -305,9 +312,9 @@ class Save:
         """Find out together which replicas differ."""
         _, message = self._session.vote(
             "comparing replicas",
-            lambda: replicas.details(self._cache.plan, self._part_of),
+            lambda: replicas.details(self._plan, self._part_of),
             lambda own: own,
-            lambda posted: replicas.mismatch(self._cache.plan, posted).encode(),
+            lambda posted: replicas.mismatch(self._plan, posted).encode(),
         )
         return ReplicaMismatchError(message.decode())
 
@@ -364,4 +371,4 @@ class Save:
         )
 
     def _part_of(self, tensor: int) -> LocalPart:
-        return self._captured.parts[self._cache.plan.tensors[tensor]]
+        return self._captured.parts[self._plan.tensors[tensor]]

@@ -24,10 +24,12 @@ def clean_up(path: Path, run: str | None) -> list[Path]:
 
     A folder that a living process works on is left alone, and so is one of which nobody can tell.
     """
+    recover(path)
+    wanted = {hidden.id for _, hidden in _wanted(path)}
     gone = []
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
-        if hidden is None or run not in {None, hidden.run}:
+        if hidden is None or hidden.id in wanted or run not in {None, hidden.run}:
             continue
         with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
             if _remove(folder):
@@ -40,11 +42,19 @@ def recover(path: Path) -> None:
 
     Only where the file system cannot exchange two names is there a moment in which neither folder has it.
     """
+    for folder, hidden in _wanted(path):
+        with suppress(StorageError):
+            rename(folder, path / hidden.tag)
+
+
+def _wanted(path: Path) -> Iterator[tuple[Path, Hidden]]:
+    """Checkpoints that were put aside for another, which did not get their name: it is there still, unpublished."""
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
-        if hidden is not None and hidden.state == "replaced" and not (path / hidden.tag).exists():
-            with suppress(StorageError):
-                rename(folder, path / hidden.tag)
+        if hidden is None or hidden.state != "replaced" or (path / hidden.tag).exists():
+            continue
+        if (path / hidden.now("partial").name).exists():
+            yield folder, hidden
 
 
 def _remove(folder: Path) -> bool:

@@ -42,6 +42,7 @@ class Draft:
         """
         local.make_folder(self.folder.parent)
         folders.check_space(self.folder.parent, sum(file.size for file in self.plan.files))
+        lock = None
         try:
             local.make_folder(self.folder)
             lock = Lock(self.folder)
@@ -51,6 +52,8 @@ class Draft:
                 local.allocate(path, file.size)
         except BaseException:
             self.discard()
+            if lock is not None:
+                lock.close()
             raise
         return lock
 

@@ -87,15 +87,20 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     threads = [threading.Thread(target=run, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))]
     for thread in threads:
         thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as interruption:
-        errors.append(interruption)
-        raise
+    for thread in threads:
+        _join(thread, errors)
     if errors:
         raise errors[0]
     return [done[number] for number in range(len(items))]
+
+
+def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
+    """Wait for a thread, also when interrupted: what it works on must not be closed under it."""
+    while thread.is_alive():
+        try:
+            thread.join()
+        except BaseException as interruption:  # noqa: BLE001 - raised by the caller when all threads have ended
+            errors.append(interruption)
 
 
 class Buffers:

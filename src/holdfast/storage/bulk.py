@@ -68,7 +68,8 @@ class BulkWriter:
         for fd in (self._buffered, self._direct):
             if fd is not None:
                 os.close(fd)
-        self._direct = None
+        # Numbers of closed files are given to others: nothing must be written to them.
+        self._buffered, self._direct = -1, None
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +104,7 @@ class BulkReader:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+        self._fd = -1
 
     def __enter__(self) -> Self:
         return self

@@ -82,7 +82,8 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
     """
     with reported("rename to its final name", partial):
         if _renameat2(partial, final, _EXCHANGE):
-            partial.rename(aside)
+            with suppress(OSError):  # it is done; what is aside goes, whatever its name
+                partial.rename(aside)
         else:
             final.rename(aside)
             sync_folder(final.parent)
@@ -118,8 +119,11 @@ def _rename_new(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder and all in it; what is already gone is fine."""
+    """Delete a folder and all in it, or a link to one; what is already gone is fine."""
     with reported("remove", path):
+        if path.is_symlink():
+            path.unlink()
+            return
         shutil.rmtree(path, ignore_errors=False, onerror=_unless_gone)
 
 
