@@ -103,7 +103,7 @@ def test_the_arena_is_used_again(tmp_path: Path) -> None:
         checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
         for number in range(4):
             checkpointer.save(f"s{number}", {"w": torch.ones(1000)}).wait()
-    assert made == [4000 + made[0] - 4000]
+    assert len(made) == 1
 
 
 def save_then_change(path: str, layout: str) -> None:

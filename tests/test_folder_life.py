@@ -93,7 +93,7 @@ def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path)
     save(other, 7)
     (other / "step_7").rename(tmp_path / "elsewhere")
     save(tmp_path, 3, num_kept_ckpts=2)
-    assert set(tags(tmp_path)) == {"step_2", "step_1", "step_3", "elsewhere"} - set()
+    assert set(tags(tmp_path)) == {"step_2", "step_1", "step_3", "elsewhere"}
 
 
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.errors import OptimizerMismatchError
 from tests.pool import Ranks
 from tests.test_fsdp1 import full_optimizer, full_state, nested, net, train
 
@@ -98,3 +99,32 @@ def _save(path: str, orig: bool) -> Flat:
 
 def _load(path: str, orig: bool, stepped: bool) -> Flat:
     return load(path, orig=orig, stepped=stepped)
+
+
+def refused(path: str) -> str:
+    model = nested(use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerMismatchError) as raised:
+        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda states: states.clear(), "other optimizer states of 'scale' than of"),
+        (lambda states: states.update(exp_avg=states["exp_avg"].double()), "cannot be told"),
+        (lambda states: states.update(step=torch.tensor(9.0)), "differ in the checkpoint"),
+    ],
+    ids=["none of one", "another dtype", "another step"],
+)
+def test_states_that_a_flat_parameter_cannot_keep_apart_are_refused(
+    ranks: Ranks, tmp_path: Path, spoil: Any, words: str
+) -> None:
+    """Parameters that FSDP1 keeps as one have one set of states, of one dtype, and one step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    spoil(optimizer.state[model.scale])
+    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    assert all(words in message for message in ranks(2, refused, str(tmp_path)))

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import (
+    DamagedError,
     DisagreementError,
     InvalidArgumentError,
     MismatchError,
@@ -157,7 +158,7 @@ def test_schedulers_of_parts_that_agree_are_one_and_load_into_any_number(tmp_pat
         other.step()
     holdfast.save_checkpoint(tmp_path, "s", scheduler=schedulers)
     assert holdfast.open(tmp_path).values["scheduler"]["class"] == "StepLR"
-    (fresh,) = [torch.optim.lr_scheduler.StepLR(optimizers[0], 2)]
+    fresh = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
     holdfast.load_checkpoint(tmp_path, scheduler=fresh)
     assert fresh.last_epoch == 1
     holdfast.save_checkpoint(tmp_path, "t", scheduler={"warm": schedulers[0], "cold": schedulers[1]})
@@ -231,3 +232,22 @@ def unlike_dicts(path: str) -> str:
 
 def test_ranks_that_save_different_models_are_told(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, unlike_dicts, str(tmp_path)) == ["refused"] * 2
+
+
+def test_damage_is_told_with_the_names_of_the_models_that_may_be_partly_filled(tmp_path: Path) -> None:
+    models, optimizers = gan()
+    holdfast.save_checkpoint(tmp_path, "s", models, optimizers)
+    file = tmp_path / "s/model/gen/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(DamagedError, match=r"model/gen and model/disc and optimizer/gen .* may be partly filled"):
+        holdfast.load_checkpoint(tmp_path, "s", models, optimizers)
+
+
+def test_an_optimizer_names_the_parameters_of_its_own_model_as_that_does(tmp_path: Path) -> None:
+    """Also where another model, which comes first, shares one."""
+    first, second = net(1), net(2)
+    second[0].weight = first[0].weight
+    optimizer = torch.optim.SGD([second[0].weight], lr=1, momentum=0.9)
+    optimizer.state[second[0].weight] = {"momentum_buffer": torch.ones(6, 4)}
+    holdfast.save_checkpoint(tmp_path, "s", {"a": first, "b": second}, {"b": optimizer})
+    assert set(load_file(tmp_path / "s/optimizer/b/optimizer.safetensors")) == {"0.weight/momentum_buffer"}

@@ -75,3 +75,16 @@ def test_each_rank_gets_its_own_data_loader_back_and_another_world_size_is_told_
     ranks(3, save, str(tmp_path))
     assert ranks(3, load, str(tmp_path)) == [(10 + rank, True, (), ("dataloader",)) for rank in range(3)]
     assert ranks(2, load, str(tmp_path)) == [(0, True, ("dataloader",), ())] * 2
+
+
+def test_loading_does_not_ask_for_the_state_that_it_replaces(tmp_path: Path) -> None:
+    """It may be large, or not be there yet."""
+
+    class Fresh(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("not yet")
+
+    holdfast.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)}, dataloader=Loader(4))
+    a, loader = Fresh(), Fresh()
+    holdfast.load_checkpoint(tmp_path, stateful={"a": a}, dataloader=loader)
+    assert (a.position, loader.position) == (3, 4)

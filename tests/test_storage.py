@@ -323,3 +323,12 @@ def test_a_link_to_itself_is_an_error_naming_it(tmp_path: Path) -> None:
     for path in (tmp_path / "loop", tmp_path / "absent", tmp_path / ("x" * 300)):
         with pytest.raises(StorageError, match=path.name):
             local.check_regular(path, within=(tmp_path,))
+
+
+def test_a_lock_that_is_closed_twice_closes_nobody_elses_file(tmp_path: Path) -> None:
+    lock = folders.Lock(tmp_path)
+    lock.close()
+    with (tmp_path / "mine").open("wb") as mine:  # gets the number that is free
+        lock.close()
+        mine.write(b"whole")
+    assert (tmp_path / "mine").read_bytes() == b"whole"

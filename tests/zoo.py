@@ -242,12 +242,19 @@ class Stage(nn.Module):
             self.head = model.head
 
 
-def pipeline(stages: int, wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage) -> Zoo:
+def pipeline(stages: int) -> Zoo:
     """Stages dealt out in turn: with more of them than ranks, each rank has several."""
     n, me = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    parts = [wrap(Stage(Net(), number, stages)) for number in range(stages) if number % n == me]
+    parts = [Stage(Net(), number, stages) for number in range(stages) if number % n == me]
     optimizers = [optimizer_of(part) for part in parts]
     return Zoo(parts, optimizers, parts, optimizers)
+
+
+def pp_ddp() -> Zoo:
+    """Two stages, each replicated over half of the ranks."""
+    both = mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
+    stage = Stage(Net(), both["pp"].get_local_rank(), 2)
+    return one(DistributedDataParallel(stage, process_group=both["dp"].get_group()))
 
 
 def pp_fsdp() -> Zoo:
@@ -270,7 +277,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Zoo], tuple[int, ...]]] = {
     "fsdp_tp": (fsdp_tp, (2, 4)),
     "hsdp_tp": (hsdp_tp, (4, 8)),
     "pp": (functools.partial(pipeline, 4), (1, 2, 3, 4)),
-    "pp_ddp": (functools.partial(pipeline, 2), (2,)),
+    "pp_ddp": (pp_ddp, (2, 4)),
     "pp_fsdp": (pp_fsdp, (2, 4)),
 }
 CASES = [(name, n) for name, (_, sizes) in LAYOUTS.items() for n in sizes]

@@ -60,11 +60,12 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
         try:
             with save.undone_on_failure():
                 info = save.finish()
-            done.set_result(info)
-            save.part()
         except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
             _log.error("the save of %s failed: %s", save.path, error)
             done.set_exception(error)
+        else:
+            done.set_result(info)
+            save.part()
 
     threading.Thread(target=run, name=f"holdfast {save.path.name}").start()
     return done

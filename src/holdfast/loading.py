@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -316,8 +315,7 @@ def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
 
 
 def _partly(training: Training) -> str:
-    objects: Mapping[str, Any] = {name: getattr(training, name) for name in training.given()}
-    filled = [name for name in objects if name != "scheduler"]
+    filled = [slot for slot in training.given() if slot.partition("/")[0] in {"model", "optimizer"}]
     return (
         f"The {' and '.join(filled)} passed may be partly filled: do not use them"
         if filled

@@ -200,7 +200,7 @@ def _shared(training: Training) -> dict[str, Any]:
         slot: schedulers.values(parts) for slot, parts in schedulers.slots(training.scheduler).items()
     }
     if training.stateful is not None:
-        shared["stateful"] = stateful.values(training.stateful)
+        shared["stateful"] = {name: one.state_dict() for name, one in stateful.check(training.stateful).items()}
     if training.user_content is not None:
         shared["user_content"] = training.user_content
     return shared
@@ -211,7 +211,7 @@ def _own(training: Training) -> dict[str, Any]:
     if training.rng:
         own["rng"] = rng.capture()
     if training.dataloader is not None:
-        own["dataloader"] = stateful.state_of(training.dataloader, "the data loader")
+        own["dataloader"] = stateful.check_one(training.dataloader, "the data loader").state_dict()
     if training.rank_content is not None:
         own["content"] = training.rank_content
     return own

@@ -50,6 +50,7 @@ class Restoration:
         made: dict[str, torch.Tensor] = {}
         if all(handle.flat is not None and not handle.flat.parameter.numel() for handle in member.handles):
             return made  # FSDP1 gives such a parameter no gradient, and its optimizer has no state of it
+        _check_together(member, infos)
         for handle in member.handles:
             for state, info in infos.get(handle.name, {}).items():
                 name = key(handle.name, state)
@@ -92,6 +93,17 @@ class Restoration:
             group.source.settle()
 
 
+def _check_together(member: Member, infos: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """Raise ``OptimizerMismatchError`` where only some of the parameters in a flat parameter have a state."""
+    first = member.handles[0] if member.handles else None
+    for handle in member.handles[1:]:
+        if first is not None and infos.get(handle.name, {}).keys() != infos.get(first.name, {}).keys():
+            raise OptimizerMismatchError(
+                f"the checkpoint has other optimizer states of {first.name!r} than of {handle.name!r}, which FSDP1 "
+                "keeps as one here: wrap with use_orig_params=True"
+            )
+
+
 def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if isinstance(group.get(name), torch.Tensor):
@@ -103,7 +115,7 @@ def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _target(handle: Handle, state: str, whole: torch.Tensor, info: TensorInfo) -> Described:
     """The part of a state tensor that a checkpoint's tensor goes into."""
     found = place(handle, state, whole)
-    if found.shape != info.shape:
+    if (found.shape, found.dtype) != (info.shape, info.dtype):
         raise _unknown(handle, state, info)
     return found
 

@@ -112,10 +112,10 @@ class Intake:
     def _match_stateful(self, own: Mapping[str, Any] | None) -> None:
         """Objects by name; and the data loader, whose state is kept for as many ranks as saved it."""
         saved = self._values.get("stateful", {})
-        wanted = () if self._training.stateful is None else stateful.values(self._training.stateful)
+        wanted = () if self._training.stateful is None else stateful.check(self._training.stateful)
         self.findings.missing += [f"stateful object {name!r}" for name in wanted if name not in saved]
         if self._training.dataloader is not None:
-            stateful.state_of(self._training.dataloader, "the data loader")
+            stateful.check_one(self._training.dataloader, "the data loader")
             self._own = own
             if own is not None and "dataloader" not in own:
                 self.findings.missing.append("dataloader")

@@ -37,9 +37,10 @@ class Lock:
             raise
 
     def close(self) -> None:
-        """Let go of it."""
-        with suppress(OSError):
-            os.close(self._fd)
+        """Let go of it, once: the number of a closed file may be another's by the second time."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _check_there(folder: Path, fd: int) -> None:
