@@ -17,8 +17,8 @@ from tests.zoo import LAYOUTS, blank, fill
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
-    "holdfast.saving.capture",
-    "holdfast.saving.merged_bytes",
+    "holdfast.agreement.capture",
+    "holdfast.agreement.merged_bytes",
     "holdfast.saving.plan_save",
     "holdfast.engine.replicas.digests",
     "holdfast.saving.write_stripes",

@@ -17,9 +17,10 @@ from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
 from holdfast.handle import SaveHandle, ended, in_background
-from holdfast.loading import LoadRequest, Restored, load
+from holdfast.loading import Restored, load
+from holdfast.request import LoadRequest, SaveRequest
 from holdfast.retention import Retention, policy_of
-from holdfast.saving import PlanCache, Save, SaveRequest
+from holdfast.saving import PlanCache, Save
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path

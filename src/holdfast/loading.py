@@ -14,50 +14,23 @@ from typing import Any
 import msgspec
 
 from holdfast.catalog import find, latest, list_checkpoints
-from holdfast.engine.asked import Asked, first_vote
+from holdfast.engine.asked import first_vote
+from holdfast.engine.ballot import LEADER
 from holdfast.engine.census import Census, Digests, digests
 from holdfast.engine.checks import Checks
 from holdfast.engine.membership import Membership
-from holdfast.engine.ranks import LEADER, Ranks, unanimous
+from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, InvalidArgumentError, NoCheckpointError, StorageError
+from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError, StorageError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
-from holdfast.layout.names import check_tag
 from holdfast.reading import Reading
+from holdfast.request import LoadRequest
 from holdfast.state.capture import Training
-from holdfast.state.restore import Intake, Policy
+from holdfast.state.restore import Intake
 from holdfast.storage.local import host
 from holdfast.upkeep import recover
-
-#: How ranks may read what several of them need.
-EXCHANGE = ("auto", "always", "never")
-
-#: What to do where the newest checkpoint is damaged and none was asked for by its tag.
-ON_DAMAGE = ("fall_back", "raise")
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """What to load from where. Without a ``tag``: the latest, or ``path`` itself where it is a checkpoint."""
-
-    path: Path
-    tag: str | None
-    training: Training
-    policy: Policy
-    verify: bool
-    exchange: str = "auto"
-    on_damage: str = "fall_back"
-
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be asked for."""
-        if self.tag is not None:
-            check_tag(self.tag)
-        if self.exchange not in EXCHANGE:
-            raise InvalidArgumentError(f"exchange is one of {', '.join(EXCHANGE)}, not {self.exchange!r}")
-        if self.on_damage not in ON_DAMAGE:
-            raise InvalidArgumentError(f"on_damage is one of {', '.join(ON_DAMAGE)}, not {self.on_damage!r}")
 
 
 @dataclass(frozen=True)
@@ -174,18 +147,10 @@ class _Load:
             request.check()
             return b""
 
-        about = {
-            "the path": repr(str(request.path)),
-            "the tag": repr(request.tag),
-            "what is loaded": ", ".join(request.training.given()) or "nothing",
-            "exchange": request.exchange,
-            "on_damage": request.on_damage,
-        }
-        asked = Asked("load", about)
         found = first_vote(
             self._session,
             "finding the checkpoint",
-            asked,
+            request.asked(),
             work,
             lambda _: _encode(_locate(request, self._damaged)),
         )
@@ -224,7 +189,7 @@ class _Load:
     def _tell(self, intake: Intake, terms: _Terms) -> Membership:
         """What all ranks want, each distinct wish told once."""
         census, inventory = terms.census, intake.inventory
-        told = [(inventory.spec().encode(), inventory.meshes().encode())] * self._session.size
+        told = [(inventory.spec().encode(), inventory.meshes().encode())]
         if not census.is_uniform:
             _, raw = self._session.vote(
                 "telling each other what they want",

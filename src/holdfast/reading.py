@@ -13,7 +13,7 @@ from holdfast.engine.membership import Held
 from holdfast.engine.parts import part
 from holdfast.engine.ranks import Ranks, Session
 from holdfast.engine.read import read_pieces
-from holdfast.engine.routes import Locate
+from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
 from holdfast.engine.transfer import Fragments, Piece
 from holdfast.engine.wire import Wire
@@ -102,8 +102,4 @@ def _runs(target: Described, info: TensorInfo, me: int, locate: Locate) -> list[
     coordinate = () if target.layout is None else layouts.part_of(target.layout, me)
     if coordinate is None:
         return []
-    found, local = [], 0
-    for start, stop in part(info, target.layout.division if target.layout else (), coordinate).runs():
-        found += [piece._replace(local=piece.local + local) for piece in locate(start, stop)]
-        local += stop - start
-    return found
+    return list(as_it_lies(part(info, target.layout.division if target.layout else (), coordinate), locate))

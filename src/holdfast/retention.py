@@ -5,32 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
+from holdfast.catalog import CheckpointInfo
 from holdfast.errors import InvalidArgumentError
 
 _DAY = 86_400.0
 
 
-class Known(Protocol):
-    """What policies look at of a checkpoint."""
-
-    @property
-    def id(self) -> str: ...  # noqa: D102
-    @property
-    def tag(self) -> str: ...  # noqa: D102
-    @property
-    def step(self) -> float | None: ...  # noqa: D102
-    @property
-    def time(self) -> float: ...  # noqa: D102
-    @property
-    def metrics(self) -> Mapping[str, float | None]: ...  # noqa: D102
-
-
 class Retention:
     """Decides which checkpoints are kept. The newest one always is."""
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """The ids of those kept, of checkpoints from the oldest to the newest. ``now``: seconds since 1970."""
         raise NotImplementedError
 
@@ -49,7 +35,7 @@ class Either(Retention):
     first: Retention
     second: Retention
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         return self.first.kept(checkpoints, now) | self.second.kept(checkpoints, now)
 
@@ -68,7 +54,7 @@ class KeepLast(Retention):
     def __post_init__(self) -> None:
         _positive("KeepLast", self.number)
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         return {one.id for one in checkpoints[-self.number :]}
@@ -83,7 +69,7 @@ class KeepEvery(Retention):
     def __post_init__(self) -> None:
         _positive("KeepEvery", self.steps)
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         return {one.id for one in checkpoints if one.step is not None and one.step % self.steps == 0}
@@ -108,7 +94,7 @@ class KeepBest(Retention):
         if self.mode not in {"min", "max"}:
             raise InvalidArgumentError(f"mode is 'min' or 'max', not {self.mode!r}")
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         sign = 1 if self.mode == "min" else -1
@@ -136,7 +122,7 @@ class KeepNewerThan(Retention):
     def __post_init__(self) -> None:
         _positive("KeepNewerThan", self.days + self.hours)
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         oldest = now - _DAY * (self.days + self.hours / 24)
         return {one.id for one in checkpoints if one.time >= oldest}
@@ -150,7 +136,7 @@ class KeepTags(Retention):
             raise InvalidArgumentError("KeepTags takes the tags to keep")
         self.tags = frozenset(tags)
 
-    def kept(self, checkpoints: Sequence[Known], now: float) -> set[str]:
+    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         return {one.id for one in checkpoints if one.tag in self.tags}

@@ -5,13 +5,12 @@ Everything that can fail on one rank comes before a vote: no rank goes on alone,
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +18,30 @@ import msgspec
 import torch
 
 from holdfast._version import __version__
+from holdfast.agreement import Agreement, agree
 from holdfast.catalog import CheckpointInfo, Successor, successor
 from holdfast.engine import replicas
-from holdfast.engine.asked import Asked, first_vote
-from holdfast.engine.census import Census, Digests, digests, distinct
+from holdfast.engine.ballot import LEADER
 from holdfast.engine.commit import Draft
 from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
-from holdfast.engine.membership import Membership
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
-from holdfast.engine.ranks import LEADER, Ranks
-from holdfast.engine.spec import digest
+from holdfast.engine.ranks import Ranks
 from holdfast.engine.stage import Arena, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, HoldfastError, ReplicaMismatchError, TagExistsError
-from holdfast.formats.native import RANKS, is_native, read_manifest
+from holdfast.errors import DisagreementError, HoldfastError, ReplicaMismatchError
+from holdfast.formats.native import RANKS, read_manifest
 from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
 from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
-from holdfast.layout.names import check_tag, check_text, number
-from holdfast.retention import Retention
-from holdfast.state.capture import Capture, Training, capture, merge_values, merged_bytes, state_file
+from holdfast.request import SaveRequest
+from holdfast.state.capture import Capture, state_file
 from holdfast.storage.folders import Lock, remove_tree
 from holdfast.upkeep import clean_up, outdated, recover, retire
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file."""
-
-    path: Path
-    tag: str
-    training: Training
-    max_shard_size: int | str
-    step: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    overwrite: bool = False
-    keep: Retention | None = None
-
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be noted."""
-        check_tag(self.tag)
-        parse_size(self.max_shard_size)
-        self.numbers()
-        if self.keep is not None:
-            self.keep.check(self.step, self.metrics)
-
-    def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
-        """The step and the metrics as the manifest has them; metrics that are not finite become ``None``."""
-        step = None if self.step is None else number("step", self.step)
-        metrics = {
-            check_text(name, "a metric's name"): float(number(name, value)) for name, value in self.metrics.items()
-        }
-        return step, {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 @dataclass
@@ -85,25 +51,6 @@ class PlanCache:
     key: bytes = b""
     plan: SavePlan = NOTHING
     saves: int = 0
-
-
-class _Terms(msgspec.Struct, frozen=True):
-    """What rank 0 makes of the announcements.
-
-    ``key`` is the plan's; ``census`` is there where the plan is new, and ``tellers`` are the ranks that tell their
-    values, where those differ.
-    """
-
-    key: bytes
-    census: Census | None
-    tellers: list[int]
-
-
-class _Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its spec, meshes and values; nothing where another has told the same."""
-
-    held: tuple[bytes, bytes]
-    values: bytes
 
 
 class _Opened(msgspec.Struct, frozen=True):
@@ -121,9 +68,6 @@ class _Report(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
-#: Of an announcement: the key of the plan that a rank knows, the digests of its spec, its meshes and its values.
-_KEY, _DIGEST = 8, 16
-
 
 class Save:
     """The steps of one save; each ends in a vote. On failure nothing is left, and all ranks raise the same error.
@@ -135,7 +79,7 @@ class Save:
         self._request, self._ranks, self._cache = request, ranks, cache
         self._session = ranks.session(timeout)
         self._captured = Capture()
-        self._merged: dict[str, Any] = {}
+        self._merged: Mapping[str, Any] = {}
         self._lock: Lock | None = None
         self._following = Successor(0, "", "")
         self._plan = NOTHING
@@ -148,8 +92,9 @@ class Save:
 
     def begin(self) -> None:
         """Look at what is to be saved, plan, and open the draft."""
-        terms = self._announce()
-        self._following = self._prepare(terms, self._tell(terms))
+        agreement = agree(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
+        self._captured, self._merged = agreement.captured, agreement.merged
+        self._following = self._prepare(agreement)
 
     def stage(self, arena: Arena) -> None:
         """Copy what this rank will write. Afterwards the training objects may change."""
@@ -217,76 +162,17 @@ class Save:
         except Exception as error:  # noqa: BLE001 - the checkpoint stands, whatever a policy or the disk says
             warnings.warn(f"the checkpoint is saved, but an old one could not be removed: {error}", stacklevel=2)
 
-    def _announce(self) -> _Terms:
-        """Capture, and tell each other in 64 bytes what is to be saved."""
-        request = self._request
-
-        def work() -> bytes:
-            request.check()
-            self._captured = capture(request.training, self._session.rank)
-            self._merged = self._captured.merged
-            held = digests(self._captured.inventory.spec(), self._captured.inventory.meshes())
-            said = digest(merged_bytes(self._captured), _DIGEST)
-            return self._cache.key.ljust(_KEY, b"\0") + held.spec + held.meshes + said
-
-        about = {
-            "the path": repr(str(request.path)),
-            "the tag": repr(request.tag),
-            "what is saved": ", ".join(request.training.given()) or "nothing",
-            "max_shard_size": str(request.max_shard_size),
-            "overwrite": str(request.overwrite),
-            "what is kept": repr(request.keep),
-        }
-        terms = first_vote(self._session, "looking at what to save", Asked("save", about), work, self._settle)
-        return msgspec.msgpack.decode(terms, type=_Terms)
-
-    def _settle(self, posted: Sequence[bytes]) -> bytes:
-        """Rank 0's view of what all ranks announced."""
-        final = self._request.path / self._request.tag
-        if final.exists() and self._request.overwrite and not is_native(final):
-            raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
-        if final.exists() and not self._request.overwrite:
-            raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
-        ends = (_KEY, _KEY + _DIGEST, _KEY + 2 * _DIGEST)
-        known, specs, meshes, values = zip(
-            *((raw[: ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]], raw[ends[2] :]) for raw in posted),
-            strict=True,
-        )
-        limit = str(parse_size(self._request.max_shard_size)).encode()
-        key = digest(b"".join((*specs, *meshes, limit)), _KEY)
-        census = None if set(known) == {key} else Census.take(list(map(Digests, specs, meshes)))
-        _, tellers = distinct(values)
-        return _encode(_Terms(key, census, tellers if len(tellers) > 1 else []))
-
-    def _tell(self, terms: _Terms) -> Membership | None:
-        """The specs, meshes and values of all ranks, each told once by the lowest rank that has it."""
-        rank, census, inventory = self._session.rank, terms.census, self._captured.inventory
-        told = [(inventory.spec().encode(), inventory.meshes().encode())] * self._session.size
-        if terms.tellers or (census is not None and not census.is_uniform):
-
-            def work() -> _Told:
-                held = census.told_by(rank, inventory.spec(), inventory.meshes()) if census else (b"", b"")
-                return _Told(held, merged_bytes(self._captured) if rank in terms.tellers else b"")
-
-            def decide(posted: list[bytes]) -> bytes:
-                said = [msgspec.msgpack.decode(raw, type=_Told) for raw in posted]
-                if terms.tellers:
-                    self._merged = merge_values([msgspec.json.decode(said[teller].values) for teller in terms.tellers])
-                return _encode([one.held for one in said] if census and not census.is_uniform else [])
-
-            _, raw = self._session.vote("telling each other what they hold", work, _encode, decide)
-            told = msgspec.msgpack.decode(raw, type=list[tuple[bytes, bytes]]) or told
-        return census.membership(told, self._ranks.global_ranks()) if census else None
-
-    def _prepare(self, terms: _Terms, membership: Membership | None) -> Successor:
+    def _prepare(self, agreement: Agreement) -> Successor:
         """Plan, prove that replicas are equal, and open the draft. Returns what tells the checkpoint."""
         cache = self._cache
 
         def work() -> bytes:
-            if membership is not None:
+            if agreement.membership is not None:
                 cache.key = b""
-                cache.plan = plan_save(membership, self._session.rank, parse_size(self._request.max_shard_size))
-                cache.key, cache.saves = terms.key, 0
+                cache.plan = plan_save(
+                    agreement.membership, self._session.rank, parse_size(self._request.max_shard_size)
+                )
+                cache.key, cache.saves = agreement.key, 0
             self._plan = cache.plan
             return replicas.digests(self._plan, self._part_of, cache.saves)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -52,13 +52,8 @@ class Census(msgspec.Struct, frozen=True):
             [decode_meshes(told[rank][1]) for rank in self.table_tellers],
             self.spec_of,
             self.table_of,
-            places(global_ranks),
+            {number: place for place, number in enumerate(global_ranks)},
         )
-
-
-def places(global_ranks: Sequence[int]) -> Mapping[int, int]:
-    """The number in the group of each job-wide number of a rank."""
-    return {number: place for place, number in enumerate(global_ranks)}
 
 
 def distinct(said: Sequence[bytes]) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from holdfast.engine.membership import Held, first_part
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone
+from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone, as_it_lies
 from holdfast.engine.shares import in_tensor, split_evenly
 from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Chunk, Piece, tensor_chunks
@@ -57,21 +57,13 @@ def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exch
                 plan.alone += alone(wanted, rank, locate(tensor))
             continue
         holders = wanted.holders(coordinate) if exchange else (rank,)
-        copies.setdefault(holders, []).extend(_pieces(wanted, rank, locate(tensor)))
+        mine = part(wanted.info, wanted.division, coordinate)
+        copies.setdefault(holders, []).extend(as_it_lies(mine, locate(tensor)))
     plan.pieces = copies.pop((rank,), [])
     for holders, pieces in copies.items():
         plan.shared += _copied(holders, pieces)
     plan.shared.sort(key=_order)
     return plan
-
-
-def _pieces(held: Held, rank: int, locate: Locate) -> Iterator[Piece]:
-    """The runs of this rank's part, as they lie in files."""
-    local = 0
-    for start, stop in part(held.info, held.division, held.coordinate(rank) or ()).runs():
-        for piece in locate(start, stop):
-            yield piece._replace(local=piece.local + local)
-        local += stop - start
 
 
 def _copied(holders: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[Copied]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import TypeGuard
 
 import msgspec
 
@@ -52,20 +53,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def division(self) -> Division:
         """What divides the tensor; replicating dimensions, and those of one rank, do not."""
-        return tuple(
-            (size, placement)
-            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
-            if not isinstance(placement, Replicate) and (size > 1 or isinstance(placement, Flat))
-        )
+        axes = zip(self.mesh.shape, self.placements, strict=True)
+        return tuple((size, placement) for size, placement in axes if _divides(placement, size))
+
+
+def _divides(placement: Placement, size: int) -> TypeGuard[Shard | Flat]:
+    return isinstance(placement, Flat) or (isinstance(placement, Shard) and size > 1)
 
 
 @lru_cache(maxsize=4096)
 def holders(layout: Layout) -> Mapping[Coordinate, tuple[int, ...]]:
     """The ranks, ascending, that hold each part."""
-    divides = [
-        not isinstance(placement, Replicate) and (size > 1 or isinstance(placement, Flat))
-        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
-    ]
+    divides = list(map(_divides, layout.placements, layout.mesh.shape))
     found: dict[Coordinate, list[int]] = {}
     for place, rank in enumerate(layout.mesh.ranks):
         whole = unravel(place, layout.mesh.shape)

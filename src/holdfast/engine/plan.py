@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.engine.layouts import Coordinate
 from holdfast.engine.membership import Held, Membership, first_part
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Owned, Routes
+from holdfast.engine.routes import Crossing, Locate, Owned, Routes, as_it_lies
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Piece
@@ -95,23 +95,18 @@ class _Share:
         mine, holders = part(held.info, held.division, coordinate), held.holders(coordinate)
         if held.shared and len(holders) > 1 and mine.nbytes:
             self.replicas.setdefault(holders, []).append(Replica(tensor, mine.nbytes))
-        if is_narrow(first_part(held)):
-            self._cross(tensor, held, file, offset)
-            return
-        writers = _writers(held, coordinate)
-        if self._rank in writers:
-            local = 0
-            for start, stop in mine.runs():
-                piece = Piece(tensor, start, stop, local, file, offset + start)
-                self._held.setdefault(writers, []).append(piece)
-                local += stop - start
-
-    def _cross(self, tensor: int, held: Held, file: int, offset: int) -> None:
-        """The stripes that this rank owns, and those that it is the one to give its cut to."""
 
         def locate(start: int, stop: int) -> tuple[Piece, ...]:
             return (Piece(tensor, start, stop, 0, file, offset + start),)
 
+        writers = _writers(held, coordinate)
+        if is_narrow(first_part(held)):
+            self._cross(tensor, held, locate)
+        elif self._rank in writers:
+            self._held.setdefault(writers, []).extend(as_it_lies(mine, locate))
+
+    def _cross(self, tensor: int, held: Held, locate: Locate) -> None:
+        """The stripes that this rank owns, and those that it is the one to give its cut to."""
         self.crossings += (
             crossing
             for crossing in self._routes.crossings(tensor, held, locate)

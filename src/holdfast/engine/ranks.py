@@ -18,8 +18,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outcome, failed_key
 from holdfast.errors import AbandonedError, DisagreementError, InvalidArgumentError, RankFailedError, RankTimeoutError
 
-__all__ = ["LEADER", "Ranks", "Session", "current_group", "unanimous"]
-
 #: Seconds between looks at whether all others are done, too.
 _NAP = 0.01
 

@@ -21,6 +21,14 @@ from holdfast.engine.transfer import Piece
 Locate = Callable[[int, int], tuple[Piece, ...]]
 
 
+def as_it_lies(mine: Part, locate: Locate) -> Iterator[Piece]:
+    """The runs of a part, as they lie in files."""
+    local = 0
+    for start, stop in mine.runs():
+        yield from (piece._replace(local=piece.local + local) for piece in locate(start, stop))
+        local += stop - start
+
+
 class Cut(NamedTuple):
     """What goes through a stripe of one part: ``size`` bytes from ``local`` on in the part.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,14 +49,14 @@ def stage(plan: SavePlan, part_of: PartOf, arena: Arena, wire: Wire | None) -> S
     chunks = list(tensor_chunks(plan.pieces))
     stripes = [piece for crossing in plan.crossings if isinstance(crossing, Owned) for piece in crossing.pieces]
     sizes = [chunk.size for chunk in chunks] + [piece.stop - piece.start for piece in stripes]
-    starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
-    memory = arena.room(starts[-1])
-    in_threads(lambda item: _copy(item[0], memory, item[1], part_of), list(zip(chunks, starts, strict=False)))
-    staged = [piece for chunk, start in zip(chunks, starts, strict=False) for piece in _moved(chunk, start)]
+    starts = itertools.accumulate(sizes, initial=0)
+    # Chunks take their places first, and the stripes those that are left.
+    placed = list(zip(chunks, starts, strict=False))
+    memory = arena.room(sum(sizes))
+    in_threads(lambda item: _copy(item[0], memory, item[1], part_of), placed)
+    staged = [piece for chunk, start in placed for piece in _moved(chunk, start)]
     if wire is not None:
-        places = iter(starts[len(chunks) :])
-        for piece, stripe in put_together(plan.crossings, part_of, wire):
-            start = next(places)
+        for (piece, stripe), start in zip(put_together(plan.crossings, part_of, wire), starts, strict=False):
             np.copyto(memory[start : start + len(stripe)], stripe)
             staged.append(piece._replace(local=start))
     staged.sort(key=lambda piece: (piece.file, piece.offset))

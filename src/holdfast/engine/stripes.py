@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.engine.local import Bytes
 from holdfast.engine.parts import Part, below
 from holdfast.engine.runs import Run
 
@@ -22,8 +22,6 @@ STRIPE = 8 * 2**20
 
 #: A part whose runs are shorter, in bytes, goes through stripes (measured: see docs/design.md).
 NARROW = 256 * 2**10
-
-Bytes = npt.NDArray[np.uint8]
 
 #: One index range of each axis of a box, in it and in the part's share of it.
 _Slices = tuple[tuple[slice, ...], tuple[slice, ...]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError, StateError
-from holdfast.state.optimizer import Group
+from holdfast.state.optimizer import Group, names
 
 #: What a checkpoint says of one optimizer: its groups, encoded, each with a class, parameters, settings and states.
 Encoded = list[dict[str, Any]]
@@ -66,10 +66,10 @@ def match(found: Sequence[Group], saved: Encoded) -> list[dict[str, Any] | None]
     home = {name: group for group in saved for name in group["params"]}
     for group in found:
         _check_class(group, saved)
-    missing = sorted({name for group in found for name in group.names()} - home.keys())
+    missing = sorted({*names(found)} - home.keys())
     if missing:
         raise OptimizerMismatchError(
-            f"the optimizer trains {listed(missing)}, of which the checkpoint has no optimizer state"
+            f"the optimizer trains {_listed(missing)}, of which the checkpoint has no optimizer state"
         )
     matched = [_match(group, home, saved) for group in found]
     _check_apart(found, matched)
@@ -81,7 +81,7 @@ def check_trained(saved: Encoded, trained: set[str]) -> None:
     extra = sorted({name for group in saved for name in group["params"]} - trained)
     if extra:
         raise OptimizerMismatchError(
-            f"the checkpoint holds optimizer state of {listed(extra)}, which this optimizer does not train"
+            f"the checkpoint holds optimizer state of {_listed(extra)}, which this optimizer does not train"
         )
 
 
@@ -92,16 +92,16 @@ def _check_class(group: Group, saved: Encoded) -> None:
 
 
 def _match(group: Group, home: Mapping[str, dict[str, Any]], saved: Encoded) -> dict[str, Any] | None:
-    names = group.names()
-    if not names:
+    own_names = group.names()
+    if not own_names:
         same = [one for one in saved if one["number"] == group.number]
         return same[0] if len(same) == 1 else None
-    first = home[names[0]]
-    other = next((name for name in names if home[name] is not first), None)
+    first = home[own_names[0]]
+    other = next((name for name in own_names if home[name] is not first), None)
     if other is not None:
         raise OptimizerMismatchError(
-            f"parameter group {group.number} holds {names[0]!r} and {other!r}, which are in different groups in the "
-            "checkpoint; group parameters as when it was saved"
+            f"parameter group {group.number} holds {own_names[0]!r} and {other!r}, which are in different groups in "
+            "the checkpoint; group parameters as when it was saved"
         )
     own = group.source.kind
     if None not in {own, first["class"]} and own != first["class"]:
@@ -122,7 +122,7 @@ def _check_apart(found: Sequence[Group], matched: Sequence[dict[str, Any] | None
                 )
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(found: Sequence[str]) -> str:
     """A few of some names, for a message."""
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
+    shown = ", ".join(repr(name) for name in found[:5])
+    return shown + (f" and {len(found) - 5} more" if len(found) > 5 else "")  # noqa: PLR2004

@@ -19,9 +19,6 @@ from holdfast.state.named import EXTRA, Handle, ModelView, merge
 from holdfast.state.slots import by_slot
 from holdfast.state.tensors import NAMES, Described, describe, shared
 
-#: Attributes by which wrappers hold the module they wrap, where only wrappers use the name.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
 
 def slots(model: object) -> dict[str, list[Any]]:
     """The models passed, by slot; each a list of its parts."""
@@ -135,7 +132,7 @@ def _clean(name: str, ddp: list[str]) -> str:
     for prefix in sorted(ddp, key=len, reverse=True):
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+    return ".".join(part for part in name.split(".") if part not in fsdp1.WRAPPER_PARTS)
 
 
 def _view(state: Mapping[str, Any], buffers: set[str], aliases: frozenset[str]) -> ModelView:

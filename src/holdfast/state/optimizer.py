@@ -73,11 +73,16 @@ def groups(parts: Sequence[object], handles: Mapping[int, tuple[Handle, ...]] | 
             members = list(_members(settings, handles, number, position))
             found.append(Group(seen, number, settings, members))
             position += len(members)
-    names = [name for group in found for name in group.names()]
-    if len(names) != len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
+    every = names(found)
+    if len(every) != len(set(every)):
+        twice = next(name for name in every if every.count(name) > 1)
         raise StateError(f"the optimizer, or two parts of it, have the parameter {twice!r} twice; pass the model, too")
     return found
+
+
+def names(found: Sequence[Group]) -> list[str]:
+    """The parameters of some groups."""
+    return [name for group in found for name in group.names()]
 
 
 def handles_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[Handle, ...]] | None:
@@ -97,12 +102,12 @@ def handles_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[H
 def _members(
     settings: Mapping[str, Any], handles: Mapping[int, tuple[Handle, ...]] | None, number: int, position: int
 ) -> Iterator[Member]:
-    names = settings.get("param_names")
+    kept = settings.get("param_names")
     for i, entry in enumerate(settings["params"]):
         if isinstance(entry, torch.Tensor) and handles is not None:
             yield Member(entry, _known(entry, handles, f"parameter {i} of the optimizer's group {number}"))
         else:
-            name = entry if isinstance(entry, str) else names[i] if names else str(position + i)
+            name = entry if isinstance(entry, str) else kept[i] if kept else str(position + i)
             like = describe(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
             yield Member(entry, (Handle(name, like),))
 

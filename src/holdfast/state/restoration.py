@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,9 +162,3 @@ def _unknown(handle: Handle, state: str, info: TensorInfo) -> OptimizerMismatchE
         f"optimizer state {key(handle.name, state)!r} has shape {list(info.shape)}, its parameter "
         f"{list(handle.like.shape)}: how it is laid out cannot be told before the optimizer's first step"
     )
-
-
-def names(groups: Sequence[Group]) -> Iterator[str]:
-    """The parameters of some groups."""
-    for group in groups:
-        yield from group.names()

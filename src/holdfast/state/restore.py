@@ -19,7 +19,7 @@ from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.capture import STATE, Inventory, Training
 from holdfast.state.named import ModelView
-from holdfast.state.restoration import Restoration, names
+from holdfast.state.restoration import Restoration
 from holdfast.state.tensors import Described, describe
 
 #: ``{group: {name: dtype and shape}}``.
@@ -210,7 +210,7 @@ class Intake:
             self.findings.missing.append(slot)
             return
         groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
-        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(names(groups))
+        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
         with self._mismatch_noted():
             infos = {} if self._is_mismatched() else self._groups.get(slot, {})
             restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos)

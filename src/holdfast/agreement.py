@@ -1,0 +1,126 @@
+"""What ranks agree on before a save: that they are asked for the same, who holds what, and the values of all together.
+
+Each tells 64 bytes of digests; only what is new or differs is told in full, each distinct thing once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.engine.asked import first_vote
+from holdfast.engine.census import Census, Digests, digests, distinct
+from holdfast.engine.membership import Membership
+from holdfast.engine.ranks import Session
+from holdfast.engine.spec import digest
+from holdfast.errors import TagExistsError
+from holdfast.formats.native import is_native
+from holdfast.layout.files import parse_size
+from holdfast.request import SaveRequest
+from holdfast.state.capture import Capture, capture, merge_values, merged_bytes
+
+#: Bytes of the key of a plan, and of the digest of the values.
+_KEY, _VALUES = 8, 16
+
+#: An announcement: the key of the plan that a rank knows, the digests of its spec, its meshes and its values.
+_ANNOUNCEMENT = struct.Struct(f"{_KEY}s16s16s{_VALUES}s")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+#: A rank's spec and meshes, as it tells them.
+_Held = tuple[bytes, bytes]
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What rank 0 makes of the announcements.
+
+    ``key`` is the plan's; ``census`` is there where the plan is new, and ``tellers`` are the ranks that tell their
+    values, where those differ.
+    """
+
+    key: bytes
+    census: Census | None
+    tellers: list[int]
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: its spec, meshes and values; nothing where another has told the same."""
+
+    held: _Held
+    values: bytes
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What this rank brings, and what all have agreed on.
+
+    ``key`` stands for the plan; ``membership`` is there where no rank has that plan yet, or not all have it. ``merged``
+    are, on rank 0, the values of all ranks' models and optimizers.
+    """
+
+    captured: Capture
+    key: bytes
+    membership: Membership | None
+    merged: Mapping[str, Any]
+
+
+def agree(request: SaveRequest, session: Session, global_ranks: Sequence[int], known: bytes) -> Agreement:
+    """Look at what is to be saved, and agree. ``known`` is the key of the plan that this rank has."""
+    captured = Capture()
+
+    def look() -> bytes:
+        nonlocal captured
+        request.check()
+        captured = capture(request.training, session.rank)
+        held = digests(captured.inventory.spec(), captured.inventory.meshes())
+        return _ANNOUNCEMENT.pack(known, *held, digest(merged_bytes(captured), _VALUES))
+
+    raw = first_vote(
+        session, "looking at what to save", request.asked(), look, lambda posted: _encode(_settle(request, posted))
+    )
+    terms = msgspec.msgpack.decode(raw, type=_Terms)
+    told, merged = _tell(session, captured, terms)
+    membership = terms.census.membership(told, global_ranks) if terms.census else None
+    return Agreement(captured, terms.key, membership, merged)
+
+
+def _settle(request: SaveRequest, posted: Sequence[bytes]) -> _Terms:
+    """Rank 0's view of what all ranks announced."""
+    final = request.path / request.tag
+    if final.exists() and request.overwrite and not is_native(final):
+        raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
+    if final.exists() and not request.overwrite:
+        raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
+    known, specs, meshes, values = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    limit = str(parse_size(request.max_shard_size)).encode()
+    key = digest(b"".join((*specs, *meshes, limit)), _KEY)
+    census = None if set(known) == {key} else Census.take(list(map(Digests, specs, meshes)))
+    _, tellers = distinct(values)
+    return _Terms(key, census, tellers if len(tellers) > 1 else [])
+
+
+def _tell(session: Session, captured: Capture, terms: _Terms) -> tuple[list[_Held], Mapping[str, Any]]:
+    """The specs and meshes of all ranks, and on rank 0 their values, each told once by the lowest rank that has it."""
+    census, inventory = terms.census, captured.inventory
+    merged: Mapping[str, Any] = captured.merged
+
+    def work() -> _Told:
+        held = census.told_by(session.rank, inventory.spec(), inventory.meshes()) if census else (b"", b"")
+        return _Told(held, merged_bytes(captured) if session.rank in terms.tellers else b"")
+
+    def decide(posted: list[bytes]) -> bytes:
+        nonlocal merged
+        said = [msgspec.msgpack.decode(raw, type=_Told) for raw in posted]
+        if terms.tellers:
+            merged = merge_values([msgspec.json.decode(said[teller].values) for teller in terms.tellers])
+        return _encode([one.held for one in said] if census else [])
+
+    if not terms.tellers and (census is None or census.is_uniform):
+        own = (inventory.spec().encode(), inventory.meshes().encode()) if census else (b"", b"")
+        return [own], merged
+    _, raw = session.vote("telling each other what they hold", work, _encode, decide)
+    return msgspec.msgpack.decode(raw, type=list[_Held]), merged
