@@ -226,9 +226,13 @@ INTERRUPTED = """
 import os, sys, threading, time, signal
 import torch, holdfast
 from holdfast.engine import write
-fill = write._fill
-write._fill = lambda *a: (time.sleep(1), fill(*a))[1]
-threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+fill, started = write._fill, []
+def slow(*a):
+    if not started:
+        started.append(threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start())
+    time.sleep(1)
+    return fill(*a)
+write._fill = slow
 try:
     holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
 except KeyboardInterrupt:

@@ -18,17 +18,19 @@ from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
 from holdfast.handle import SaveHandle, ended, in_background
 from holdfast.loading import Restored, load
-from holdfast.request import LoadRequest, SaveRequest
+from holdfast.request import Background, LoadRequest, SaveRequest
 from holdfast.retention import Retention, policy_of
 from holdfast.saving import PlanCache, Save
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
+from holdfast.state.steady import StepGuard
 from holdfast.storage.local import local_path
 
 
 class Checkpointer:
     """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
 
+    ``async_save`` and ``staging`` are what saves do where they are not told.
     ``keep`` says which checkpoints a save leaves (see :mod:`holdfast.retention`); ``max_shard_size`` is the most
     bytes of tensors in one file (a number, or text such as ``"5GB"``);
     ``timeout`` the seconds that ranks wait for each other before all of them fail. Usable as a context manager.
@@ -40,13 +42,16 @@ class Checkpointer:
         *,
         keep: Retention | int | None = None,
         async_save: bool = False,
+        staging: str = "eager",
         max_shard_size: int | str = "5GB",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.path = local_path(path)
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
-        self._process_group, self._timeout, self._async = process_group, timeout, async_save
+        self._process_group, self._timeout = process_group, timeout
+        self._async, self._staging = async_save, staging
+        self._guard = StepGuard()
         self._arena = Arena()
         self._flight: SaveHandle | None = None
         self._plans = PlanCache()
@@ -69,6 +74,8 @@ class Checkpointer:
         num_kept_ckpts: int | None = None,
         keep: Retention | int | None = None,
         async_save: bool | None = None,
+        staging: str | None = None,
+        staging_check: str = "sampled",
         rng: bool = True,
     ) -> SaveHandle:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
@@ -77,15 +84,21 @@ class Checkpointer:
         training = Training(model, optimizer, scheduler, user_content, rank_content, stateful, dataloader, rng)
         own = num_kept_ckpts is None and keep is None
         kept = self._keep if own else policy_of(num_kept_ckpts, keep)
-        request = SaveRequest(self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept)
+        how = Background(staging or self._staging, staging_check)
+        background = how if (self._async if async_save is None else async_save) else None
+        request = SaveRequest(
+            self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept, background
+        )
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused(), save.undone_on_failure():
             save.begin()
-            if not (self._async if async_save is None else async_save):
+            if background is None:
                 info = save.finish()
                 save.part()
                 return SaveHandle(save.path, time.perf_counter() - started, ended(info))
             save.stage(self._arena)
+            if not save.copied.is_set():
+                self._guard.arm(save.copied)
             done = in_background(save)
         self._flight = SaveHandle(save.path, time.perf_counter() - started, done)
         return self._flight
@@ -100,6 +113,7 @@ class Checkpointer:
         finally:
             if flight.done():  # and not where the wait was interrupted
                 self._flight = None
+                self._guard.disarm()
 
     def load(
         self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
@@ -133,6 +147,7 @@ class Checkpointer:
             exchange=exchange,
             on_damage=on_damage,
         )
+        self._guard.wait()
         # Tensors made in inference mode could never be trained.
         with _collector_paused(), torch.inference_mode(mode=False):
             return load(request, self._current_ranks(), self._timeout)

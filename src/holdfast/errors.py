@@ -47,6 +47,10 @@ class ReplicaMismatchError(HoldfastError, ValueError):
     """Ranks that should hold the same tensor hold different values."""
 
 
+class TornError(HoldfastError, RuntimeError):
+    """What was saved changed while it was copied. That save failed; nothing of it is left."""
+
+
 class DisagreementError(HoldfastError, ValueError):
     """Ranks called with different arguments, or see different files."""
 

@@ -35,6 +35,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     step: float | None = None,
     metrics: Mapping[str, float] | None = None,
     async_save: bool = False,
+    staging: str = "eager",
+    staging_check: str = "sampled",
     num_kept_ckpts: int | None = None,
     keep: Retention | int | None = None,
     overwrite: bool = False,
@@ -61,8 +63,16 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         rank_content: the same as ``user_content``, but each rank's own is kept and given back to that rank.
         step: kept in the manifest, for people and for retention.
         metrics: numbers by name, likewise. Those that are not finite are kept as null.
-        async_save: return as soon as the state is copied, and write in the background. Everything passed may change
-            at once. The next save of the path, :func:`finalize` and the end of the process wait for it.
+        async_save: return as soon as the state is safe to change, and write in the background. The next save of the
+            path, :func:`finalize` and the end of the process wait for it.
+        staging: ``"eager"``: all is copied when the call returns, and everything passed may change at once.
+            ``"overlapped"``: parameters and states of the ``torch.optim`` optimizers passed are copied beside the next
+            forward and backward, and the next step of any optimizer waits until they are; all else is copied at the
+            call. Not for training that changes parameters otherwise: by ``.data``, raw kernels, or a CUDA graph of
+            the step.
+        staging_check: proof that nothing else has changed them meanwhile: hashes of one chunk of 4 MiB in 32, another
+            one each time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference
+            fails that save with ``TornError``.
         num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
             committed. Nothing is removed without it.
         keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
@@ -88,7 +98,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     """
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
     options |= {"dataloader": dataloader, "stateful": stateful}
-    options |= {"async_save": async_save, "num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
+    options |= {"async_save": async_save, "staging": staging, "staging_check": staging_check}
+    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
     checkpointer = _default(path, max_shard_size, process_group, timeout)
     for other in list(_defaults.values()):
         if other.path == checkpointer.path:

@@ -55,10 +55,10 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
     done: Future[CheckpointInfo] = Future()
 
     def run() -> None:
-        with suppress(OSError, AttributeError):  # not on every system are threads so many processes
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             with save.undone_on_failure():
+                save.complete()
+                _give_way()
                 info = save.finish()
         except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
             _log.error("the save of %s failed: %s", save.path, error)
@@ -67,5 +67,12 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
             done.set_result(info)
             save.part()
 
+    # A step may wait for the copy: that comes at once, and only the writing gives way.
     threading.Thread(target=run, name=f"holdfast {save.path.name}").start()
     return done
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, and of those that it starts."""
+    with suppress(OSError, AttributeError):  # not on every system are threads so many processes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,12 @@ from holdfast.retention import Retention
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 
+#: When the state is copied: before the call returns, or, where only steps of optimizers change it, until the next step.
+STAGING = ("eager", "overlapped")
+
+#: How much of what is copied later is proven not to have changed meanwhile.
+STAGING_CHECK = ("sampled", "full")
+
 #: How ranks may read what several of them need.
 EXCHANGE = ("auto", "always", "never")
 
@@ -23,8 +29,22 @@ ON_DAMAGE = ("fall_back", "raise")
 
 
 @dataclass(frozen=True)
+class Background:
+    """How a save goes on in the background: see :data:`STAGING` and :data:`STAGING_CHECK`."""
+
+    staging: str
+    check: str
+
+    def __str__(self) -> str:
+        return f"{self.staging}, {self.check} check"
+
+
+@dataclass(frozen=True)
 class SaveRequest:
-    """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file."""
+    """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
+
+    ``background``: ``None`` where the call returns when all is done.
+    """
 
     path: Path
     tag: str
@@ -34,6 +54,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     overwrite: bool = False
     keep: Retention | None = None
+    background: Background | None = None
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""
@@ -44,6 +65,7 @@ class SaveRequest:
             "max_shard_size": str(self.max_shard_size),
             "overwrite": str(self.overwrite),
             "what is kept": repr(self.keep),
+            "async_save and staging": str(self.background or "synchronous"),
         }
         return Asked("save", about)
 
@@ -52,6 +74,9 @@ class SaveRequest:
         check_tag(self.tag)
         parse_size(self.max_shard_size)
         self.numbers()
+        if self.background is not None:
+            _one_of("staging", self.background.staging, STAGING)
+            _one_of("staging_check", self.background.check, STAGING_CHECK)
         if self.keep is not None:
             self.keep.check(self.step, self.metrics)
 
@@ -91,7 +116,10 @@ class LoadRequest:
         """Raise ``InvalidArgumentError`` for what cannot be asked for."""
         if self.tag is not None:
             check_tag(self.tag)
-        if self.exchange not in EXCHANGE:
-            raise InvalidArgumentError(f"exchange is one of {', '.join(EXCHANGE)}, not {self.exchange!r}")
-        if self.on_damage not in ON_DAMAGE:
-            raise InvalidArgumentError(f"on_damage is one of {', '.join(ON_DAMAGE)}, not {self.on_damage!r}")
+        _one_of("exchange", self.exchange, EXCHANGE)
+        _one_of("on_damage", self.on_damage, ON_DAMAGE)
+
+
+def _one_of(what: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise InvalidArgumentError(f"{what} is one of {', '.join(known)}, not {given!r}")

@@ -6,6 +6,7 @@ Everything that can fail on one rank comes before a vote: no rank goes on alone,
 from __future__ import annotations
 
 import platform
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import Arena, Staged, stage
+from holdfast.engine.stage import SAMPLE, Arena, Later, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
@@ -40,6 +41,7 @@ from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, state_file
+from holdfast.state.steady import steady
 from holdfast.storage.folders import Lock, remove_tree
 from holdfast.upkeep import clean_up, outdated, recover, retire
 
@@ -72,7 +74,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Save:
     """The steps of one save; each ends in a vote. On failure nothing is left, and all ranks raise the same error.
 
-    :meth:`begin` and :meth:`stage` belong to the caller's thread; :meth:`finish` to any, once the save is staged.
+    :meth:`begin` and :meth:`stage` belong to the caller's thread; :meth:`complete` and :meth:`finish` to any, once the
+    save is staged.
     """
 
     def __init__(self, request: SaveRequest, ranks: Ranks, cache: PlanCache, timeout: float) -> None:
@@ -84,6 +87,8 @@ class Save:
         self._following = Successor(0, "", "")
         self._plan = NOTHING
         self._staged: Staged | None = None
+        #: Set when nothing of the training objects is needed any more.
+        self.copied = threading.Event()
 
     @property
     def path(self) -> Path:
@@ -97,16 +102,48 @@ class Save:
         self._following = self._prepare(agreement)
 
     def stage(self, arena: Arena) -> None:
-        """Copy what this rank will write. Afterwards the training objects may change."""
+        """Copy what this rank will write, but for what may be copied later."""
+        later = self._later()
 
         def work() -> Staged:
             if not self._plan.exchanges:
-                return stage(self._plan, self._part_of, arena, None)
+                return stage(self._plan, self._part_of, arena, None, later)
             with Wire(self._ranks.gloo(), self._session) as wire:
-                return stage(self._plan, self._part_of, arena, wire)
+                return stage(self._plan, self._part_of, arena, wire, later)
 
         self._staged = self._session.all("copying what is to be saved", work)
+        if not self._is_overlapped:
+            self._let_go()
+
+    def complete(self) -> None:
+        """Copy the rest. Afterwards the training objects may change."""
+        staged = self._staged
+
+        def work() -> None:
+            try:
+                if staged is not None:
+                    staged.complete(self._plan.tensors)
+            finally:
+                self._let_go()
+
+        if self._is_overlapped:
+            self._session.all("copying what is to be saved", work)
+
+    @property
+    def _is_overlapped(self) -> bool:
+        return self._request.background is not None and self._request.background.staging == "overlapped"
+
+    def _later(self) -> Later:
+        how = self._request.background
+        if how is None or not self._is_overlapped:
+            return Later()
+        keys = steady(self._captured, self._request.training.optimizer)
+        numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
+        return Later(numbers, 1 if how.check == "full" else SAMPLE, self._cache.saves)
+
+    def _let_go(self) -> None:
         self._captured.parts.clear()
+        self.copied.set()
 
     def finish(self) -> CheckpointInfo:
         """Write, commit, and remove what is no longer kept."""
@@ -142,6 +179,7 @@ class Save:
             return False
 
     def _close(self) -> None:
+        self._let_go()
         if self._lock is not None:
             self._lock.close()
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.engine.runs import boxes
+from holdfast.layout.blocks import crc64
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,6 +57,11 @@ class LocalPart:
         return self._cast or self._tensor.dtype
 
     @property
+    def memory(self) -> int:
+        """Equal for parts in one memory, 0 for a part of nothing."""
+        return self._tensor.untyped_storage().data_ptr()
+
+    @property
     def nbytes(self) -> int:
         """The size of the part in bytes."""
         return self._tensor.numel() * self.dtype.itemsize
@@ -71,6 +77,14 @@ class LocalPart:
             return
         for part, values in self._boxes(start, into):
             values.copy_(part)
+
+    def crc(self, start: int, stop: int, before: int = 0) -> int:
+        """The CRC of bytes ``[start, stop)``, a chunk of them, after others that have the CRC ``before``."""
+        data = self.view(start, stop)
+        if data is None:
+            data = np.empty(stop - start, np.uint8)
+            self.copy_out(start, data)
+        return crc64(data, before)
 
     def write(self, start: int, data: Bytes) -> None:
         """Replace the bytes from ``start`` on. ``start`` and the length are whole elements."""

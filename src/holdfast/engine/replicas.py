@@ -12,7 +12,7 @@ from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import Replica, SavePlan
 from holdfast.engine.spec import digest
 from holdfast.engine.transfer import CHUNK, PartOf
-from holdfast.layout.blocks import BLOCK, crc64, join
+from holdfast.layout.blocks import BLOCK, join
 
 #: So many bytes of each set of holders are compared on every save; hashing them takes about 50 ms.
 ALWAYS = 2**30
@@ -95,12 +95,4 @@ def _digest(replicas: Sequence[Replica], part_of: PartOf, save: int) -> bytes:
 
 def _crc(part: LocalPart, start: int, stop: int) -> int:
     cuts = [(at, min(stop, at + CHUNK)) for at in range(start, stop, CHUNK)]
-    return join((_crc_of_bytes(part, low, high), high - low) for low, high in cuts)
-
-
-def _crc_of_bytes(part: LocalPart, start: int, stop: int) -> int:
-    data = part.view(start, stop)
-    if data is None:
-        data = np.empty(stop - start, np.uint8)
-        part.copy_out(start, data)
-    return crc64(data)
+    return join((part.crc(low, high), high - low) for low, high in cuts)

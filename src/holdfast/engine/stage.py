@@ -1,10 +1,12 @@
-"""Staging: what this rank will write is copied into memory of ours, so that training may go on while it is written."""
+"""Staging: what this rank will write is copied into memory of ours, so that training may go on while it is written.
+
+Some of it may be copied later: what does not change until a certain moment. That it did not is proven by hashes.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +17,12 @@ from holdfast.engine.plan import SavePlan
 from holdfast.engine.routes import Owned
 from holdfast.engine.transfer import Chunk, PartOf, Piece, in_threads, tensor_chunks
 from holdfast.engine.wire import Wire
+from holdfast.errors import TornError
+from holdfast.layout.blocks import crc64
 from holdfast.storage.bulk import aligned_buffer
+
+#: Of the chunks that are copied later, one in so many is hashed at the call, another one each time.
+SAMPLE = 32
 
 
 class Arena:
@@ -32,43 +39,121 @@ class Arena:
         return self._memory[:nbytes]
 
 
-class Staged(NamedTuple):
+@dataclass(frozen=True)
+class Later:
+    """Which tensors, by number, are copied later, and which of their chunks are watched: one in ``every``."""
+
+    tensors: frozenset[int] = frozenset()
+    every: int = SAMPLE
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A chunk, and where it goes in the arena. ``crc``: what it was at the call, where it is watched."""
+
+    chunk: Chunk
+    into: Bytes
+    crc: int | None = None
+
+
+class Staged:
     """Pieces whose bytes are all in one memory, where ``local`` counts from its start."""
 
-    pieces: Sequence[Piece]
-    memory: LocalPart
+    def __init__(self, pieces: Sequence[Piece], memory: Bytes, later: Sequence[_Placed], source: PartOf) -> None:
+        self.pieces, self._memory = pieces, LocalPart(torch.from_numpy(memory))
+        self._later, self._source = later, source
 
     def part_of(self, tensor: int) -> LocalPart:
         """Where the bytes of any tensor are."""
         del tensor
-        return self.memory
+        return self._memory
+
+    def complete(self, names: Sequence[tuple[str, str]]) -> None:
+        """Copy what was left for later. Raises ``TornError`` where it is seen to have changed since the call."""
+        in_threads(lambda placed: _copy(placed, self._source), self._later)
+        watched = [placed for placed in self._later if placed.crc is not None]
+        for placed, same in zip(watched, in_threads(self._is_as_it_was, watched), strict=True):
+            if not same:
+                raise _torn([names[piece.tensor] for piece in placed.chunk.pieces])
+
+    def _is_as_it_was(self, placed: _Placed) -> bool:
+        return placed.crc == crc64(placed.into) == _crc(placed.chunk, self._source)
 
 
-def stage(plan: SavePlan, part_of: PartOf, arena: Arena, wire: Wire | None) -> Staged:
-    """Copy this rank's pieces, and put together the stripes that it owns. The tensors are not needed afterwards."""
-    chunks = list(tensor_chunks(plan.pieces))
+def stage(plan: SavePlan, part_of: PartOf, arena: Arena, wire: Wire | None, later: Later) -> Staged:
+    """Copy this rank's pieces, and put together the stripes that it owns.
+
+    Only the tensors in ``later`` are still needed afterwards, until the copy is complete.
+    """
+    left = list(tensor_chunks(piece for piece in plan.pieces if piece.tensor in later.tensors))
+    chunks = list(tensor_chunks(piece for piece in plan.pieces if piece.tensor not in later.tensors))
     stripes = [piece for crossing in plan.crossings if isinstance(crossing, Owned) for piece in crossing.pieces]
-    sizes = [chunk.size for chunk in chunks] + [piece.stop - piece.start for piece in stripes]
-    starts = itertools.accumulate(sizes, initial=0)
-    # Chunks take their places first, and the stripes those that are left.
-    placed = list(zip(chunks, starts, strict=False))
-    memory = arena.room(sum(sizes))
-    in_threads(lambda item: _copy(item[0], memory, item[1], part_of), placed)
-    staged = [piece for chunk, start in placed for piece in _moved(chunk, start)]
+    total = sum(chunk.size for chunk in (*left, *chunks)) + sum(piece.stop - piece.start for piece in stripes)
+    memory = arena.room(total)
+    places = _places(memory)
+    for_later = [_Placed(chunk, places(chunk.size)) for chunk in left]
+    now = [_Placed(chunk, places(chunk.size)) for chunk in chunks]
+    in_threads(lambda placed: _copy(placed, part_of), now)
+    for_later = _watch(for_later, later, part_of)
+    staged = list(_moved((*for_later, *now), memory))
     if wire is not None:
-        for (piece, stripe), start in zip(put_together(plan.crossings, part_of, wire), starts, strict=False):
-            np.copyto(memory[start : start + len(stripe)], stripe)
-            staged.append(piece._replace(local=start))
+        for piece, stripe in put_together(plan.crossings, part_of, wire):
+            into = places(len(stripe))
+            np.copyto(into, stripe)
+            staged.append(piece._replace(local=_start(into, memory)))
     staged.sort(key=lambda piece: (piece.file, piece.offset))
-    return Staged(staged, LocalPart(torch.from_numpy(memory)))
+    return Staged(staged, memory, for_later, part_of)
 
 
-def _copy(chunk: Chunk, memory: Bytes, start: int, part_of: PartOf) -> None:
+def _places(memory: Bytes) -> Callable[[int], Bytes]:
+    """Hands out the memory, from its start on."""
+    taken = 0
+
+    def place(nbytes: int) -> Bytes:
+        nonlocal taken
+        taken += nbytes
+        return memory[taken - nbytes : taken]
+
+    return place
+
+
+def _start(into: Bytes, memory: Bytes) -> int:
+    return into.ctypes.data - memory.ctypes.data
+
+
+def _moved(every: Iterable[_Placed], memory: Bytes) -> Iterator[Piece]:
+    """The pieces of chunks, as they lie in the memory."""
+    for placed in every:
+        start = _start(placed.into, memory) - placed.chunk.offset
+        yield from (piece._replace(local=start + piece.offset) for piece in placed.chunk.pieces)
+
+
+def _copy(placed: _Placed, part_of: PartOf) -> None:
+    for piece in placed.chunk.pieces:
+        at = piece.offset - placed.chunk.offset
+        part_of(piece.tensor).copy_out(piece.local, placed.into[at : at + piece.stop - piece.start])
+
+
+def _watch(every: Sequence[_Placed], later: Later, part_of: PartOf) -> list[_Placed]:
+    """Hash the chunks to be watched as they are now."""
+    watched = range(later.first % later.every, len(every), later.every)
+    crcs = in_threads(lambda number: _crc(every[number].chunk, part_of), watched)
+    known = dict(zip(watched, crcs, strict=True))
+    return [_Placed(placed.chunk, placed.into, known.get(number)) for number, placed in enumerate(every)]
+
+
+def _torn(names: Sequence[tuple[str, str]]) -> TornError:
+    group, name = names[0]
+    which = f"{group} tensor {name!r}" + (f" or one of {len(names) - 1} beside it" if names[1:] else "")
+    return TornError(
+        f"{which} changed while it was copied, by something other than a step of an optimizer (a write to .data, a "
+        'kernel, a graph); save with staging="eager". Nothing was saved'
+    )
+
+
+def _crc(chunk: Chunk, part_of: PartOf) -> int:
+    crc = 0
     for piece in chunk.pieces:
-        at = start + piece.offset - chunk.offset
-        part_of(piece.tensor).copy_out(piece.local, memory[at : at + piece.stop - piece.start])
-
-
-def _moved(chunk: Chunk, start: int) -> Iterator[Piece]:
-    for piece in chunk.pieces:
-        yield piece._replace(local=start + piece.offset - chunk.offset)
+        crc = part_of(piece.tensor).crc(piece.local, piece.local + piece.stop - piece.start, crc)
+    return crc

@@ -66,7 +66,7 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
     local = tensor
     if isinstance(tensor, DTensor):
         layout = _layout(tensor, what)
-        local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
+        local = tensor._local_tensor  # noqa: SLF001 - tolocal_tensor() would be traced by autograd
     if local.layout != torch.strided or local.is_quantized:
         raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
     if is_traceable_wrapper_subclass(local):
@@ -119,18 +119,19 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
             yield from (group for group in same.values() if len(group) > 1)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = _local(tensor)
+    local = local_tensor(tensor)
     has_memory = local.layout == torch.strided and not local.is_meta
     return (local.data_ptr() if has_memory else 0) or id(tensor)
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    local = _local(tensor)
+    local = local_tensor(tensor)
     if isinstance(tensor, nn.Parameter) or _address(tensor) == id(tensor):
         return id(tensor)
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
