@@ -70,9 +70,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             forward and backward, and the next step of any optimizer waits until they are; all else is copied at the
             call. Not for training that changes parameters otherwise: by ``.data``, raw kernels, or a CUDA graph of
             the step.
-        staging_check: proof that nothing else has changed them meanwhile: hashes of one chunk of 4 MiB in 32, another
-            one each time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference
-            fails that save with ``TornError``.
+        staging_check: proof that nothing else has changed them meanwhile: hashes of 12 chunks of 4 MiB, others each
+            time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference fails that
+            save with ``TornError``.
         num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
             committed. Nothing is removed without it.
         keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.

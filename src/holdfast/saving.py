@@ -6,6 +6,7 @@ Everything that can fail on one rank comes before a vote: no rank goes on alone,
 from __future__ import annotations
 
 import platform
+import sys
 import threading
 import time
 import warnings
@@ -28,7 +29,7 @@ from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import SAMPLE, Arena, Later, Staged, stage
+from holdfast.engine.stage import WATCHED, Arena, Later, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
@@ -139,7 +140,7 @@ class Save:
             return Later()
         keys = steady(self._captured, self._request.training.optimizer)
         numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
-        return Later(numbers, 1 if how.check == "full" else SAMPLE, self._cache.saves)
+        return Later(numbers, sys.maxsize if how.check == "full" else WATCHED, self._cache.saves)
 
     def _let_go(self) -> None:
         self._captured.parts.clear()

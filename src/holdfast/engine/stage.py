@@ -21,8 +21,8 @@ from holdfast.errors import TornError
 from holdfast.layout.blocks import crc64
 from holdfast.storage.bulk import aligned_buffer
 
-#: Of the chunks that are copied later, one in so many is hashed at the call, another one each time.
-SAMPLE = 32
+#: Of the chunks that are copied later, so many are hashed at the call, others each time; that takes about 5 ms.
+WATCHED = 12
 
 
 class Arena:
@@ -41,11 +41,11 @@ class Arena:
 
 @dataclass(frozen=True)
 class Later:
-    """Which tensors, by number, are copied later, and which of their chunks are watched: one in ``every``."""
+    """Which tensors, by number, are copied later, and how many of their chunks are watched; others each ``turn``."""
 
     tensors: frozenset[int] = frozenset()
-    every: int = SAMPLE
-    first: int = 0
+    watched: int = WATCHED
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def _copy(placed: _Placed, part_of: PartOf) -> None:
 
 def _watch(every: Sequence[_Placed], later: Later, part_of: PartOf) -> list[_Placed]:
     """Hash the chunks to be watched as they are now."""
-    watched = range(later.first % later.every, len(every), later.every)
+    stride = max(1, -(-len(every) // later.watched))
+    watched = range(later.turn % stride, len(every), stride)
     crcs = in_threads(lambda number: _crc(every[number].chunk, part_of), watched)
     known = dict(zip(watched, crcs, strict=True))
     return [_Placed(placed.chunk, placed.into, known.get(number)) for number, placed in enumerate(every)]
