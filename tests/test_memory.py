@@ -49,3 +49,31 @@ def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: s
             command = [sys.executable, "-c", SCRIPT, str(folder), action, str(megabytes), layout]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             assert int(done.stdout) < 64 * 2**20, (action, megabytes)
+
+
+FLAT = """
+import sys, torch, holdfast
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+for parameter in model.parameters():
+    parameter.grad = torch.ones_like(parameter)
+
+def resident():
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
+
+for number in range(100):
+    optimizer.step()
+    holdfast.save_checkpoint(sys.argv[1], f"s{number}", model, optimizer, user_content={"losses": [0.5] * 1000},
+                             async_save=True, staging=("eager", "overlapped")[number % 2], num_kept_ckpts=1)
+    if number == 20:
+        before = resident()
+holdfast.finalize()
+print(resident() - before)
+"""
+
+
+def test_memory_is_flat_over_a_hundred_asynchronous_saves(tmp_path: Path) -> None:
+    """Each has 6 MiB; that one save in eighty kept its memory would be seen."""
+    done = subprocess.run([sys.executable, "-c", FLAT, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 5 * 2**20
