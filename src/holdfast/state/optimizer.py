@@ -92,7 +92,7 @@ def handles_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[H
     own = "model" + slot.removeprefix("optimizer")
     found: dict[int, tuple[Handle, ...]] = {}
     for name, view in sorted(models.items(), key=lambda item: item[0] != own):
-        prefix = "" if len(models) == 1 or name == own else name.removeprefix("model/") + "/"
+        prefix = "" if name in {own, "model"} else name.removeprefix("model/") + "/"
         for identity, handles in view.handles.items():
             renamed = tuple(Handle(prefix + one.name, one.like, one.flat) for one in handles)
             found.setdefault(identity, renamed if prefix else handles)

@@ -120,10 +120,10 @@ def _rename_new(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder and all in it, or a link to one; what is already gone is fine."""
+    """Delete a folder and all in it, a file, or a link; what is already gone is fine."""
     with reported("remove", path):
-        if path.is_symlink():
-            path.unlink()
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
             return
         shutil.rmtree(path, ignore_errors=False, onerror=_unless_gone)
 

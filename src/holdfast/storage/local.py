@@ -63,8 +63,19 @@ def allocate(path: Path, size: int) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    with reported("sync the folder", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(path)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a file, or a folder and all in it, durable; but for the name in the folder above."""
+    for below in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
+        _sync(below)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with reported("sync", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:

@@ -1,0 +1,13 @@
+"""Lightning's strategies, saving and loading through holdfast. Same arguments as Lightning's, and two more.
+
+``checkpoint_format``: ``"native"`` writes holdfast's format; ``"lightning"`` the files that Lightning itself writes and
+reads, under their final name only when they are complete. ``async_save``: native ones are written in the background;
+what they replace is removed only when they are durable.
+
+``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as ever. Fabric's strategies are in
+:mod:`holdfast.lightning.fabric`.
+"""
+
+from holdfast.lightning.trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+__all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]

@@ -1,0 +1,89 @@
+"""Checkpoints by their whole paths, as Lightning names them: saved, loaded, and removed when nothing needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.engine.ballot import LEADER
+from holdfast.engine.ranks import Ranks
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats.native import is_native
+from holdfast.functions import finalize, restore, save_checkpoint
+from holdfast.handle import SaveHandle
+from holdfast.lightning.removal import remove
+from holdfast.loading import Restored
+from holdfast.storage.folders import rename
+
+#: What strategies may write.
+FORMATS = ("native", "lightning")
+
+
+@dataclass
+class Saves:
+    """One save is under way at a time, and removals wait for it: what is removed may be what it replaces."""
+
+    checkpoint_format: str
+    async_save: bool
+    _handle: SaveHandle | None = None
+    _removals: list[Callable[[], object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_format not in FORMATS:
+            raise InvalidArgumentError(
+                f"checkpoint_format is one of {', '.join(FORMATS)}, not {self.checkpoint_format!r}"
+            )
+        if self.async_save and self.checkpoint_format != "native":
+            raise InvalidArgumentError("async_save=True needs checkpoint_format='native'")
+
+    @property
+    def native(self) -> bool:
+        """Whether holdfast's own format is written."""
+        return self.checkpoint_format == "native"
+
+    def save(self, path: Path, model: Any, optimizer: Any, content: Mapping[str, Any], step: int | None) -> None:
+        """Save under a path, over what is there. Waits for the save before."""
+        self.finish()
+        aside = _put_aside(path)
+        self._handle = save_checkpoint(
+            path.parent,
+            path.name,
+            model,
+            optimizer,
+            user_content=content,
+            step=step,
+            overwrite=True,
+            async_save=self.async_save,
+        )
+        if aside is not None:
+            self.remove(lambda: remove(aside))
+
+    def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> Restored:
+        """Load from a path, when what is being saved is there."""
+        self.finish()
+        return restore(path, None, model, optimizer, strict=strict)
+
+    def remove(self, removal: Callable[[], object]) -> None:
+        """Remove something once all that was saved is durable; at once where it is."""
+        self._removals.append(removal)
+        if self._handle is None or self._handle.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, then remove what was to be removed. Raises what went wrong with the save."""
+        removals, self._removals = self._removals, []
+        finalize()
+        for removal in removals:
+            removal()
+
+
+def _put_aside(path: Path) -> Path | None:
+    """Another name for what Lightning itself has saved there: a native save takes the place of native ones only."""
+    if Ranks().rank != LEADER or not path.exists() or is_native(path):
+        return None
+    aside = path.with_name(f"{path.stem}.before{path.suffix}")
+    remove(aside)
+    rename(path, aside)
+    return aside

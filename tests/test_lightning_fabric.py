@@ -1,0 +1,152 @@
+"""Fabric on our strategies: a state under the user's own keys, on any number of devices and in any layout."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from holdfast.errors import InvalidArgumentError, MismatchError
+from tests.pool import Ranks
+
+pytest.importorskip("lightning")
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+import holdfast.lightning.fabric as ours
+
+
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def strategy(layout: str, **options: Any) -> Any:
+    if layout == "plain":
+        return ours.SingleDeviceStrategy(device=torch.device("cpu"), **options)
+    if layout == "ddp":
+        return ours.DDPStrategy(**options)
+    if layout == "fsdp1":
+        return ours.FSDPStrategy(**options)
+    size = dist.get_world_size()
+    return ours.ModelParallelStrategy(shard, data_parallel_size=size, tensor_parallel_size=1, **options)
+
+
+@contextlib.contextmanager
+def fabric(layout: str, **options: Any) -> Iterator[Fabric]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    known = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    with mock.patch.dict(os.environ, {key: str(value) for key, value in known.items()}):
+        devices = 1 if layout == "plain" else size
+        made = Fabric(
+            accelerator="cpu", strategy=strategy(layout, **options), devices=devices, plugins=[LightningEnvironment()]
+        )
+        made.launch()
+        yield made
+
+
+def set_up(made: Fabric) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = made.setup_module(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+    return model, made.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(made: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.linspace(-1, 1, 32).view(8, 4)).square().mean()
+    made.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def train(path: str, layout: str, options: dict[str, Any]) -> list[float]:
+    """Losses of steps 3 and 4, after a save at 2."""
+    with fabric(layout, **options) as made:
+        model, optimizer = set_up(made)
+        for _ in range(2):
+            step(made, model, optimizer)
+        made.save(path, {"net": model, "opt": optimizer, "step": 2, "note": "two"})
+        losses = [step(made, model, optimizer) for _ in range(2)]
+        holdfast.finalize()
+    return losses
+
+
+def resume(path: str, layout: str) -> list[float]:
+    with fabric(layout) as made:
+        model, optimizer = set_up(made)
+        state = {"net": model, "opt": optimizer, "step": 0}
+        assert made.load(path, state) == {"note": "two"}
+        assert state["step"] == 2
+        return [step(made, model, optimizer) for _ in range(2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}])
+@pytest.mark.parametrize(("layout", "n"), [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2)])
+def test_a_state_goes_on_in_any_layout(
+    ranks: Ranks, tmp_path: Path, layout: str, n: int, options: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "state")
+    losses = ranks(n, train, path, layout, options)[0]
+    for other, m in [("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 3)]:
+        for found in ranks(m, resume, path, other):
+            assert found == pytest.approx(losses, rel=1e-5)
+
+
+def several(path: str) -> None:
+    with fabric("ddp") as made:
+        gen, gen_opt = set_up(made)
+        disc, disc_opt = set_up(made)
+        step(made, gen, gen_opt)
+        scheduler = torch.optim.lr_scheduler.StepLR(gen_opt, 1)
+        scheduler.step()
+        made.save(path, {"gen": gen, "disc": disc, "g": gen_opt, "d": disc_opt, "scheduler": scheduler})
+        expected = [p.detach().clone() for p in gen.parameters()]
+        for p in [*gen.parameters(), *disc.parameters()]:
+            p.data.zero_()
+        other = torch.optim.lr_scheduler.StepLR(gen_opt, 1)
+        rest = made.load(path, {"gen": gen, "g": gen_opt, "scheduler": other})
+        assert rest == {}
+        assert other.last_epoch == scheduler.last_epoch
+        assert all(torch.equal(a, b) for a, b in zip(expected, gen.parameters(), strict=True))
+        assert not any(p.any() for p in disc.parameters())
+        with pytest.raises(MismatchError, match="no 'critic'"):
+            made.load(path, {"critic": gen})
+        assert made.load(path, {"critic": gen}, strict=False) != {"critic": gen}
+
+
+def test_several_models_and_optimizers_have_their_own_keys(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, several, str(tmp_path / "state"))
+
+
+def filtered(path: str) -> None:
+    with fabric("ddp") as made:
+        model, optimizer = set_up(made)
+        made.save(path, {"net": model, "step": 1}, filter={"net": lambda name, _: "bias" not in name})
+        assert sorted(name for name in holdfast.open(path) if name.startswith("model/")) == [
+            "model/0.weight",
+            "model/2.weight",
+        ]
+        with pytest.raises(InvalidArgumentError, match="without optimizers"):
+            made.save(path + "2", {"net": model, "opt": optimizer}, filter={"net": lambda *_: True})
+
+
+def test_a_filter_says_what_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, filtered, str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
+def test_lightnings_own_format_is_read_again(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    path = str(tmp_path / "state")
+    losses = ranks(2, train, path, layout, {"checkpoint_format": "lightning"})[0]
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]  # noqa: PTH208
+    for found in ranks(2, resume, path, layout):
+        assert found == pytest.approx(losses, rel=1e-5)
