@@ -289,7 +289,6 @@ def test_a_manifest_of_something_else_is_named_as_such(folder: Path, text: str) 
         pytest.param(lambda table: table["files"][STATE].update(crc64nvme="0" * 16), id="another state.json"),
         pytest.param(lambda table: table["files"][RANKS].update(size=2**62), id="another size of ranks.json"),
         pytest.param(lambda table: table.update(files=[]), id="a list of files"),
-        pytest.param(lambda table: table.update(surprise=1), id="an unknown field"),
         pytest.param(lambda table: table.pop("sequence"), id="a missing field"),
     ],
 )
@@ -381,6 +380,9 @@ HEADERS = {
     ),
     "a tie to nothing": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":"nothing"}'}),
     "a tie to a number": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":1}'}),
+    "a tie of another tensor": lambda table: table["__metadata__"].update(
+        {"holdfast.tied": json.dumps({list(table)[-1]: list(table)[-2]})}
+    ),
     "a tie to a list": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":["b"]}'}),
     "ties that are no object": lambda table: table["__metadata__"].update({"holdfast.tied": "[1]"}),
     "ties that are no JSON": lambda table: table["__metadata__"].update({"holdfast.tied": "{"}),

@@ -1,8 +1,12 @@
 """The same state saved from any number of ranks, in any layout, gives the same files, byte for byte."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import holdfast
 from tests.pool import Ranks
@@ -40,3 +44,46 @@ def test_two_saves_of_one_state_are_equal(tmp_path: Path) -> None:
     for name in "ab":
         save(str(tmp_path / name), "plain", "adamw")
     assert contents(tmp_path / "a/s") == contents(tmp_path / "b/s")
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline: a module with a state beside its tensors, under a name that JSON has to escape."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = nn.Parameter(torch.full((3,), float(number)))
+
+    def get_extra_state(self) -> Any:
+        return {"number": self.number}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.number = state["number"]
+
+
+def save_stages(path: str) -> None:
+    """Twelve stages in an order that is not that of their names: all of them here, or every rank its own."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    stages = [(f"$stage{n}", Stage(n)) for n in range(12, 0, -1) if n % size == rank]
+    model = nn.ModuleDict(dict(stages))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": parameters[1:]}, {"params": parameters[:1], "lr": 0.5}])
+    if size == 1:
+        first = [stage.weight for _, stage in stages if stage.number not in LAST]
+        last = [stage.weight for _, stage in stages if stage.number in LAST]
+        optimizer = torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.5}])
+    for parameter in parameters:
+        optimizer.state[parameter] = {"count": int(parameter[0])}
+    holdfast.save_checkpoint(path, "s", model, optimizer, rng=False)
+
+
+#: Of each of three ranks, the stage that comes first.
+LAST = {12, 11, 10}
+
+
+def test_files_do_not_depend_on_which_stage_of_a_pipeline_is_where(ranks: Ranks, tmp_path: Path) -> None:
+    save_stages(str(tmp_path / "whole"))
+    ranks(3, save_stages, str(tmp_path / "stages"))
+    assert contents(tmp_path / "stages/s") == contents(tmp_path / "whole/s")
+    values = holdfast.open(tmp_path / "stages").values
+    assert values["model"] == {f"$stage{n}._extra_state": {"number": n} for n in range(1, 13)}

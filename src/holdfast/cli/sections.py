@@ -14,6 +14,7 @@ from holdfast.cli.target import Target
 from holdfast.cli.values import brief, lines
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.manifest import Provenance
 
 #: The most lines of one part of the values.
 _SHOWN = 30
@@ -32,12 +33,17 @@ def header(found: Target) -> Table:
             ("tag", found.path.name),
             ("step", "" if manifest.step is None else str(manifest.step)),
             ("sequence", str(manifest.sequence)),
-            ("saved", f"{human_time(manifest.time)} by {count(by.world_size, 'rank')}"),
-            ("with", f"holdfast {by.holdfast}, torch {by.torch}, Python {by.python}"),
+            ("saved", human_time(manifest.time) + (f" by {count(by.world_size, 'rank')}" if by.world_size else "")),
+            ("with", _versions(by)),
             ("metrics", human_metrics(manifest.metrics)),
         ]
     rows.append(("size", f"{human_size(sum(files.values()))} in {count(len(files), 'file')}"))
     return Table([Column("", style="bold"), Column("")], [(name, clean(text)) for name, text in rows if text])
+
+
+def _versions(by: Provenance) -> str:
+    named = {"holdfast": by.holdfast, "torch": by.torch, "Python": by.python}
+    return ", ".join(f"{name} {version}" for name, version in named.items() if version)
 
 
 def tensors(found: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Table:

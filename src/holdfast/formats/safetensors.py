@@ -89,6 +89,8 @@ class FileGroup:
             raise DamagedError(f"two of the files beside {files[0].path} hold a tensor of the same name")
         self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
         self.tied = {alias: name for file in files for alias, name in file.tied.items()}
+        if len(self.tied) != sum(len(file.tied) for file in files) or self.tied.keys() & self._home.keys():
+            raise DamagedError(f"a further name of a tied tensor beside {files[0].path} is that of another tensor, too")
 
     def home(self, name: str) -> SafetensorsFile:
         """The file that holds a tensor."""

@@ -25,7 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file: its size in bytes and the CRC of all of it; of a data file also those of its header."""
 
     size: Count
@@ -35,20 +35,21 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """What wrote the checkpoint. For people; nothing depends on it."""
+    """What wrote the checkpoint, as far as it says. For people; nothing depends on it."""
 
-    holdfast: str
-    torch: str
-    python: str
-    world_size: Count
+    holdfast: str = ""
+    torch: str = ""
+    python: str = ""
+    world_size: Count = 0
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of ``manifest.json``, but for its last line, the CRC of all bytes before it.
 
     ``sequence`` counts the saves into a run's folder, and with ``time`` (seconds since 1970) and ``id``
-    decides which checkpoint is the latest. ``run`` is drawn at the first save into a folder.
-    A metric that was not finite is ``None``.
+    decides which checkpoint is the latest. ``run`` is drawn at the first save of a run.
+    A metric that was not finite is ``None``. Members that are not known here are passed over: what a reader must
+    know about raises the version.
     """
 
     format: str
@@ -114,4 +115,5 @@ def schema() -> bytes:
     fields = described["$defs"]["Manifest"]
     fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
     fields["required"].append("crc64nvme")
-    return msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n"
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return msgspec.json.format(msgspec.json.encode(dialect | described), indent=2) + b"\n"

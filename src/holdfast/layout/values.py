@@ -13,7 +13,7 @@ import json
 import math
 import pathlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
@@ -69,6 +69,20 @@ def encode(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> Any:
             "Store plain values, tensors or arrays instead."
         )
     return encoded
+
+
+def members(encoded: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The keys and values, encoded, of an encoded dict."""
+    return [(key, value) for key, value in encoded.get("$dict", encoded.items())]
+
+
+def table(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """The encoded dict of such keys and values, in the order of the keys; of several with one key, the first."""
+    found = {str(key): (key, value) for key, value in reversed(list(pairs))}
+    ordered = [found[key] for key in sorted(found)]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in ordered):
+        return dict(ordered)
+    return {"$dict": [list(pair) for pair in ordered]}
 
 
 def loads(raw: bytes, codec: ArrayCodec, file: str) -> Any:
@@ -206,8 +220,11 @@ def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
     return decoded
 
 
-def _counter(pairs: list[Any]) -> collections.Counter[Any]:
-    return collections.Counter(dict(pairs))
+def _table(pairs: list[Any]) -> dict[Any, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise DamagedError("a key stands twice in one table")
+    return table
 
 
 def _complex(pair: list[float]) -> complex:
@@ -300,7 +317,7 @@ _FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$windowspath": (str, pathlib.PureWindowsPath),
     "$namespace": (dict, _namespace),
     "$deque": (list, lambda parts: collections.deque(parts[0], parts[1])),
-    "$dict": (list, dict),
-    "$ordereddict": (list, collections.OrderedDict),
-    "$counter": (list, _counter),
+    "$dict": (list, _table),
+    "$ordereddict": (list, lambda pairs: collections.OrderedDict(_table(pairs))),
+    "$counter": (list, lambda pairs: collections.Counter(_table(pairs))),
 }

@@ -154,8 +154,9 @@ def _by_part(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return parts
 
 
-def _merged(slot: str, encoded: Any) -> Any:
-    return {"groups": merge(encoded) if encoded else []} if slot.startswith(OPTIMIZER) else encoded
+def _merged(slot: str, encoded: Any) -> dict[str, Any]:
+    """The values of one slot as the file has them: in the same order whichever part, or rank, brings what."""
+    return {"groups": merge(encoded)} if slot.startswith(OPTIMIZER) else values.table(values.members(encoded))
 
 
 def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if slot.startswith(OPTIMIZER):
             found[slot] = {"groups": merge([one[slot]["groups"] for one in said])}
         else:
-            found[slot] = {name: value for one in reversed(said) for name, value in one[slot].items()}
+            found[slot] = values.table(member for one in said for member in values.members(one[slot]))
     beyond = sorted(_references(found) - _references(said[0]))
     if beyond:
         raise StateError(

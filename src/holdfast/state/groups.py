@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError, StateError
+from holdfast.layout import values
 from holdfast.state.optimizer import Group, names
 
 #: What a checkpoint says of one optimizer: its groups, encoded, each with a class, parameters, settings and states.
@@ -21,26 +21,23 @@ def merge(parts: Sequence[Encoded]) -> Encoded:
     optimizer, on however many ranks.
     """
     distinct = [part for i, part in enumerate(parts) if part not in parts[:i]]
-    if len(distinct) == 1:
-        return distinct[0]
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for group in (group for part in distinct for group in part):
-        identity = json.dumps([group["class"], group["number"], group["settings"]])
-        known = found.setdefault(identity, {**group, "params": [], "state": {}})
-        known["params"] = sorted({*known["params"], *group["params"]}, key=_natural)
-        _add_states(known["state"], group["state"])
-    merged = [
-        {**group, "state": {name: group["state"][name] for name in sorted(group["state"], key=_natural)}}
-        for _, group in sorted(found.items())
-    ]
+        identity = (group["class"] or "", group["number"], json.dumps(group["settings"]))
+        found.setdefault(identity, []).append(group)
+    merged = [_as_one(same) for _, same in sorted(found.items())]
     _check_disjoint(merged)
     return merged
 
 
-def _add_states(known: dict[str, Any], states: Mapping[str, Any]) -> None:
-    for name, state in states.items():
-        if known.setdefault(name, state) != state:
+def _as_one(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = {name for group in same for name in group["params"]}
+    states = [state for group in same for state in values.members(group["state"])]
+    known: dict[str, Any] = {}
+    for name, state in states:
+        if known.setdefault(str(name), state) != state:
             raise StateError(f"ranks hold different optimizer state of {name!r} that is no tensor")
+    return {**same[0], "params": sorted(names), "state": values.table(states)}
 
 
 def _check_disjoint(merged: Encoded) -> None:
@@ -51,11 +48,6 @@ def _check_disjoint(merged: Encoded) -> None:
                 raise StateError(
                     f"ranks, or parts of the optimizer, train {name!r} with different settings, or in different groups"
                 )
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Layers in the order of their numbers."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def match(found: Sequence[Group], saved: Encoded) -> list[dict[str, Any] | None]:
