@@ -21,7 +21,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError, StorageError
+from holdfast.errors import DamagedError, DisagreementError, FormatError, NoCheckpointError, StorageError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
@@ -266,16 +266,15 @@ def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
     if is_checkpoint(request.path):
         return _Found(str(request.path))
     every = list_checkpoints(request.path)
-    unreadable = [info for info in every if info.status == "damaged"]
+    unreadable = [info for info in every if info.status != "complete"]
     if unreadable and request.on_damage == "raise":
-        raise DamagedError(
-            f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag"
-        )
+        kind = DamagedError if unreadable[0].status == "damaged" else FormatError
+        raise kind(f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag")
     sound = [info for info in every if info.status == "complete" and info.id not in damaged]
     chosen = sound[-1] if sound else latest(request.path) if not damaged else None
     if chosen is None:
         raise NoCheckpointError(f"all checkpoints in {request.path} are damaged")
-    passed = [info.tag for info in every if info.status == "damaged" or info.id in damaged]
+    passed = [info.tag for info in every if info.status != "complete" or info.id in damaged]
     return _Found(str(chosen.path), chosen.id, passed)
 
 

@@ -117,16 +117,21 @@ class Checkpoint:
     @property
     def values(self) -> dict[str, Any]:
         """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved."""
-        arrays, own = ArraysIn(self._reader.groups.get("state", {})), ArraysIn(self._reader.groups.get("ranks", {}))
-        found = dict(self._reader.values(0, arrays, own).shared)
-        inside = {self._number[f"state/{name}"]: tensor for name, tensor in arrays.tensors.items()}
+        found, arrays = self._decoded()
+        inside = {self._number[f"state/{name}"]: tensor for name, tensor in arrays.items()}
         self._fill({_Part(number, 0, tensor.nbytes): tensor for number, tensor in inside.items()})
         return found
+
+    def _decoded(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The values, and the tensors in them, by name, to be filled."""
+        arrays, own = ArraysIn(self._reader.groups.get("state", {})), ArraysIn(self._reader.groups.get("ranks", {}))
+        return dict(self._reader.values(0, arrays, own).shared), arrays.tensors
 
     def verify(self) -> Iterator[Verified]:
         """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised."""
         try:
             self._reader.check_files()
+            self._decoded()
         except DamagedError as error:
             yield Verified("", 0, str(error))
         for batch in self._batches():

@@ -54,6 +54,9 @@ class Describing:
             if payload not in self._infos:
                 raise DamagedError(f"a value refers to the tensor {payload!r}, which is not in the checkpoint")
             return Described(tag[1:], self._infos[payload])
+        if tag == "$inline":
+            dtype, shape, _ = payload
+            return Described("tensor", TensorInfo(dtype, tuple(shape)))
         if tag == "$numpy":
             return _number(*payload)
         if tag == "$size":

@@ -1,0 +1,78 @@
+"""Makes the golden checkpoints: ``python -m tests.golden.make`` from the root of the repository.
+
+Run again it gives the same bytes: ids, times and provenance are fixed. Only the states of random generators, in
+``training/step_1/ranks.safetensors``, are those of the libraries that are installed, and so is the manifest beside it.
+What is in ``v1`` and ``damaged`` was made when the format was frozen, and stays as it is: this says how it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.layout.manifest import Provenance
+from tests.golden.damages import DAMAGES, STORED
+from tests.golden.states import GOLDEN, Keeping
+from tests.pool import Ranks
+
+HERE = Path(__file__).parent
+V1, DAMAGED = HERE / "v1", HERE / "damaged"
+TAG = "step_1"
+
+
+@contextmanager
+def fixed(name: str) -> Iterator[None]:
+    """What a save draws or looks up is always the same."""
+    drawn = (hashlib.sha256(f"{name} {n}".encode()).hexdigest()[:16] for n in itertools.count())
+    with (
+        mock.patch("holdfast.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
+        mock.patch("holdfast.saving.time", SimpleNamespace(time=lambda: 1767225600.25)),
+        mock.patch("holdfast.saving.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])),
+    ):
+        yield
+
+
+def save(name: str, path: str, **options: Any) -> None:
+    """Save a golden state into a run's folder; on every rank, where there are several."""
+    golden = GOLDEN[name]()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = golden.own[rank]
+    mine = {"rank_content": own.get("content"), "dataloader": Keeping(own["dataloader"]) if own else None}
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    with fixed(name):
+        holdfast.save_checkpoint(path, TAG, **golden.saved, **mine, rng=bool(own), **golden.options, **options)
+
+
+def stored(name: str) -> Path:
+    """Where the result of a damage is kept."""
+    return DAMAGED / name.replace(" ", "_") / TAG
+
+
+def main() -> None:
+    for folder in (V1, DAMAGED):
+        shutil.rmtree(folder, ignore_errors=True)
+    pool = Ranks()
+    for name, golden in GOLDEN.items():
+        pool(len(golden().own), save, name, str(V1 / name))
+    pool.close()
+    for name in STORED:
+        source = DAMAGES[name].of
+        DAMAGES[name].do(shutil.copytree(V1 / source / TAG, stored(name)))
+
+
+if __name__ == "__main__":
+    main()
