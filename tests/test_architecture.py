@@ -18,7 +18,7 @@ FLOORS = [
     {"handle"},
     {"saving", "loading"},
     {"agreement", "reading"},
-    {"request"},
+    {"request", "restored"},
     {"upkeep"},
     {"retention"},
     {"catalog"},

@@ -105,3 +105,25 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
         found = holdfast.restore(tmp_path, model=model)
     assert float(model["w"][0]) == 9.0
     assert found.fell_back_from == ()
+
+
+def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_called_loaded(tmp_path: Path) -> None:
+    """It is told to be missing, and the caller takes it for what it was."""
+    holdfast.save_checkpoint(tmp_path, "step_0", {"w": torch.ones(64), "v": torch.ones(2)})
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(64)})
+    holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
+    flip(tmp_path, 2)
+    model = {"w": torch.zeros(64), "v": torch.zeros(2)}
+    with pytest.warns(UserWarning, match=r"loaded 'step_0'.*step_1 has no model/v"):
+        found = holdfast.restore(tmp_path, model=model, strict=False)
+    assert (found.tag, found.missing) == ("step_0", ())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_where_no_sound_one_fits_the_damage_is_what_is_told(tmp_path: Path, strict: bool) -> None:
+    """Not that nothing was changed."""
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(64)})
+    holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
+    flip(tmp_path, 2)
+    with pytest.raises(DamagedError, match=r"step_2.*may be partly filled"):
+        holdfast.restore(tmp_path, model={"w": torch.zeros(64), "v": torch.zeros(2)}, strict=strict)

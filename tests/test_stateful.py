@@ -77,6 +77,32 @@ def test_each_rank_gets_its_own_data_loader_back_and_another_world_size_is_told_
     assert ranks(2, load, str(tmp_path)) == [(0, True, ("dataloader",), ())] * 2
 
 
+class Splittable(Loader):
+    """One that other numbers of ranks can take over: the first goes on where any was the farthest."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        positions = [state["position"] for state in states]
+        for state in states:
+            assert torch.equal(state["order"], Loader(state["position"]).order)
+        self.position = 100 * max(positions) + dist.get_rank()
+
+
+def load_split(path: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    loader = Splittable()
+    found = holdfast.restore(path, dataloader=loader)
+    return loader.position, found.exact, found.rederived
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_data_loader_that_knows_how_is_given_the_states_of_all_ranks_on_another_world_size(
+    ranks: Ranks, tmp_path: Path, number: int
+) -> None:
+    ranks(3, save, str(tmp_path))
+    expected = [(1200 + rank, (), ("dataloader",)) for rank in range(number)]
+    assert ranks(number, load_split, str(tmp_path)) == expected
+    assert ranks(3, load_split, str(tmp_path)) == [(10 + rank, ("dataloader",), ()) for rank in range(3)]
+
+
 def test_loading_does_not_ask_for_the_state_that_it_replaces(tmp_path: Path) -> None:
     """It may be large, or not be there yet."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
     from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.handle import SaveHandle
-    from holdfast.loading import Restored
+    from holdfast.restored import Restored
     from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
@@ -26,7 +26,7 @@ _HOMES = {
     "KeepLast": "holdfast.retention",
     "KeepNewerThan": "holdfast.retention",
     "KeepTags": "holdfast.retention",
-    "Restored": "holdfast.loading",
+    "Restored": "holdfast.restored",
     "SaveHandle": "holdfast.handle",
     "finalize": "holdfast.functions",
     "has_checkpoint": "holdfast.functions",

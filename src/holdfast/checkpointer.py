@@ -17,8 +17,9 @@ from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
 from holdfast.handle import SaveHandle, ended, in_background
-from holdfast.loading import Restored, load
+from holdfast.loading import load
 from holdfast.request import Background, LoadRequest, SaveRequest
+from holdfast.restored import Restored
 from holdfast.retention import Retention, policy_of
 from holdfast.saving import PlanCache, Save
 from holdfast.state.capture import Training

@@ -13,7 +13,7 @@ from holdfast import catalog
 from holdfast.catalog import CheckpointInfo
 from holdfast.checkpointer import Checkpointer
 from holdfast.handle import SaveHandle
-from holdfast.loading import Restored
+from holdfast.restored import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import errno
 import warnings
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,39 +20,28 @@ from holdfast.engine.census import Census, Digests, digests
 from holdfast.engine.checks import Checks
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
+from holdfast.engine.spec import PER_RANK
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, FormatError, NoCheckpointError, StorageError
+from holdfast.errors import (
+    DamagedError,
+    DisagreementError,
+    FormatError,
+    MismatchError,
+    NoCheckpointError,
+    StorageError,
+)
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
 from holdfast.reading import Reading
 from holdfast.request import LoadRequest
-from holdfast.state.capture import Training
+from holdfast.restored import Restored
+from holdfast.state.arrays import ArraysIn
+from holdfast.state.belongings import Own, Saved, resized, same
+from holdfast.state.capture import STATE, Training
 from holdfast.state.restore import Intake
 from holdfast.storage.local import host
 from holdfast.upkeep import recover
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a load did.
-
-    ``missing`` and ``unexpected`` are names only in the objects or only in the checkpoint (with
-    ``strict=False``, and ``"rng"`` where a resume found no generator states for this rank). ``exact`` names the
-    parts that are bit for bit what was saved, ``rederived`` those that could not be. ``verified`` tells
-    whether every byte read was checked against its CRC.
-    """
-
-    user_content: Any
-    rank_content: Any
-    tag: str
-    step: float | None
-    verified: bool
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    exact: tuple[str, ...]
-    rederived: tuple[str, ...] = ()
-    fell_back_from: tuple[str, ...] = ()
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -80,19 +69,22 @@ _Held = tuple[bytes, bytes]
 def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
     """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
 
-    Where the newest checkpoint turns out to be damaged, the newest sound one is loaded, with a warning.
+    Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning.
     """
-    damaged: dict[str, DamagedError | StorageError] = {}
+    damaged: dict[str, DamagedError | StorageError | MismatchError] = {}
+    filled: set[tuple[str, str]] = set()
     while True:
-        attempt = _Load(request, ranks, timeout, tuple(damaged))
+        attempt = _Load(request, ranks, timeout, _Tried(tuple(damaged), frozenset(filled)))
         try:
             restored = attempt.run()
-        except (DamagedError, StorageError) as error:
+        except (DamagedError, StorageError, MismatchError) as error:
             # All ranks raise it, as they have voted; so all of them go on to the same next one.
             gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-            if attempt.is_last_resort() or not (gone or isinstance(error, DamagedError)):
+            unfit = isinstance(error, MismatchError) and bool(damaged)
+            if attempt.is_last_resort() or not (gone or unfit or isinstance(error, DamagedError)):
                 raise
             damaged[attempt.found.id] = error
+            filled |= attempt.filled
             continue
         except NoCheckpointError:
             if not damaged:
@@ -116,14 +108,24 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
     passed: list[str] = []
 
 
+class _Tried(NamedTuple):
+    """Checkpoints that were tried already: their ids, as another may have their name meanwhile, and what they filled.
+
+    ``filled`` are tensors of models and optimizers.
+    """
+
+    ids: tuple[str, ...]
+    filled: frozenset[tuple[str, str]]
+
+
 class _Load:
     """The steps of one load; each ends in a vote."""
 
-    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, damaged: tuple[str, ...]) -> None:
-        """``damaged`` are the ids of those that were tried already: another may have their name meanwhile."""
+    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, tried: _Tried) -> None:
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
-        self._damaged = damaged
+        self._tried = tried
         self.found = _Found()
+        self.filled: set[tuple[str, str]] = set()
 
     def is_last_resort(self) -> bool:
         """Whether there is nothing to fall back to, or nobody wants to."""
@@ -132,12 +134,12 @@ class _Load:
     def run(self) -> Restored:
         self.found = self._find()
         folder = Path(self.found.folder)
-        reader, intake, values, terms = self._match(folder)
+        reader, intake, terms = self._match(folder)
         membership = self._tell(intake, terms)
         plan = self._plan(reader, intake, membership, terms)
         verified = self._read(reader, intake, plan)
         self._session.all("putting values in place", intake.apply)
-        return self._report(reader, intake, values, verified=verified)
+        return self._report(reader, intake, verified=verified)
 
     def _find(self) -> _Found:
         """The checkpoint that rank 0 finds is the one that all ranks load."""
@@ -152,28 +154,27 @@ class _Load:
             "finding the checkpoint",
             request.asked(),
             work,
-            lambda _: _encode(_locate(request, self._damaged)),
+            lambda _: _encode(_locate(request, self._tried.ids)),
         )
         return msgspec.msgpack.decode(found, type=_Found)
 
-    def _match(self, folder: Path) -> tuple[Reader, Intake, Values, _Terms]:
+    def _match(self, folder: Path) -> tuple[Reader, Intake, _Terms]:
         """Read the metadata, find a target for everything, allocate what is new."""
         request, rank = self._request, self._session.rank
 
-        def work() -> tuple[Reader, Intake, Values]:
+        def work() -> tuple[Reader, Intake]:
             reader = self._open(folder)
             if request.verify:
                 reader.check_files()
             intake = Intake(request.training, reader.groups, reader.tied, request.policy)
-            values = reader.values(rank, intake.shared, intake.own)
-            if values.world_size != self._session.size:
-                values = Values(values.shared, None, values.world_size)
-            intake.match(values.shared, values.own, str(folder))
+            arrays = ArraysIn(reader.groups.get(PER_RANK, {}))
+            values = reader.values(rank, intake.shared, arrays)
+            intake.match(values.shared, *self._own(reader, values, arrays))
             intake.take_stock(rank)
-            return reader, intake, values
+            return reader, intake
 
-        def seen(found: tuple[Reader, Intake, Values]) -> bytes:
-            reader, intake, _ = found
+        def seen(found: tuple[Reader, Intake]) -> bytes:
+            reader, intake = found
             held = digests(intake.inventory.spec(), intake.inventory.meshes())
             return _encode(_Seen(reader.fingerprint, host(), held.spec, held.meshes))
 
@@ -185,6 +186,16 @@ class _Load:
 
         found, raw = self._session.vote("reading the metadata", work, seen, decide)
         return *found, msgspec.msgpack.decode(raw, type=_Terms)
+
+    def _own(self, reader: Reader, values: Values, arrays: ArraysIn) -> tuple[Own, ArraysIn]:
+        """What this rank gets back of what belongs to single ranks, and the tensors in it."""
+        rank, training, generators = self._session.rank, self._request.training, self._request.policy.rng
+        if values.own is None or values.world_size != self._session.size:
+            arrays = ArraysIn(arrays.infos)
+        saved = Saved(values.ranks, arrays, partial(reader.crcs, PER_RANK), str(reader.path), reader.fingerprint)
+        if values.own is not None and values.world_size == self._session.size:
+            return same(values.own, saved, rank, generators=generators), arrays
+        return resized(saved, rank, training.dataloader, generators=generators), arrays
 
     def _tell(self, intake: Intake, terms: _Terms) -> Membership:
         """What all ranks want, each distinct wish told once."""
@@ -209,9 +220,16 @@ class _Load:
             names = {name for spec in membership.specs for name in spec.names}
             known = {name: membership.names(name) for name in names}
             intake.check({(held.group, held.name) for held in wanted}, known, str(reader.path))
+            self._check_refilled(intake, reader.path)
             return Reading.of(reader, intake, wanted, self._ranks, exchange=exchange and self._session.size > 1)
 
         return self._session.all("matching the checkpoint with what it is loaded into", work)
+
+    def _check_refilled(self, intake: Intake, folder: Path) -> None:
+        """Raise ``DamagedError`` where a damaged checkpoint has filled what this one would leave as it is."""
+        left = sorted(self._tried.filled - intake.targets.keys())
+        if left:
+            raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of a damaged checkpoint")
 
     def _open(self, folder: Path) -> Reader:
         try:
@@ -236,24 +254,26 @@ class _Load:
                 checks.check_shared(decode_fragments(posted))
             return b""
 
+        self.filled = {key for key in intake.targets if key[0] not in {STATE, PER_RANK}}
         try:
             self._session.vote("reading", work, encode_fragments, decide)
         except DamagedError as error:
             raise DamagedError(f"{error}. {_partly(self._request.training)}") from error
         return checks is not None and checks.cover(intake.targets)
 
-    def _report(self, reader: Reader, intake: Intake, values: Values, *, verified: bool) -> Restored:
+    def _report(self, reader: Reader, intake: Intake, *, verified: bool) -> Restored:
         manifest = reader.manifest if isinstance(reader, NativeReader) else None
-        exact = [*self._request.training.given(), *(["rng"] if self._request.policy.rng else [])]
+        exact, rederived = intake.outcome()
         return Restored(
-            user_content=values.shared.get("user_content"),
-            rank_content=None if values.own is None else values.own.get("content"),
+            user_content=intake.user_content,
+            rank_content=intake.rank_content,
             tag=reader.path.name,
             step=manifest.step if manifest else None,
             verified=verified,
             missing=tuple(intake.findings.missing),
             unexpected=tuple(intake.findings.unexpected),
-            exact=tuple(name for name in exact if name not in intake.findings.missing),
+            exact=tuple(exact),
+            rederived=tuple(rederived),
             fell_back_from=tuple(self.found.passed),
         )
 

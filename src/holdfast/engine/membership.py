@@ -10,7 +10,7 @@ from functools import cached_property
 from holdfast.engine import layouts
 from holdfast.engine.layouts import Coordinate, Division, Layout, Mesh
 from holdfast.engine.parts import Part, part
-from holdfast.engine.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import DisagreementError, StateError
 from holdfast.layout.files import TensorInfo
 
@@ -132,7 +132,7 @@ class Membership:
                 naming.setdefault(key, []).append(number)
         for (group, name), numbers in naming.items():
             named = [(number, table[number][group, name]) for number in numbers]
-            if group == PER_RANK:
+            if group == OWN:
                 yield from self._own(named)
             else:
                 yield self._held(named)

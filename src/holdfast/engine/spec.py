@@ -12,8 +12,11 @@ import msgspec
 
 from holdfast.engine.layouts import Mesh, Placement
 
-#: The group of tensors that each rank has of its own; their names get the rank before them.
+#: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
 PER_RANK = "ranks"
+
+#: In a spec, those of the rank itself, named without it, so that ranks which differ in nothing else share a spec.
+OWN = "own"
 
 
 class LayoutSpec(msgspec.Struct, frozen=True, array_like=True):

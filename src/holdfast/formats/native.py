@@ -120,7 +120,7 @@ class NativeReader:
         for name, value in tree.items():
             _check_form(value, _FORMS.get(name.partition("/")[0], Any), self.path / STATE)
         _check_form({} if mine is None else mine, _Own, self.path / RANKS)
-        return Values(tree, mine, len(ranks))
+        return Values(tree, mine, len(ranks), ranks)
 
     def small(self, name: str) -> bytes:
         """The bytes of a file without tensor data, verified."""

@@ -29,12 +29,14 @@ class Values:
     """The plain values of a checkpoint. A part that was not saved is not in ``shared``.
 
     ``shared`` has the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``; ``own`` is what belongs to
-    one rank, with the keys ``rng`` and ``content``, or ``None`` where that rank did not save. ``world_size`` ranks did.
+    one rank, with the keys ``rng``, ``dataloader`` and ``content``, or ``None`` where that rank did not save.
+    ``world_size`` ranks did; ``ranks`` is what each of them had of its own, not decoded yet.
     """
 
     shared: Mapping[str, Any]
     own: Mapping[str, Any] | None = None
     world_size: int = 0
+    ranks: Sequence[Any] = ()
 
 
 class Reader(Protocol):

@@ -14,7 +14,7 @@ from holdfast.formats.native import is_native
 from holdfast.functions import finalize, restore, save_checkpoint
 from holdfast.handle import SaveHandle
 from holdfast.lightning.removal import remove
-from holdfast.loading import Restored
+from holdfast.restored import Restored
 from holdfast.storage.folders import rename
 
 #: What strategies may write.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ class ArraysIn:
     """Gives tensors and arrays back to a tree as it is decoded: allocated at once, in :attr:`tensors`, filled later."""
 
     def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
-        self._infos = infos
+        self.infos = infos
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: object, key: str) -> Any:
@@ -116,13 +116,35 @@ class ArraysIn:
             return self._allocate(payload).numpy()
         return NotImplemented
 
-    def _allocate(self, key: object) -> torch.Tensor:
-        info = self._infos.get(key) if isinstance(key, str) else None
+    def _info(self, key: object) -> TensorInfo:
+        info = self.infos.get(key) if isinstance(key, str) else None
         if info is None:
             raise DamagedError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
+        return info
+
+    def _allocate(self, key: object) -> torch.Tensor:
+        info = self._info(key)
         if key not in self.tensors:
             self.tensors[str(key)] = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         return self.tensors[str(key)]
+
+
+class ArraysSeen(ArraysIn):
+    """Gives what is known of the bytes of tensors and arrays in their place: trees compare equal without being read.
+
+    ``crcs`` tells those of a stored tensor's blocks.
+    """
+
+    def __init__(self, infos: Mapping[str, TensorInfo], crcs: Callable[[str], Sequence[int] | None]) -> None:
+        super().__init__(infos)
+        self._crcs = crcs
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        if tag not in {"$tensor", "$array"}:
+            return super().decode(tag, payload)
+        info = self._info(payload)
+        return tag, info, self._crcs(payload)
 
 
 def _inlined(tensor: torch.Tensor) -> list[Any]:

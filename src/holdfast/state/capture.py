@@ -9,13 +9,13 @@ from typing import Any
 
 from holdfast.engine.layouts import Layout, Mesh
 from holdfast.engine.local import LocalPart
-from holdfast.engine.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import StateError
 from holdfast.layout import values
 from holdfast.layout.names import check_text
+from holdfast.state import belongings, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
-from holdfast.state import rng, sources, stateful
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import INLINE, ArraysOut
 from holdfast.state.companions import companions
@@ -129,10 +129,11 @@ def capture(training: Training, rank: int) -> Capture:
     captured.merged = {slot: _merged(slot, encoded[slot]) for slot in tree}
     captured.shared = {name: encoded[name] for name in shared}
     if rank == 0:
-        _add_arrays(captured, STATE, arrays, "")
+        _add_arrays(captured, STATE, arrays)
     own = ArraysOut()
-    captured.own = values.dumps(_own(training), own, f"{rank}/")
-    _add_arrays(captured, PER_RANK, own, f"{rank}/")
+    belonging = belongings.capture(training.dataloader, training.rank_content, generators=training.rng)
+    captured.own = values.dumps(belonging, own, f"{rank}/")
+    _add_own_arrays(captured, own, f"{rank}/")
     return captured
 
 
@@ -207,19 +208,15 @@ def _shared(training: Training) -> dict[str, Any]:
     return shared
 
 
-def _own(training: Training) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    if training.rng:
-        own["rng"] = rng.capture()
-    if training.dataloader is not None:
-        own["dataloader"] = stateful.check_one(training.dataloader, "the data loader").state_dict()
-    if training.rank_content is not None:
-        own["content"] = training.rank_content
-    return own
-
-
-def _add_arrays(captured: Capture, group: str, arrays: ArraysOut, prefix: str) -> None:
-    """The tensors of encoded values become tensors of ``group``, in the spec without the rank's ``prefix``."""
+def _add_arrays(captured: Capture, group: str, arrays: ArraysOut) -> None:
+    """The tensors of encoded values become tensors of ``group``."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add(group, name.removeprefix(prefix), describe(tensor, f"{group} tensor {name!r}"))
+        captured.inventory.add(group, name, describe(tensor, f"{group} tensor {name!r}"))
         captured.parts[group, name] = LocalPart(tensor)
+
+
+def _add_own_arrays(captured: Capture, arrays: ArraysOut, prefix: str) -> None:
+    """Those of this rank's own values, in the spec without the rank."""
+    for name, tensor in arrays.tensors.items():
+        captured.inventory.add(OWN, name.removeprefix(prefix), describe(tensor, f"{PER_RANK} tensor {name!r}"))
+        captured.parts[PER_RANK, name] = LocalPart(tensor)

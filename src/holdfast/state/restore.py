@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.engine.spec import PER_RANK
-from holdfast.errors import DamagedError, MismatchError, OptimizerMismatchError
+from holdfast.engine.spec import OWN, PER_RANK
+from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
-from holdfast.state import fsdp1, rng, sources, stateful
+from holdfast.state import fsdp1, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
+from holdfast.state.belongings import LOADER, RNG, Own
 from holdfast.state.capture import STATE, Inventory, Training
 from holdfast.state.named import ModelView
 from holdfast.state.restoration import Restoration
@@ -43,11 +44,26 @@ class Policy:
 
 @dataclass
 class Findings:
-    """What did not match: names on one side only, and what is of another shape or dtype."""
+    """What did not match: names on one side only, and what is of another shape or dtype.
+
+    ``incomplete`` are the parts (``"model"``, …) that have such names, ``cast`` those with tensors of another dtype.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    incomplete: set[str] = field(default_factory=set)
+    cast: set[str] = field(default_factory=set)
+
+    def lack(self, part: str, name: str) -> None:
+        """Something of a part is not in the checkpoint."""
+        self.missing.append(name)
+        self.incomplete.add(part)
+
+    def exceed(self, part: str, name: str) -> None:
+        """Something of a part is only in the checkpoint."""
+        self.unexpected.append(name)
+        self.incomplete.add(part)
 
     def check(self, policy: Policy, source: str) -> None:
         """Raise ``MismatchError`` that names everything at once."""
@@ -77,7 +93,7 @@ class Intake:
         self, training: Training, groups: Groups, tied: Mapping[str, Mapping[str, str]], policy: Policy
     ) -> None:
         self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
-        self.shared, self.own = ArraysIn(groups.get(STATE, {})), ArraysIn(groups.get(PER_RANK, {}))
+        self.shared = ArraysIn(groups.get(STATE, {}))
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
         self.findings = Findings()
@@ -85,12 +101,11 @@ class Intake:
         self._views: dict[str, ModelView] = {}
         self._restorations: dict[str, Restoration] = {}
         self._values: Mapping[str, Any] = {}
-        self._rng: Mapping[str, Any] | None = None
-        self._own: Mapping[str, Any] | None = None
+        self._own = Own()
 
-    def match(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, source: str) -> None:
-        """Find a target for everything asked for. Raises ``OptimizerMismatchError`` or ``DamagedError``."""
-        self._values = shared
+    def match(self, shared: Mapping[str, Any], own: Own, own_arrays: ArraysIn) -> None:
+        """Find a target for everything asked for. Raises ``OptimizerMismatchError``."""
+        self._values, self._own = shared, own
         for slot, parts in models.slots(self._training.model).items():
             self._match_model(slot, parts)
         for slot, parts in sources.slots(self._training.optimizer).items():
@@ -99,32 +114,31 @@ class Intake:
             if slot in shared:
                 self.findings.different += schedulers.differences(parts, shared[slot])
             else:
-                self.findings.missing.append(slot)
-        if self._policy.rng:
-            self._rng = None if own is None else own.get("rng")
-            if self._rng is not None:
-                _check_rng(self._rng, source)
-        self._match_stateful(own)
-        for group, arrays in ((STATE, self.shared), (PER_RANK, self.own)):
+                self.findings.lack(slot, slot)
+        self._match_stateful()
+        for group, arrays in ((STATE, self.shared), (PER_RANK, own_arrays)):
             for name, tensor in arrays.tensors.items():
                 self._aim((group, name), describe(tensor, f"{group} tensor {name!r}"))
 
-    def _match_stateful(self, own: Mapping[str, Any] | None) -> None:
-        """Objects by name; and the data loader, whose state is kept for as many ranks as saved it."""
+    def _match_stateful(self) -> None:
+        """Objects by name; and the data loader, which another number of ranks may go without."""
         saved = self._values.get("stateful", {})
         wanted = () if self._training.stateful is None else stateful.check(self._training.stateful)
-        self.findings.missing += [f"stateful object {name!r}" for name in wanted if name not in saved]
-        if self._training.dataloader is not None:
-            stateful.check_one(self._training.dataloader, "the data loader")
-            self._own = own
-            if own is not None and "dataloader" not in own:
-                self.findings.missing.append("dataloader")
+        for name in wanted:
+            if name not in saved:
+                self.findings.lack("stateful", f"stateful object {name!r}")
+        if self._lacks_loader() and not self._own.split:
+            self.findings.missing.append(LOADER)
+
+    def _lacks_loader(self) -> bool:
+        return self._training.dataloader is not None and not self._own.loader
 
     def take_stock(self, rank: int) -> None:
         """Note in :attr:`inventory` what this rank wants, and knows the names of."""
         for (group, name), tensor in self.targets.items():
-            known = name.removeprefix(f"{rank}/") if group == PER_RANK else name
-            self.inventory.add(group, known, tensor, dtype=self._groups[group][name].dtype)
+            mine = group == PER_RANK and not self._own.split and name.startswith(f"{rank}/")
+            known = (OWN, name.removeprefix(f"{rank}/")) if mine else (group, name)
+            self.inventory.add(*known, tensor, dtype=self._groups[group][name].dtype)
         for slot, view in self._views.items():
             self.inventory.names[f"{_VALUES} {slot}"] = list(view.extra)
 
@@ -136,18 +150,47 @@ class Intake:
         for slot, view in self._views.items():
             also = known.get(f"{_KNOWN} {slot}", set())
             stored = self._groups.get(slot, {})
-            self.findings.unexpected += [name for name in stored if (slot, name) not in wanted and name not in also]
-            extra = self._values.get(slot, {})
-            self.findings.missing += [name for name in view.extra if name not in extra]
-            self.findings.unexpected += [name for name in extra if name not in known.get(f"{_VALUES} {slot}", set())]
+            extra, known_extra = self._values.get(slot, {}), known.get(f"{_VALUES} {slot}", set())
+            beyond = [name for name in stored if (slot, name) not in wanted and name not in also]
+            for name in (*beyond, *(name for name in extra if name not in known_extra)):
+                self.findings.exceed(slot, name)
+            for name in view.extra:
+                if name not in extra:
+                    self.findings.lack(slot, name)
         for slot, restoration in self._restorations.items():
             with self._mismatch_noted():
                 restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
         self.findings.check(self._policy, source)
-        if self._policy.rng and self._rng is None:
-            self.findings.missing.append("rng")
-        if self._training.dataloader is not None and self._own is None:
-            self.findings.missing.append("dataloader")
+        if self._policy.rng and not self._own.has_generators():
+            self.findings.missing.append(RNG)
+        if self._lacks_loader() and self._own.split:
+            self.findings.missing.append(LOADER)
+        if self._own.lost:
+            self.findings.missing.append("rank_content")
+
+    @property
+    def user_content(self) -> Any:
+        """What the user saved for all ranks."""
+        return self._values.get("user_content")
+
+    @property
+    def rank_content(self) -> Any:
+        """What the user saved for this rank."""
+        return self._own.content
+
+    def outcome(self) -> tuple[list[str], list[str]]:
+        """The parts that are, once all is applied, what was saved; and those made from it that are not the same."""
+        own, findings = self._own, self.findings
+        loaded = [part for part in self._training.given() if part != LOADER and part not in findings.incomplete]
+        exact = [part for part in loaded if part not in findings.cast]
+        rederived = [part for part in loaded if part in findings.cast]
+        if own.has_generators():
+            (rederived if own.seeds else exact).append(RNG)
+        if own.loader:
+            (rederived if own.split else exact).append(LOADER)
+        exact += ["user_content"] if "user_content" in self._values else []
+        exact += ["rank_content"] if own.content is not None else []
+        return exact, rederived
 
     @contextmanager
     def _mismatch_noted(self) -> Iterator[None]:
@@ -176,8 +219,8 @@ class Intake:
             known = [name, *aliases.get(name, [])]
             source = next((tied.get(one, one) for one in known if tied.get(one, one) in stored), None)
             if source is None:
-                self.findings.missing.append(name)
-            elif self._fits(name, tensor, stored[source]):
+                self.findings.lack(slot, name)
+            elif self._fits(slot, name, tensor, stored[source]):
                 self._aim((slot, source), tensor)
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
         refused = sorted(name for name in known_names if (slot, name) not in self.targets)
@@ -188,7 +231,7 @@ class Intake:
         if self.targets.setdefault(source, tensor) is not tensor:
             self.more.append((source, tensor))
 
-    def _fits(self, name: str, tensor: Described, info: TensorInfo) -> bool:
+    def _fits(self, slot: str, name: str, tensor: Described, info: TensorInfo) -> bool:
         if tensor.shape != info.shape:
             self.findings.different.append(
                 f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
@@ -202,12 +245,13 @@ class Intake:
                 f"{name}: on the meta device here, without memory; materialise the model first, with to_empty()"
             )
         else:
+            self.findings.cast |= {slot} if tensor.dtype != info.dtype else set()
             return True
         return False
 
     def _match_optimizer(self, slot: str, parts: Sequence[object]) -> None:
         if slot not in self._values:
-            self.findings.missing.append(slot)
+            self.findings.lack(slot, slot)
             return
         groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
@@ -228,20 +272,7 @@ class Intake:
             for name, value in self._values.get(slot, {}).items():
                 if name in view.extra:
                     view.put_extra(name, value)
-        self._apply_stateful()
-        if self._rng is not None:
-            rng.restore(self._rng)
-
-    def _apply_stateful(self) -> None:
         for name, one in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
                 one.load_state_dict(self._values["stateful"][name])
-        if self._own is not None and "dataloader" in self._own:
-            self._training.dataloader.load_state_dict(self._own["dataloader"])
-
-
-def _check_rng(state: Mapping[str, Any], source: str) -> None:
-    try:
-        rng.check(state)
-    except DamagedError as error:
-        raise DamagedError(f"{source}: {error}") from error
+        self._own.apply(self._training.dataloader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -11,25 +12,35 @@ import torch
 
 from holdfast.errors import DamagedError
 
+#: The generators that every process has.
+PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
+EVERYWHERE = (PYTHON, NUMPY, TORCH)
+
+
+def names() -> list[str]:
+    """The generators of this process; the accelerator's has the name of its kind."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [*EVERYWHERE, *([] if accelerator is None else [accelerator.type])]
+
 
 def capture() -> dict[str, Any]:
     """The state of every generator, as plain values and arrays."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global generator is the one to save
-        "torch": torch.get_rng_state(),
-    }
-    accelerator = _accelerator()
-    if accelerator is not None:
-        state[accelerator] = torch.get_device_module(accelerator).get_rng_state()
-    return state
+    return {name: _state(name) for name in names()}
+
+
+def _state(name: str) -> Any:
+    if name == PYTHON:
+        version, words, gauss = random.getstate()
+        return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    if name == NUMPY:
+        return np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is the one to save
+    return torch.get_rng_state() if name == TORCH else torch.get_device_module(name).get_rng_state()
 
 
 def check(state: Mapping[str, Any]) -> None:
     """Raise ``DamagedError`` where a state is not of the form of :func:`capture`'s; arrays need not be filled yet."""
     for name, own in capture().items():
-        if (name in state or name in {"python", "numpy", "torch"}) and not _alike(state.get(name), own):
+        if name in state and not _alike(state[name], own):
             raise DamagedError(f"the state of the random number generator {name!r} is not one")
 
 
@@ -46,21 +57,32 @@ def _alike(found: Any, own: Any) -> bool:
 def restore(state: Mapping[str, Any]) -> None:
     """Put every generator that the state speaks of back; those of an accelerator that is not here are passed over."""
     try:
-        _restore(state)
+        for name in names():
+            if name in state:
+                _put(name, state[name])
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise DamagedError(f"the state of a random number generator is damaged: {error}") from error
 
 
-def _restore(state: Mapping[str, Any]) -> None:
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    accelerator = _accelerator()
-    if accelerator is not None and accelerator in state:
-        torch.get_device_module(accelerator).set_rng_state(state[accelerator])
+def _put(name: str, state: Any) -> None:
+    if name == PYTHON:
+        random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+    elif name == NUMPY:
+        np.random.set_state(state)  # noqa: NPY002
+    elif name == TORCH:
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(name).set_rng_state(state)
 
 
-def _accelerator() -> str | None:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None else device.type
+def seed(name: str, text: str) -> None:
+    """Start a generator anew: from equal texts it draws equal numbers, from others others."""
+    digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
+    if name == PYTHON:
+        random.seed(int.from_bytes(digest))
+    elif name == NUMPY:
+        np.random.seed(np.frombuffer(digest, "<u4"))  # noqa: NPY002
+    else:
+        number = int.from_bytes(digest[:8]) >> 1
+        generator = torch.default_generator if name == TORCH else torch.get_device_module(name)
+        generator.manual_seed(number)

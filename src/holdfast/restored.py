@@ -1,0 +1,35 @@
+"""What a load tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load did, part by part.
+
+    Parts are ``"model"``, ``"optimizer"`` and ``"scheduler"`` (with their names, as in ``"model/generator"``, where
+    there are several), ``"stateful"``, ``"dataloader"``, ``"rng"``, ``"user_content"`` and ``"rank_content"``.
+
+    ``exact`` are the parts that are bit for bit what was saved. ``rederived`` are those made from what was saved which
+    cannot be the same: a model cast to another dtype, a data loader whose position was split anew for another number
+    of ranks, generators started anew for one. In ``missing`` are parts that were asked for and could not be given
+    back, and with ``strict=False`` the names that are only in the objects; ``unexpected`` are those that are only in
+    the checkpoint. A part that has such names is neither exact nor rederived.
+
+    ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of newer
+    checkpoints that are damaged.
+    """
+
+    user_content: Any
+    rank_content: Any
+    tag: str
+    step: float | None
+    verified: bool
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    exact: tuple[str, ...]
+    rederived: tuple[str, ...] = ()
+    fell_back_from: tuple[str, ...] = ()
