@@ -10,6 +10,8 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast.catalog import CheckpointInfo
     from holdfast.checkpointer import Checkpointer
+    from holdfast.data.loader import ResumableLoader
+    from holdfast.data.workers import shield_worker
     from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.handle import SaveHandle
     from holdfast.restored import Restored
@@ -27,6 +29,7 @@ _HOMES = {
     "KeepNewerThan": "holdfast.retention",
     "KeepTags": "holdfast.retention",
     "Restored": "holdfast.restored",
+    "ResumableLoader": "holdfast.data.loader",
     "SaveHandle": "holdfast.handle",
     "finalize": "holdfast.functions",
     "has_checkpoint": "holdfast.functions",
@@ -35,6 +38,7 @@ _HOMES = {
     "open": "holdfast.view",
     "restore": "holdfast.functions",
     "save_checkpoint": "holdfast.functions",
+    "shield_worker": "holdfast.data.workers",
 }
 
 __all__ = [
@@ -47,6 +51,7 @@ __all__ = [
     "KeepNewerThan",
     "KeepTags",
     "Restored",
+    "ResumableLoader",
     "SaveHandle",
     "__version__",
     "finalize",
@@ -56,6 +61,7 @@ __all__ = [
     "open",
     "restore",
     "save_checkpoint",
+    "shield_worker",
 ]
 
 

@@ -1,0 +1,1 @@
+"""Data loading whose position does not depend on the number of ranks."""
