@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src/holdfast"
 FLOORS = [
     {"__main__"},
     {"cli", "lightning"},
-    {"functions", "view", "data"},
+    {"functions", "view", "data", "stopping"},
     {"checkpointer"},
     {"handle"},
     {"saving", "loading"},

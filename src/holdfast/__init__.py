@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.handle import SaveHandle
     from holdfast.restored import Restored
     from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+    from holdfast.stopping import Preemption, preemption
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: Where each public name lives; looked up when first used, so that importing holdfast imports no torch.
@@ -28,6 +29,7 @@ _HOMES = {
     "KeepLast": "holdfast.retention",
     "KeepNewerThan": "holdfast.retention",
     "KeepTags": "holdfast.retention",
+    "Preemption": "holdfast.stopping",
     "Restored": "holdfast.restored",
     "ResumableLoader": "holdfast.data.loader",
     "SaveHandle": "holdfast.handle",
@@ -36,6 +38,7 @@ _HOMES = {
     "list_checkpoints": "holdfast.functions",
     "load_checkpoint": "holdfast.functions",
     "open": "holdfast.view",
+    "preemption": "holdfast.stopping",
     "restore": "holdfast.functions",
     "save_checkpoint": "holdfast.functions",
     "shield_worker": "holdfast.data.workers",
@@ -50,6 +53,7 @@ __all__ = [
     "KeepLast",
     "KeepNewerThan",
     "KeepTags",
+    "Preemption",
     "Restored",
     "ResumableLoader",
     "SaveHandle",
@@ -59,6 +63,7 @@ __all__ = [
     "list_checkpoints",
     "load_checkpoint",
     "open",
+    "preemption",
     "restore",
     "save_checkpoint",
     "shield_worker",

@@ -1,17 +1,14 @@
-"""One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank learns the decision.
-
-Nothing ever blocks inside the store: that would hold up whatever else in this process uses the same connection.
-"""
+"""One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank learns the decision."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
 from holdfast import errors
+from holdfast.engine.patience import wait_until
 from holdfast.errors import AbandonedError, HoldfastError, RankFailedError, RankTimeoutError
 
 #: Rank 0 decides for all.
@@ -19,9 +16,6 @@ LEADER = 0
 
 #: Seconds that the others wait beyond the deadline for the leader's word.
 GRACE = 1.0
-
-#: Seconds between looks at the store: a twentieth of what was waited already, within these bounds.
-_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.25
 
 #: Most ranks that a message lists.
 _SHOWN = 8
@@ -119,17 +113,17 @@ class Ballot:
 
     def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
         """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
-        started = time.monotonic()
-        while not self._store.check(keys) and not (or_else and self._store.check([or_else])):
-            waited = time.monotonic() - started
-            if waited > timeout:
-                raise RankTimeoutError(self._absent())
-            time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, waited / 20)))
+
+        def there() -> bool:
+            return self._store.check(keys) or bool(or_else and self._store.check([or_else]))
+
+        if not wait_until(there, timeout):
+            raise RankTimeoutError(self._absent())
 
     def _absent(self) -> str:
         all_came = self._store.check([self._collected])
         absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        names = _names(absent) if absent else f"rank {LEADER}"
+        names = names_of(absent) if absent else f"rank {LEADER}"
         return (
             f"{names} did not come within the timeout while {self._phase}; "
             "it is stuck or dead, or does not make the same calls in the same order"
@@ -159,14 +153,15 @@ def _blame(failed: list[tuple[int, Failure]], size: int, phase: str) -> Failure:
     same = [rank for rank, failure in failed if failure == first]
     if len(same) == size:
         return first
-    message = f"{_names(same)} of {size}, {phase}: {first.message}"
+    message = f"{names_of(same)} of {size}, {phase}: {first.message}"
     others = [rank for rank, failure in failed if failure != first]
     if others:
-        message += f" ({_names(others)} failed too, otherwise)"
+        message += f" ({names_of(others)} failed too, otherwise)"
     return Failure(first.kind, message, first.errno)
 
 
-def _names(ranks: Sequence[int]) -> str:
+def names_of(ranks: Sequence[int]) -> str:
+    """Ranks, for people."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])

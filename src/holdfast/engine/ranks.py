@@ -76,11 +76,14 @@ def _gloo_beside(global_ranks: list[int]) -> dist.ProcessGroup:
 
 
 class Session:
-    """The votes of one save or load, in an order that is the same on every rank. ``number`` tells it from others."""
+    """The votes of one save or load, in an order that is the same on every rank. ``number`` tells it from others.
+
+    ``store`` holds what the ranks tell each other in it; a rank that is alone has none.
+    """
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
         self.rank, self.size, self.timeout, self.number = rank, size, timeout, number
-        self._store, self._votes = store, 0
+        self.store, self._votes = store, 0
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` here; ``decide`` on rank 0 over what all ranks' work gave; return both results.
@@ -88,10 +91,10 @@ class Session:
         An error in anybody's work, or in the decision, is raised by every rank, naming the ranks it
         happened on. Raises ``RankTimeoutError`` naming ranks that did not come within the timeout.
         """
-        if self._store is None:
+        if self.store is None:
             result = work()
             return result, decide([encode(result)])
-        return self._vote(self._store, phase, work, encode, decide)
+        return self._vote(self.store, phase, work, encode, decide)
 
     def _vote(
         self,
@@ -104,7 +107,7 @@ class Session:
         self._votes += 1
         ballot = Ballot(store, self._votes, self.size, phase)
         result, mine, error = _attempt(work, encode)
-        with _store_alive(phase):
+        with store_alive(phase):
             ballot.post(self.rank, mine)
             lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
             # Who has waited in vain for others already need not wait as long again.
@@ -119,18 +122,18 @@ class Session:
 
     def check_others(self) -> None:
         """Inside the work of a vote that ranks do together: raise ``AbandonedError`` where another has failed at it."""
-        if self._store is not None and self._store.check([failed_key(self._votes)]):
+        if self.store is not None and self.store.check([failed_key(self._votes)]):
             raise AbandonedError("another rank failed at what all do together")
 
     def part(self) -> None:
         """The last word: rank 0, in whose process the store may live, waits until all others have come to it, too."""
-        if self._store is None:
+        if self.store is None:
             return
         with suppress(dist.DistError):
-            self._store.set(f"parted/{self.rank}", "")
+            self.store.set(f"parted/{self.rank}", "")
             ends = time.monotonic() + self.timeout
             everyone = [f"parted/{rank}" for rank in range(self.size)]
-            while self.rank == LEADER and not self._store.check(everyone) and time.monotonic() < ends:
+            while self.rank == LEADER and not self.store.check(everyone) and time.monotonic() < ends:
                 time.sleep(_NAP)
 
     def all(self, phase: str, work: Callable[[], T]) -> T:
@@ -149,7 +152,8 @@ def _attempt(
 
 
 @contextmanager
-def _store_alive(phase: str) -> Iterator[None]:
+def store_alive(phase: str) -> Iterator[None]:
+    """Raise ``RankFailedError`` where the key-value store is lost meanwhile."""
     try:
         yield
     except dist.DistError as error:
