@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +167,35 @@ def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_
     other.mkdir()
     (tmp_path / "step_1").rename(aside)
     holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
+
+
+def put_aside(path: Path) -> Path:
+    """A folder as it is between the two renames of an overwrite. Returns the one that waits for the name."""
+    (info,) = holdfast.list_checkpoints(path)
+    waiting = Hidden(info.tag, info.run, "2" * 16, "partial")
+    (path / waiting.name).mkdir()
+    info.path.rename(path / waiting.now("replaced").name)
+    return path / waiting.name
+
+
+def test_a_checkpoint_without_its_name_is_one_that_there_is(tmp_path: Path) -> None:
+    """A script that asks first would begin anew, and save over it."""
+    save(tmp_path, 1)
+    put_aside(tmp_path)
+    assert holdfast.has_checkpoint(tmp_path)
+    target = {"w": torch.zeros(4)}
+    holdfast.load_checkpoint(tmp_path, model=target)
+    assert float(target["w"][0]) == 1.0
+
+
+def test_a_living_overwrite_finds_the_name_free_whoever_loads_meanwhile(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    waiting = put_aside(tmp_path)
+    with closing(folders.Lock(waiting)):
+        with pytest.raises(holdfast.errors.NoCheckpointError):
+            holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+        assert not (tmp_path / "step_1").exists()
+    holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
 
 
 def leave(path: Path, run: str, state: str = "partial") -> Path:

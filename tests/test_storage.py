@@ -271,6 +271,15 @@ def test_folders_are_made_with_their_parents_listed_in_order_and_hidden_ones_lef
     local.sync_folder(tmp_path)
 
 
+def test_a_durable_folder_is_synced_where_it_was_not_there_and_so_are_those_above_it(tmp_path: Path) -> None:
+    with mock.patch.object(local, "sync_folder") as synced:
+        local.make_durable_folder(tmp_path / "a/b/c")
+        assert {call.args[0] for call in synced.mock_calls} == {tmp_path, tmp_path / "a", tmp_path / "a/b"}
+        synced.reset_mock()
+        local.make_durable_folder(tmp_path / "a/b/c")
+        synced.assert_not_called()
+
+
 def test_a_folder_where_a_file_is_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):

@@ -16,6 +16,7 @@ from holdfast.handle import SaveHandle
 from holdfast.restored import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
+from holdfast.upkeep import put_aside
 
 #: The default instances, one for each path and what was set with it. The only module-level state there is.
 _defaults: dict[tuple[Path, int | str, float, dist.ProcessGroup | None], Checkpointer] = {}
@@ -194,7 +195,8 @@ def finalize() -> None:
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
     """Whether a run's folder has a complete checkpoint. Looks at this process's file system only."""
-    return any(info.status == "complete" for info in list_checkpoints(path))
+    folder = local_path(path)
+    return any(info.status == "complete" for info in catalog.list_checkpoints(folder)) or any(put_aside(folder))
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:

@@ -25,7 +25,7 @@ def clean_up(path: Path, run: str | None) -> list[Path]:
     A folder that a living process works on is left alone, and so is one of which nobody can tell.
     """
     recover(path)
-    wanted = {hidden.id for _, hidden in _wanted(path)}
+    wanted = {hidden.id for _, hidden in put_aside(path)}
     gone = []
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
@@ -42,13 +42,17 @@ def recover(path: Path) -> None:
 
     Only where the file system cannot exchange two names is there a moment in which neither folder has it.
     """
-    for folder, hidden in _wanted(path):
-        with suppress(StorageError):
+    for folder, hidden in put_aside(path):
+        # A living process is just about to rename, and must find the name free.
+        with suppress(OSError, StorageError), closing(Lock(path / hidden.now("partial").name)):
             rename(folder, path / hidden.tag)
 
 
-def _wanted(path: Path) -> Iterator[tuple[Path, Hidden]]:
-    """Checkpoints that were put aside for another, which did not get their name: it is there still, unpublished."""
+def put_aside(path: Path) -> Iterator[tuple[Path, Hidden]]:
+    """Checkpoints that were put aside for another, which did not get their name: it is there still, unpublished.
+
+    The next save or load gives them their names back.
+    """
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
         if hidden is None or hidden.state != "replaced" or (path / hidden.tag).exists():

@@ -40,7 +40,7 @@ class Draft:
 
         The lock is to be held until the save has ended: it tells others that the save lives.
         """
-        local.make_folder(self.folder.parent)
+        local.make_durable_folder(self.folder.parent)
         folders.check_space(self.folder.parent, sum(file.size for file in self.plan.files))
         lock = None
         try:
@@ -70,8 +70,8 @@ class Draft:
             records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
         described = describe(dict(sorted(records.items())))
         local.write_small(self.folder / manifest.NAME, manifest.encode(described))
-        for folder in sorted({(self.folder / name).parent for name in records} | {self.folder}, reverse=True):
-            local.sync_folder(folder)
+        for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
+            local.sync_folder(self.folder / folder)
         return described
 
     def publish(self, final: Path, replaced: Path | None) -> None:

@@ -86,6 +86,7 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
             with suppress(OSError):  # it is done; what is aside goes, whatever its name
                 partial.rename(aside)
         else:
+            sync_folder(final.parent)  # who finds the old one aside looks for the one that waits
             final.rename(aside)
             sync_folder(final.parent)
             partial.rename(final)

@@ -11,6 +11,7 @@ import platform
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def make_folder(path: Path) -> None:
     """Create a folder and its parents; one that exists is fine."""
     with reported("create the folder", path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+def make_durable_folder(path: Path) -> None:
+    """Create a folder and its parents, and make the names of those that were not there durable."""
+    with reported("look at", path):
+        missing = list(takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    make_folder(path)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def write_small(path: Path, data: bytes) -> None:
