@@ -297,6 +297,14 @@ class TestShow:
         assert "w\\x1b[2J" in text
         assert "\\x1b[31mred" in text
 
+    def test_tensors_among_the_settings_of_an_optimizer_are_described(self, tmp_path: Path) -> None:
+        """They are kept inside the values, as several ranks may have them."""
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+        (group,) = call_json("show", tmp_path)["values"]["optimizer"]["groups"]
+        assert group["settings"]["lr"] == {"kind": "tensor", "dtype": "F32", "shape": []}
+
     def test_other_formats_are_shown_too(self, tmp_path: Path) -> None:
         save_file({"a.w": torch.zeros(5, dtype=torch.float16)}, tmp_path / "model.safetensors")
         found = call_json("show", tmp_path)
