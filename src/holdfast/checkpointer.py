@@ -137,6 +137,7 @@ class Checkpointer:
         map_dtype: bool = False,
         exchange: str = "auto",
         on_damage: str = "fall_back",
+        keys: Mapping[str, str] | None = None,
     ) -> Restored:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
         request = LoadRequest(
@@ -147,6 +148,7 @@ class Checkpointer:
             verify=verify,
             exchange=exchange,
             on_damage=on_damage,
+            keys=keys or {},
         )
         self._guard.wait()
         # Tensors made in inference mode could never be trained.

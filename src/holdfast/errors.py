@@ -81,3 +81,7 @@ class UnsafeNameError(DamagedError):
 
 class FormatError(HoldfastError, ValueError):
     """Not a checkpoint of a format known here, or of a newer version of it."""
+
+
+class UnsafePickleError(FormatError):
+    """A pickle that names something other than tensors and plain values. Nothing of it was run."""

@@ -138,6 +138,7 @@ def restore(
     exchange: str = "auto",
     rng: bool | None = None,
     map_dtype: bool = False,
+    keys: Mapping[str, str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> Restored:
@@ -159,6 +160,8 @@ def restore(
             ``"auto"`` does the first between hosts, the second where all ranks share a page cache.
         rng: put the states of random number generators back; by default when an optimizer is loaded.
         map_dtype: cast where dtypes differ, instead of raising.
+        keys: where a checkpoint of another system has its parts, if they are not found by their names:
+            ``{"model": "app.net", "optimizer": "app.opt"}``.
         process_group: the ranks that load together.
         timeout: seconds that ranks wait for each other before all of them fail.
 
@@ -177,6 +180,7 @@ def restore(
         "exchange": exchange,
         "rng": rng,
         "map_dtype": map_dtype,
+        "keys": keys,
     }
     return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
 

@@ -233,7 +233,7 @@ class _Load:
 
     def _open(self, folder: Path) -> Reader:
         try:
-            return open_reader(folder)
+            return open_reader(folder, self._request.keys)
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.engine import layouts
 from holdfast.engine.fetch import LoadPlan, plan_load
@@ -17,6 +16,7 @@ from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
 from holdfast.engine.transfer import Fragments, Piece
 from holdfast.engine.wire import Wire
+from holdfast.engine.woven import Source
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
 from holdfast.state.restore import Intake
@@ -29,9 +29,9 @@ class _Files:
     def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
         """``wanted`` are the tensors that any rank wants: so that files have the same numbers on all ranks."""
         self._reader, self._numbered = reader, numbered
-        whole = ((*numbered[n], 0, reader.groups[numbered[n][0]][numbered[n][1]].nbytes) for n in wanted)
-        paths = {extent.file for one in whole for extent in reader.extents(*one)}
-        self.numbers = {path: number for number, path in enumerate(sorted(paths))}
+        whole = ((*numbered[n], 0, reader.groups[numbered[n][0]][numbered[n][1]].nbytes) for n in sorted(wanted))
+        files = dict.fromkeys(extent.file for one in whole for extent in reader.extents(*one))
+        self.numbers = {file: number for number, file in enumerate(files)}
 
     def locate(self, tensor: int) -> Locate:
         """Where the bytes of a tensor lie."""
@@ -51,7 +51,7 @@ class Reading:
 
     plan: LoadPlan
     numbered: Sequence[tuple[str, str]]
-    files: Sequence[Path]
+    files: Sequence[Source]
     parts: Mapping[int, LocalPart]
     more: Sequence[tuple[LocalPart, Sequence[Piece]]]
     exchange: bool

@@ -100,6 +100,7 @@ class LoadRequest:
     verify: bool
     exchange: str = "auto"
     on_damage: str = "fall_back"
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""
@@ -109,6 +110,7 @@ class LoadRequest:
             "what is loaded": ", ".join(self.training.given()) or "nothing",
             "exchange": self.exchange,
             "on_damage": self.on_damage,
+            "keys": repr(sorted(self.keys.items())),
         }
         return Asked("load", about)
 

@@ -14,6 +14,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.local import LocalPart, Nowhere
 from holdfast.engine.read import read_pieces
 from holdfast.engine.transfer import Piece
+from holdfast.engine.woven import Source, Woven
 from holdfast.errors import DamagedError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.reader import Reader
@@ -135,12 +136,22 @@ class Checkpoint:
         except DamagedError as error:
             yield Verified("", 0, str(error))
         for batch in self._batches():
-            files: dict[Path, int] = {}
+            yield from self._verify(batch)
+
+    def _verify(self, batch: list[_Part]) -> Iterator[Verified]:
+        files: dict[Source, int] = {}
+        try:
             pieces = [piece for part in batch for piece in self._pieces(part, files)]
             found = read_pieces(list(files), pieces, lambda _: Nowhere())
             problems = {tensor: str(error) for tensor, error in self._checks.damage(found, {})}
-            for number, start, stop in batch:
-                yield Verified("/".join(self._stored[number]), stop - start, problems.get(number))
+        except DamagedError as error:
+            if len(batch) > 1:
+                for part in batch:
+                    yield from self._verify([part])
+                return
+            problems = {batch[0].tensor: str(error)}
+        for number, start, stop in batch:
+            yield Verified("/".join(self._stored[number]), stop - start, problems.get(number))
 
     def _batches(self) -> Iterator[list[_Part]]:
         """All tensors in the order of their files, in parts that end at blocks, about ``_BATCH`` bytes at a time."""
@@ -168,27 +179,33 @@ class Checkpoint:
 
     def _position(self, number: int) -> tuple[Path, int]:
         extents = self._reader.extents(*self._stored[number], 0, self._info(number).nbytes)
-        return (extents[0].file, extents[0].offset) if extents else (self.path, 0)
+        first = extents[0] if extents else None
+        if first is not None and isinstance(first.file, Woven):
+            return first.file.parts[0].near
+        return (first.file, first.offset) if first is not None and isinstance(first.file, Path) else (self.path, 0)
 
     def _fill(self, parts: Mapping[_Part, torch.Tensor]) -> None:
         """Read parts of stored tensors, whole blocks, into tensors of that size, and verify them."""
-        files: dict[Path, int] = {}
+        files: dict[Source, int] = {}
         pieces = [piece for part in parts for piece in self._pieces(part, files)]
         sinks = {part.tensor: LocalPart(tensor) for part, tensor in parts.items()}
         self._checks.check_own(read_pieces(list(files), pieces, sinks.__getitem__))
 
-    def _pieces(self, part: _Part, files: dict[Path, int]) -> Iterator[Piece]:
+    def _pieces(self, part: _Part, files: dict[Source, int]) -> Iterator[Piece]:
         for extent in self._reader.extents(*self._stored[part.tensor], part.start, part.stop):
             file = files.setdefault(extent.file, len(files))
             yield Piece(part.tensor, extent.start, extent.stop, extent.start - part.start, file, extent.offset)
 
 
-def open(path: str | PathLike[str]) -> Checkpoint:  # noqa: A001 - the public name
+def open(path: str | PathLike[str], keys: Mapping[str, str] | None = None) -> Checkpoint:  # noqa: A001 - the public name
     """Open a checkpoint of any format for reading; of a run's folder, the latest.
+
+    ``keys`` says where a checkpoint of another system has its parts, if they are not found by their names:
+    ``{"model": "app.net"}``.
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
     """
     place = local_path(path)
     if place.is_dir() and not is_checkpoint(place):
         place = latest(place).path
-    return Checkpoint(open_reader(place))
+    return Checkpoint(open_reader(place, keys))

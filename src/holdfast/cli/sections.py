@@ -95,13 +95,16 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if kind == "optimizer" and isinstance(value, dict) and "groups" in value:
         return _optimizer(value["groups"])
     if kind == "scheduler" and isinstance(value, dict) and isinstance(value.get("state"), dict):
-        return lines({"class": value.get("class"), **value["state"]})
+        known = {} if value.get("class") is None else {"class": value["class"]}
+        return lines({**known, **value["state"]})
     return lines(value)
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Its class, and of each group the number of parameters and what is set; what is off goes without saying."""
-    yield "class", ", ".join(dict.fromkeys(str(group["class"]) for group in groups))
+    classes = dict.fromkeys(str(group["class"]) for group in groups if group["class"] is not None)
+    if classes:  # other systems' checkpoints do not say
+        yield "class", ", ".join(classes)
     for i, group in enumerate(groups):
         given = {name: item for name, item in group["settings"].items() if item is not None and item is not False}
         settings = [f"{name}={brief(item)}" for name, item in given.items()]

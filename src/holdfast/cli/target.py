@@ -42,11 +42,10 @@ class Target:
         return sum(info.nbytes for _, _, info in self.entries())
 
     def files(self) -> dict[Path, int]:
-        """Its files and their sizes: those that the manifest names, in other formats those that hold tensors."""
+        """Its files and their sizes."""
         if self.manifest:
             return {self.path / name: record.size for name, record in self.manifest.files.items()}
-        extents = (self.reader.extents(group, name, 0, info.nbytes) for group, name, info in self.entries())
-        return {file: local.size_of(file) for file in sorted({extent.file for row in extents for extent in row})}
+        return {file: local.size_of(file) for file in sorted(self.reader.files)}
 
 
 def _natural(name: str) -> list[str | int]:

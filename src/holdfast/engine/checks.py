@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
+from holdfast.engine.opened import Opened
 from holdfast.engine.transfer import CHUNK, Fragments
+from holdfast.engine.woven import Source
 from holdfast.errors import DamagedError
 from holdfast.layout.blocks import BLOCK, assemble, crc64, join, span
 from holdfast.layout.files import TensorInfo
-from holdfast.storage.bulk import BulkReader
 
 
-class Source(Protocol):
+class Tensors(Protocol):
     """What verification asks of a checkpoint's reader."""
 
     @property
@@ -23,14 +23,14 @@ class Source(Protocol):
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """The CRC of each block, or ``None``."""
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[tuple[Path, int, int, int]]:
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[tuple[Source, int, int, int]]:
         """File, offset, start and stop of each range that holds part of a tensor."""
 
 
 class Checks:
     """The expected CRCs of a checkpoint's tensors; ``numbered`` are their keys, by number."""
 
-    def __init__(self, source: Source, numbered: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, source: Tensors, numbered: Sequence[tuple[str, str]]) -> None:
         self._source, self._numbered = source, numbered
 
     def check_own(self, found: Fragments) -> Fragments:
@@ -92,9 +92,9 @@ class Checks:
         start, stop = span(block, self._nbytes(tensor))
         pieces = []
         for file, offset, first, last in self._source.extents(*self._numbered[tensor], start, stop):
-            with BulkReader(file) as reader:
+            with Opened([file]) as opened:
                 for at in range(0, last - first, CHUNK):
                     data = bytearray(min(CHUNK, last - first - at))
-                    reader.read(offset + at, memoryview(data))
+                    opened.read(0, offset + at, memoryview(data))
                     pieces.append((crc64(data), len(data)))
         return join(pieces)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 
 from holdfast.engine.local import Bytes
+from holdfast.engine.opened import Opened
 from holdfast.engine.transfer import (
     CHUNK,
     Buffers,
@@ -18,28 +17,26 @@ from holdfast.engine.transfer import (
     in_threads,
     tensor_chunks,
 )
+from holdfast.engine.woven import Source
 from holdfast.layout.blocks import Fragment, crc64
-from holdfast.storage.bulk import BulkReader
 
 
-def read_pieces(files: Sequence[Path], pieces: Sequence[Piece], sink_of: SinkOf) -> Fragments:
+def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf) -> Fragments:
     """Read pieces of files into this rank's parts of tensors and return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
     """
     ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
     buffers = Buffers(CHUNK)
-    with ExitStack() as stack:
-        wanted = sorted({piece.file for piece in ordered})
-        readers = {file: stack.enter_context(BulkReader(files[file])) for file in wanted}
-        found = in_threads(lambda chunk: _read(chunk, sink_of, buffers, readers[chunk.file]), tensor_chunks(ordered))
+    with Opened(files) as opened:
+        found = in_threads(lambda chunk: _read(chunk, sink_of, buffers, opened), tensor_chunks(ordered))
     return gather(found)
 
 
-def _read(chunk: Chunk, sink_of: SinkOf, buffers: Buffers, reader: BulkReader) -> list[tuple[int, Fragment]]:
+def _read(chunk: Chunk, sink_of: SinkOf, buffers: Buffers, opened: Opened) -> list[tuple[int, Fragment]]:
     in_place = _view(chunk.pieces[0], sink_of) if len(chunk.pieces) == 1 else None
     data = buffers.get()[: chunk.size] if in_place is None else in_place
-    reader.read(chunk.offset, data.data)
+    opened.read(chunk.file, chunk.offset, data.data)
     found = []
     for piece in chunk.pieces:
         at = piece.offset - chunk.offset

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -15,27 +14,27 @@ import torch.distributed as dist
 from holdfast.engine.fetch import Copied
 from holdfast.engine.gather import AHEAD, hashed
 from holdfast.engine.local import Bytes, Sink
+from holdfast.engine.opened import Opened
 from holdfast.engine.routes import Crossing, Cut, Owned, Passed
 from holdfast.engine.stripes import STRIPE, Share
 from holdfast.engine.transfer import THREADS, Buffers, Fragments, Piece, SinkOf, gather, in_threads
 from holdfast.engine.wire import Wire, Works
+from holdfast.engine.woven import Source
 from holdfast.errors import HoldfastError
 from holdfast.layout.blocks import Fragment
-from holdfast.storage.bulk import BulkReader
 
 _Found = list[tuple[int, Fragment]]
 
 
-def read_stripes(files: Sequence[Path], stripes: Sequence[Owned], sink_of: SinkOf) -> Fragments:
+def read_stripes(files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf) -> Fragments:
     """Read stripes whole, keep this rank's cut of each, and return what was hashed. Other ranks play no part in it."""
     buffers = Buffers(STRIPE)
-    with ExitStack() as stack:
-        readers = _open(files, (piece for stripe in stripes for piece in stripe.pieces), stack)
+    with Opened(files) as opened:
 
         def work(stripe: Owned) -> _Found:
             size = stripe.pieces[-1].stop - stripe.pieces[0].start
             data = buffers.get()[:size]
-            found = _read(stripe.pieces, data, readers)
+            found = _read(stripe.pieces, data, opened)
             for cut, place in stripe.cuts:
                 _keep(cut, place, data, sink_of(stripe.pieces[0].tensor))
             return found
@@ -51,16 +50,16 @@ def _apart(found: Sequence[_Found]) -> Fragments:
     return result
 
 
-def read_shared(files: Sequence[Path], items: Sequence[Crossing | Copied], sink_of: SinkOf, wire: Wire) -> Fragments:
+def read_shared(files: Sequence[Source], items: Sequence[Crossing | Copied], sink_of: SinkOf, wire: Wire) -> Fragments:
     """Read what this rank is the reader of and pass it on, take in what others read; return what was hashed here.
 
     A rank that cannot read goes on passing bytes, of whatever value, before it raises, so that none waits for it.
     """
     flying: deque[_Flight] = deque()
     with ExitStack() as stack:
-        readers = _open(files, (piece for item in items for piece in _to_read(item, wire.rank)), stack)
+        opened = stack.enter_context(Opened(files))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        relay = _Relay(readers, sink_of, wire, pool)
+        relay = _Relay(opened, sink_of, wire, pool)
         for item in items:
             if len(flying) == AHEAD:
                 relay.land(flying.popleft())
@@ -79,17 +78,13 @@ def _to_read(item: Crossing | Copied, rank: int) -> Sequence[Piece]:
     return item.chunk.pieces if isinstance(item, Copied) and item.owner == rank else ()
 
 
-def _open(files: Sequence[Path], pieces: Iterator[Piece], stack: ExitStack) -> Mapping[int, BulkReader]:
-    return {file: stack.enter_context(BulkReader(files[file])) for file in sorted({piece.file for piece in pieces})}
-
-
-def _read(pieces: Sequence[Piece], data: Bytes, readers: Mapping[int, BulkReader]) -> _Found:
+def _read(pieces: Sequence[Piece], data: Bytes, opened: Opened) -> _Found:
     """Read the pieces of a stripe one after another into ``data``."""
     found: _Found = []
     at = 0
     for piece in pieces:
         into = data[at : at + piece.stop - piece.start]
-        readers[piece.file].read(piece.offset, into.data)
+        opened.read(piece.file, piece.offset, into.data)
         found += hashed(piece, into)
         at += len(into)
     return found
@@ -109,7 +104,7 @@ class _Flight:
 class _Relay:
     """Reads, passes on, takes in. ``found`` is what was hashed; ``errors`` is what went wrong with reading."""
 
-    readers: Mapping[int, BulkReader]
+    opened: Opened
     sink_of: SinkOf
     wire: Wire
     pool: ThreadPoolExecutor
@@ -121,7 +116,7 @@ class _Relay:
         pieces = _to_read(item, self.wire.rank)
         data = self._room(item)
         if pieces:
-            return _Flight(item, data, self.pool.submit(_read, pieces, data, self.readers))
+            return _Flight(item, data, self.pool.submit(_read, pieces, data, self.opened))
         source = item.owner if isinstance(item, Copied | Passed) else self.wire.rank
         return _Flight(item, data, works=[self.wire.receive(data, source)])
 

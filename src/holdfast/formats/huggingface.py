@@ -42,7 +42,8 @@ class HuggingFaceReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._group = FileGroup([SafetensorsFile.open(file) for file in self._files()])
+        self.files: Sequence[Path] = self._files()
+        self._group = FileGroup([SafetensorsFile.open(file) for file in self.files])
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {MODEL: self._group.tensors}
         self.tied: Mapping[str, Mapping[str, str]] = {MODEL: self._group.tied}
 

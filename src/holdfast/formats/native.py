@@ -101,6 +101,11 @@ class NativeReader:
         local.check_regular(path, within=(self.path,))
         return path
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return [self.path / name for name in self.manifest.files]
+
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """See :class:`holdfast.formats.reader.Reader`."""
         return [self._groups[group].home(name).extent(name, start, stop)]

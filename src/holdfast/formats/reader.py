@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from holdfast.engine.woven import Source
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
 
 
 class Extent(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor lie in ``file`` from byte ``offset`` on."""
+    """Bytes ``[start, stop)`` of a tensor lie in ``file``, or what reads like one, from byte ``offset`` on."""
 
-    file: Path
+    file: Source
     offset: int
     start: int
     stop: int
@@ -62,8 +63,12 @@ class Reader(Protocol):
     def tied(self) -> Mapping[str, Mapping[str, str]]:
         """``{group: {tied name: stored name}}``."""
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that make it up, but for those that every folder of its format may have besides."""
+
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
-        """Where bytes ``[start, stop)`` of a tensor lie, in their order."""
+        """Where bytes ``[start, stop)`` of a tensor lie, in their order; the same objects each time."""
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """The CRC of each block of a tensor; ``None`` in formats without."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numbers import Integral, Real
 from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 from holdfast.errors import InvalidArgumentError, UnsafeNameError
 
@@ -13,6 +14,26 @@ _LONGEST = 200
 
 #: Longest part of a path that file systems take, and longest path of a checkpoint's file, in bytes.
 _PART, _PATH = 255, 1000
+
+
+#: Parts of names that are wrappers' and not the model's own: FSDP1's, activation checkpointing's, torch.compile's.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def unwrapped(name: str) -> str:
+    """A name without wrappers' parts."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def state_key(fqn: str, state: str) -> str:
+    """A tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
+    return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"
+
+
+def split_state_key(name: str) -> tuple[str, str]:
+    """The FQN and the state's name of a :func:`state_key`."""
+    fqn, _, state = name.rpartition("/")
+    return fqn, unquote(state)
 
 
 def check_tag(tag: object) -> str:

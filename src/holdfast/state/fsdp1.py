@@ -22,8 +22,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import StateError, UnsupportedTensorError
-
-WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+from holdfast.layout.names import WRAPPERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
     """Every module under its clean name, in the order of ``state_dict``: at each of its places, wrappers included."""
     yield name, module
     for part, child in module._modules.items():
-        wraps = part in WRAPPER_PARTS or (isinstance(module, DistributedDataParallel) and part == "module")
+        wraps = part in WRAPPERS or (isinstance(module, DistributedDataParallel) and part == "module")
         if child is not None:
             yield from named_modules(child, name if wraps else _join(name, part))
 

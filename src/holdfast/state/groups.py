@@ -105,7 +105,7 @@ def _check_apart(found: Sequence[Group], matched: Sequence[dict[str, Any] | None
     """Two groups of one optimizer cannot be one in the checkpoint: their settings would become the same."""
     known: dict[tuple[int, int], int] = {}
     for group, saved in zip(found, matched, strict=True):
-        if saved is not None and group.members:
+        if saved is not None and group.members and saved["number"] is not None:
             number = known.setdefault((id(group.source), id(saved)), group.number)
             if number != group.number:
                 raise OptimizerMismatchError(

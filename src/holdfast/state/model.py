@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engine.layouts import Flat, Layout, Mesh, Replicate
 from holdfast.errors import InvalidArgumentError, StateError
+from holdfast.layout.names import unwrapped
 from holdfast.state import fsdp1
 from holdfast.state.companions import unwrap
 from holdfast.state.fsdp1 import FlatPart
@@ -132,7 +133,7 @@ def _clean(name: str, ddp: list[str]) -> str:
     for prefix in sorted(ddp, key=len, reverse=True):
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return ".".join(part for part in name.split(".") if part not in fsdp1.WRAPPER_PARTS)
+    return unwrapped(name)
 
 
 def _view(state: Mapping[str, Any], buffers: set[str], aliases: frozenset[str]) -> ModelView:

@@ -9,27 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UnsupportedTensorError
+from holdfast.layout.names import state_key
 from holdfast.state import fsdp1
 from holdfast.state.named import Handle, ModelView
 from holdfast.state.sources import Key, Source, source
 from holdfast.state.tensors import NAMES, Described, describe
-
-
-def key(fqn: str, state: str) -> str:
-    """A state tensor's name in a checkpoint: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
-    return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"
-
-
-def split_key(name: str) -> tuple[str, str]:
-    """The FQN and the state's name of a :func:`key`."""
-    fqn, _, state = name.rpartition("/")
-    return fqn, unquote(state)
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,7 @@ def tensors(found: Sequence[Group]) -> Iterator[tuple[str, Described]]:
         for state, value in states.items():
             if isinstance(value, torch.Tensor):
                 for handle in member.handles:
-                    yield key(handle.name, str(state)), place(handle, str(state), value)
+                    yield state_key(handle.name, str(state)), place(handle, str(state), value)
 
 
 def values(found: Sequence[Group]) -> list[dict[str, Any]]:
@@ -161,7 +150,7 @@ def place(handle: Handle, state: str, value: torch.Tensor) -> Described:
         local = fsdp1.elements(handle.flat, value)
         if local is not None:
             return Described(NAMES[local.dtype], handle.like.shape, handle.like.layout, local)
-    what = f"optimizer state {key(handle.name, state)!r}"
+    what = f"optimizer state {state_key(handle.name, state)!r}"
     if not isinstance(value, DTensor) and value.numel() > 1 and handle.like.is_divided():
         raise UnsupportedTensorError(
             f"{what} is a plain tensor of shape {list(value.shape)}, and its parameter is sharded: which part of "

@@ -9,10 +9,11 @@ import torch
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.names import split_state_key, state_key
 from holdfast.state import fsdp1
 from holdfast.state.groups import Encoded, check_trained, match
 from holdfast.state.named import Handle
-from holdfast.state.optimizer import Group, Member, key, place, split_key
+from holdfast.state.optimizer import Group, Member, place
 from holdfast.state.probe import probe
 from holdfast.state.sources import Live
 from holdfast.state.tensors import DTYPES, Described, describe
@@ -33,7 +34,7 @@ class Restoration:
         self.targets: dict[str, Described] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
         for name, info in infos.items():
-            fqn, state = split_key(name)
+            fqn, state = split_state_key(name)
             by_name.setdefault(fqn, {})[state] = info
         for group in groups:
             for member in group.members:
@@ -53,7 +54,7 @@ class Restoration:
         _check_together(member, infos)
         for handle in member.handles:
             for state, info in infos.get(handle.name, {}).items():
-                name = key(handle.name, state)
+                name = state_key(handle.name, state)
                 whole = made.get(state)
                 if whole is not None and info.shape == ():
                     self.targets[name] = self._one_more(member, state, whole)
@@ -159,6 +160,6 @@ def _probed(group: Group, member: Member, handle: Handle, state: str, info: Tens
 
 def _unknown(handle: Handle, state: str, info: TensorInfo) -> OptimizerMismatchError:
     return OptimizerMismatchError(
-        f"optimizer state {key(handle.name, state)!r} has shape {list(info.shape)}, its parameter "
+        f"optimizer state {state_key(handle.name, state)!r} has shape {list(info.shape)}, its parameter "
         f"{list(handle.like.shape)}: how it is laid out cannot be told before the optimizer's first step"
     )

@@ -20,6 +20,7 @@ from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import LOADER, RNG, Own
 from holdfast.state.capture import STATE, Inventory, Training
 from holdfast.state.named import ModelView
+from holdfast.state.numbered import by_number, check_order
 from holdfast.state.restoration import Restoration
 from holdfast.state.tensors import Described, describe
 
@@ -160,6 +161,7 @@ class Intake:
         for slot, restoration in self._restorations.items():
             with self._mismatch_noted():
                 restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
+        self._hint()
         self.findings.check(self._policy, source)
         if self._policy.rng and not self._own.has_generators():
             self.findings.missing.append(RNG)
@@ -191,6 +193,13 @@ class Intake:
         exact += ["user_content"] if "user_content" in self._values else []
         exact += ["rank_content"] if own.content is not None else []
         return exact, rederived
+
+    def _hint(self) -> None:
+        """Where a checkpoint of another system has several of what was asked for, say which."""
+        for slot in self._views:
+            others = sorted(name for name in self._groups if name.startswith(f"{slot}/"))
+            if slot not in self._groups and others:
+                self.findings.different.insert(0, _several(slot, others))
 
     @contextmanager
     def _mismatch_noted(self) -> Iterator[None]:
@@ -254,6 +263,9 @@ class Intake:
             self.findings.lack(slot, slot)
             return
         groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
+        if self._values[slot].get("by_number"):
+            groups = by_number(groups)
+            check_order(groups, self._groups.get(slot, {}))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
         with self._mismatch_noted():
             infos = {} if self._is_mismatched() else self._groups.get(slot, {})
@@ -276,3 +288,8 @@ class Intake:
             if name in self._values.get("stateful", {}):
                 one.load_state_dict(self._values["stateful"][name])
         self._own.apply(self._training.dataloader)
+
+
+def _several(slot: str, others: Sequence[str]) -> str:
+    key = others[0].partition("/")[2]
+    return f"no {slot} as such, but {', '.join(others)}: pass keys={{{slot!r}: {key!r}}}, or a dict of {slot}s"

@@ -1,0 +1,1 @@
+"""The trees in other systems' checkpoints, put where ours have things: models, optimizers, schedulers, values."""

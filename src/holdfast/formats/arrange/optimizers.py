@@ -1,0 +1,179 @@
+"""The state of optimizers in the forms that torch gives it, taken apart: tensors by parameter and state, and groups.
+
+Parameters are known by number (``Optimizer.state_dict``) or by name (``get_optimizer_state_dict``, also flattened).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.stored import is_tensor
+
+#: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
+_STATE, _GROUPS = "state", "param_groups"
+
+#: What a group says of its parameters; all else is a setting.
+_PARAMS, _NAMES = "params", "param_names"
+
+#: Takes wrappers' parts off the name of a parameter.
+Clean = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are trained alike; ``number`` is ``None`` where nobody kept which were in one group."""
+
+    number: int | None
+    params: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One optimizer: its groups, and the states of its parameters by name.
+
+    With ``by_number`` the parameters have no names: they are known by their number, counted over all groups.
+    """
+
+    groups: Sequence[Group]
+    states: Mapping[str, Mapping[str, Any]]
+    by_number: bool = False
+
+    @property
+    def params(self) -> list[str]:
+        """Its parameters."""
+        return [name for group in self.groups for name in group.params]
+
+    def tensors(self) -> Iterator[tuple[str, str, Any]]:
+        """The tensors in the states, with parameter and state."""
+        for name, states in self.states.items():
+            yield from ((name, state, value) for state, value in states.items() if is_tensor(value))
+
+    def values(self) -> dict[str, Any]:
+        """All else, as ``state.json`` has it."""
+        plain = {
+            name: {state: value for state, value in states.items() if not is_tensor(value)}
+            for name, states in self.states.items()
+        }
+        groups = [
+            {
+                "class": None,
+                "number": group.number,
+                "params": list(group.params),
+                "settings": dict(group.settings),
+                "state": {name: plain[name] for name in group.params if plain.get(name)},
+            }
+            for group in self.groups
+        ]
+        return {"groups": groups, "by_number": True} if self.by_number else {"groups": groups}
+
+
+def is_optimizer(node: object) -> bool:
+    """Whether a tree is the state of an optimizer."""
+    if not isinstance(node, dict) or not node:
+        return False
+    if isinstance(node.get(_GROUPS), list):
+        return all(isinstance(group, dict) for group in node[_GROUPS]) and isinstance(node.get(_STATE, {}), dict)
+    return _is_flattened(node)
+
+
+def _is_flattened(node: Mapping[Any, Any]) -> bool:
+    prefixes = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
+    return _GROUPS in prefixes and prefixes <= {_STATE, _GROUPS}
+
+
+def parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
+    """Take the state of an optimizer apart. Raises ``DamagedError`` where it contradicts itself."""
+    found = _parse_flattened(node, clean) if _is_flattened(node) else _parse(node, clean)
+    params = set(found.params)
+    if len(params) != len(found.params):
+        raise DamagedError("the optimizer has one parameter twice in its groups")
+    beyond = next((name for name in found.states if name not in params), None)
+    if beyond is not None:
+        raise DamagedError(f"the optimizer has a state of {beyond[:100]!r}, which is in none of its groups")
+    return found
+
+
+def _parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
+    names, by_number = _names(node[_GROUPS], clean)
+    groups = [
+        Group(number, [names[key] for key in _listed(group, _PARAMS)], _settings(group))
+        for number, group in enumerate(node[_GROUPS])
+    ]
+    by_text = {str(key): name for key, name in names.items()}  # DCP makes text of numbers
+    states = {}
+    for key, own in node.get(_STATE, {}).items():
+        if not isinstance(own, dict):
+            raise DamagedError(f"the optimizer's state of {str(key)[:100]!r} has no names")
+        states[by_text.get(str(key), str(key))] = {str(state): value for state, value in own.items()}
+    return Optimizer(groups, states, by_number)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in group.items() if key not in {_PARAMS, _NAMES}}
+
+
+def _names(groups: Sequence[Mapping[str, Any]], clean: Clean) -> tuple[dict[str | int, str], bool]:
+    """What each parameter is called, by what the groups call it; and whether that is only a number."""
+    keys = [key for group in groups for key in _listed(group, _PARAMS)]
+    if not all(type(key) in {int, str} for key in keys):
+        raise DamagedError("the optimizer's groups list what is neither a name nor a number of a parameter")
+    kept = [name for group in groups for name in _listed(group, _NAMES)]
+    if len(kept) == len(keys) and all(isinstance(name, str) for name in kept):
+        return {key: clean(name) for key, name in zip(keys, kept, strict=True)}, False
+    if any(isinstance(key, str) for key in keys):
+        return {key: clean(str(key)) for key in keys}, False
+    return {key: str(number) for number, key in enumerate(keys)}, bool(keys)
+
+
+def _listed(group: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = group.get(key, [])
+    if not isinstance(found, list | tuple):
+        raise DamagedError(f"a group of the optimizer has no list as its {key!r}")
+    return found
+
+
+def _parse_flattened(node: Mapping[str, Any], clean: Clean) -> Optimizer:
+    """``state.FQN.name`` and ``param_groups.FQN.setting``: which parameters were in one group is not kept."""
+    settings, states = ({clean(name): own for name, own in _below(node, part)} for part in (_GROUPS, _STATE))
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, own in settings.items():
+        params = next((params for other, params in groups if other == own), None)
+        if params is None:
+            groups.append((own, params := []))
+        params.append(name)
+    return Optimizer([Group(None, params, own) for own, params in groups], states)
+
+
+def _below(node: Mapping[str, Any], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is known of each parameter in one part of a flattened state."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in node.items():
+        whole, _, what = key.rpartition(".")
+        if key.startswith(f"{part}."):
+            found.setdefault(whole.removeprefix(f"{part}."), {})[what] = value
+    yield from found.items()
+
+
+def together(found: Sequence[Optimizer]) -> Optimizer | None:
+    """Several optimizers as parts of one; ``None`` where two have parameters of one name.
+
+    Numbers of parameters get the number of their optimizer before them: ``1.0``.
+    """
+    if len(found) == 1:
+        return found[0]
+    by_number = any(one.by_number for one in found)
+    parts = [_numbered(one, f"{number}.") for number, one in enumerate(found)] if by_number else found
+    params = [name for one in parts for name in one.params]
+    if len(set(params)) != len(params):
+        return None
+    groups = [group for one in parts for group in one.groups]
+    return Optimizer(groups, {name: states for one in parts for name, states in one.states.items()}, by_number)
+
+
+def _numbered(one: Optimizer, prefix: str) -> Optimizer:
+    groups = [replace(group, params=[prefix + name for name in group.params]) for group in one.groups]
+    return Optimizer(groups, {prefix + name: states for name, states in one.states.items()}, by_number=True)

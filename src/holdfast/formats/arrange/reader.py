@@ -1,0 +1,42 @@
+"""What the readers of formats that are trees have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.errors import FormatError
+from holdfast.formats.arrange.contents import Contents
+from holdfast.formats.reader import Extent, Values
+from holdfast.layout.files import TensorInfo
+from holdfast.layout.values import ArrayCodec
+
+
+class TreeReader:
+    """A checkpoint that is a tree of tensors and values, arranged. See :class:`holdfast.formats.reader.Reader`."""
+
+    def __init__(self, path: Path, kind: str, files: Sequence[Path], fingerprint: str, contents: Contents) -> None:
+        self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
+        self._contents = contents
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: {name: stored.info for name, stored in tensors.items()} for group, tensors in contents.groups.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = contents.tied
+
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+        """Where bytes of a tensor lie."""
+        if group not in self._contents.groups:
+            raise FormatError(f"{self.path} holds no {group}")
+        return self._contents.groups[group][name].extents(start, stop)
+
+    def crcs(self, group: str, name: str) -> None:
+        """There are none."""
+        del group, name
+
+    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
+        """The values. None belong to single ranks."""
+        del rank, own
+        return Values(self._contents.values(shared))
+
+    def check_files(self) -> None:
+        """All that can be checked was, when it was opened: there are no checksums."""

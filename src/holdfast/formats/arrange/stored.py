@@ -1,0 +1,55 @@
+"""A tensor of a checkpoint, wherever its bytes lie: what the readers of other systems' formats have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.engine.woven import Kept
+from holdfast.formats.reader import Extent
+from holdfast.layout.files import TensorInfo
+
+
+class Stored(ABC):
+    """A tensor of a checkpoint."""
+
+    info: TensorInfo
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for two that are the same bytes seen the same way: tied weights."""
+        return id(self)
+
+    @abstractmethod
+    def extents(self, start: int, stop: int) -> Sequence[Extent]:
+        """Where its bytes ``[start, stop)`` lie, in their order; the same objects each time."""
+
+
+@dataclass(frozen=True)
+class Inline(Stored):
+    """A tensor whose bytes were read with the values."""
+
+    info: TensorInfo
+    data: bytes
+
+    @cached_property
+    def _source(self) -> Kept:
+        return Kept(self.data)
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent]:
+        """See :class:`Stored`."""
+        return [Extent(self._source, start, start, stop)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands where a tensor is that cannot be read; ``why`` completes its name: ``is sparse``."""
+
+    why: str
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a tensor, be it one that can be read or not."""
+    return isinstance(value, Stored | Unreadable)

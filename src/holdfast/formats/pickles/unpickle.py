@@ -1,0 +1,92 @@
+"""Reading a pickle: what it names is looked up in an allow-list, and nowhere else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.errors import UnsafePickleError
+from holdfast.formats.pickles.machine import Machine, Maker, Record
+from holdfast.formats.pickles.opcodes import kind, table
+from holdfast.formats.pickles.plain import STATES
+
+#: What Python 2 called some modules and names, as protocol 2 still does.
+_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
+
+_NAME = 200
+
+
+def unpickle(raw: bytes, names: Mapping[str, object], what: str, outside: Callable[[Any], Any] | None = None) -> Any:
+    """The tree in a pickle. For the arguments see :class:`holdfast.formats.pickles.machine.Machine`.
+
+    Raises ``UnsafePickleError`` for a name that is not in ``names``, ``DamagedError`` for what is no whole pickle.
+    """
+    return Machine(raw, names, what, outside).run(_TABLE)
+
+
+def unpickle_row(
+    raw: bytes, number: int, names: Mapping[str, object], what: str, outside: Callable[[Any], Any]
+) -> tuple[list[Any], int]:
+    """The trees in several pickles, one after another, and where the last one ends: see :func:`unpickle`."""
+    found, at = [], 0
+    for _ in range(number):
+        machine = Machine(raw, names, what, outside)
+        machine.at = at
+        found.append(machine.run(_TABLE))
+        at = machine.at
+    return found, at
+
+
+def _global(machine: Machine) -> None:
+    module = machine.line()
+    _find(machine, module, machine.line())
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    _find(machine, module, name)
+
+
+def _find(machine: Machine, module: Any, name: Any) -> None:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError(f"it names {kind(module)}")
+    full = f"{_MODULES.get(module, module)}.{name}"
+    full = _RENAMED.get(full, full)
+    if full not in machine.names:
+        raise UnsafePickleError(
+            f"{machine.what} names {full[:_NAME]!r}, which holdfast does not run: of pickles it reads tensors and "
+            "plain values only. If you trust who wrote it, load it with torch.load(weights_only=False), and save it "
+            "again without that"
+        )
+    machine.stack.append(machine.names[full])
+
+
+def _make(machine: Machine) -> None:
+    args, maker = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(maker, Maker) or not isinstance(args, tuple):
+        raise TypeError(f"it calls {kind(maker)}")
+    try:
+        machine.stack.append(maker.make(machine.copied, *args))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{maker.name} with these arguments is none: {error}") from error
+
+
+def _build(machine: Machine) -> None:
+    state, made = machine.stack.pop(), machine.stack[-1]
+    if isinstance(made, Record):
+        made.state = state
+    elif type(made) in STATES:
+        STATES[type(made)](made, state)
+    elif not isinstance(made, OrderedDict):  # a state dict has the versions of its modules as an attribute
+        raise TypeError(f"it gives a state to {kind(made)}")
+
+
+def _outside(machine: Machine) -> None:
+    if machine.outside is None:
+        raise TypeError("it refers to something outside of it")
+    machine.stack.append(machine.outside(machine.stack.pop()))
+
+
+_TABLE = table({"c": _global, "\x93": _stack_global, "R": _make, "\x81": _make, "b": _build, "Q": _outside})

@@ -1,0 +1,49 @@
+"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.errors import FormatError
+from holdfast.formats.arrange.contents import arrange
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.torchfile import archive, legacy
+from holdfast.formats.torchfile.zips import Window, is_zip
+from holdfast.storage import local
+from holdfast.storage.readers import Readers
+
+#: How much more tensors may have than their file has bytes, where they share storages.
+_SHARED, _LEAST = 4, 2**20
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether a file begins as those of ``torch.save`` do."""
+    if not local.is_file(path):
+        return False
+    window = _window(path)
+    return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
+
+
+def _window(path: Path) -> Window:
+    return Window(path, 0, local.size_of(path), Readers())
+
+
+def read_tree(path: Path) -> archive.Tree:
+    """The tree in a file, of either kind."""
+    window = _window(path)
+    return archive.read(window) if is_zip(window) else legacy.read(window)
+
+
+class TorchFileReader(TreeReader):
+    """A file of ``torch.save``. ``keys`` names parts of it that are not found by themselves."""
+
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
+        size, tree = local.size_of(path), read_tree(path)
+        contents = arrange(tree.root, keys, tree.nbytes, str(path))
+        if contents.nbytes() > _SHARED * size + _LEAST:
+            raise FormatError(
+                f"{path} has {size} bytes, and tensors of {contents.nbytes()}: they are views that repeat elements; "
+                "call contiguous() on them before they are saved"
+            )
+        super().__init__(path, "torch", [path], f"{size:x}-{tree.digest:016x}", contents)

@@ -1,0 +1,60 @@
+"""Parameters of an optimizer that a checkpoint knows by number only, as ``Optimizer.state_dict()`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.errors import OptimizerMismatchError
+from holdfast.layout.files import TensorInfo
+from holdfast.layout.names import split_state_key
+from holdfast.state.named import Handle
+from holdfast.state.optimizer import Group, Member
+
+
+def by_number(found: Sequence[Group]) -> list[Group]:
+    """The same groups, with parameters named by their number, counted over all groups of an optimizer.
+
+    With several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` for parameters
+    that share a flat parameter, whose numbers nobody knows.
+    """
+    reached: dict[int, int] = {id(group.source): 0 for group in found}
+    order = list(reached)
+    numbered = []
+    for group in found:
+        source = id(group.source)
+        prefix = f"{order.index(source)}." if len(order) > 1 else ""
+        members = [_numbered(one, f"{prefix}{reached[source] + i}") for i, one in enumerate(group.members)]
+        reached[source] += len(members)
+        numbered.append(replace(group, members=members))
+    return numbered
+
+
+def _numbered(member: Member, number: str) -> Member:
+    if len(member.handles) > 1:
+        raise OptimizerMismatchError(
+            "the checkpoint knows the optimizer's parameters by number only, and FSDP1 keeps "
+            f"{member.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
+        )
+    return Member(member.key, tuple(Handle(number, one.like, one.flat) for one in member.handles))
+
+
+def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None:
+    """Raise ``OptimizerMismatchError`` where a state is not of the shape of the parameter that has its number."""
+    handles = (handle for group in found for member in group.members for handle in member.handles)
+    shapes = {handle.name: handle.like.shape for handle in handles}
+    for name, info in infos.items():
+        number, state = split_state_key(name)
+        shape = shapes.get(number, info.shape)
+        if not _spreads(info.shape, shape):
+            raise OptimizerMismatchError(
+                f"the checkpoint knows the optimizer's parameters by number only; {state!r} of number {number} has "
+                f"shape {list(info.shape)} there, the parameter of that number has {list(shape)} here: make the "
+                "optimizer with its parameters in the order in which it was saved"
+            )
+
+
+def _spreads(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
+    """Whether a state of a shape can be that of a parameter: one value for each element, row, column or tensor."""
+    last = over[len(over) - len(shape) :]
+    return len(shape) <= len(over) and all(size in {1, whole} for size, whole in zip(shape, last, strict=True))
