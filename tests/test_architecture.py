@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src/holdfast"
 FLOORS = [
     {"__main__"},
     {"cli", "lightning"},
-    {"functions", "view", "data", "stopping"},
+    {"functions", "view", "data", "stopping", "conversion"},
     {"checkpointer"},
     {"handle"},
     {"saving", "loading"},

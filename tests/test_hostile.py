@@ -528,3 +528,15 @@ def test_nothing_in_a_checkpoint_is_ever_run(folder: Path) -> None:
     look(folder)
     load(folder)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("order", ["[[0,0]]", "[[0]]", "[[0,2]]", "[[0,1],[0]]", '["01"]', "[[0.0,true]]"])
+def test_an_order_of_parameters_that_is_none(tmp_path: Path, order: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    holdfast.save_checkpoint(tmp_path, "s", layer, torch.optim.SGD(layer.parameters()), rng=False)
+    raw = (tmp_path / "s/ranks.json").read_text()
+    assert '"order":{"optimizer":[[1,0]]}' in raw  # the weight comes before the bias
+    (tmp_path / "s" / RANKS).write_text(raw.replace("[[1,0]]", order))
+    reseal(tmp_path / "s")
+    with pytest.raises(DamagedError, match="order"):
+        holdfast.load_checkpoint(tmp_path, model=layer, optimizer=torch.optim.SGD(layer.parameters()))

@@ -10,6 +10,7 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast.catalog import CheckpointInfo
     from holdfast.checkpointer import Checkpointer
+    from holdfast.conversion.convert import convert
     from holdfast.data.loader import ResumableLoader
     from holdfast.data.workers import shield_worker
     from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
@@ -33,6 +34,7 @@ _HOMES = {
     "Restored": "holdfast.restored",
     "ResumableLoader": "holdfast.data.loader",
     "SaveHandle": "holdfast.handle",
+    "convert": "holdfast.conversion.convert",
     "finalize": "holdfast.functions",
     "has_checkpoint": "holdfast.functions",
     "list_checkpoints": "holdfast.functions",
@@ -58,6 +60,7 @@ __all__ = [
     "ResumableLoader",
     "SaveHandle",
     "__version__",
+    "convert",
     "finalize",
     "has_checkpoint",
     "list_checkpoints",

@@ -41,7 +41,7 @@ from holdfast.layout.files import parse_size
 from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.request import SaveRequest
-from holdfast.state.capture import Capture, state_file
+from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
 from holdfast.storage.folders import Lock, remove_tree
 from holdfast.upkeep import clean_up, outdated, recover, retire
@@ -257,7 +257,7 @@ class Save:
 
         def decide(posted: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
-            own = b'{"ranks":[' + b",\n".join(report.own for report in reports) + b"]}\n"
+            own = ranks_file([report.own for report in reports], self._merged)
             fragments = decode_fragments(report.fragments for report in reports)
             shared = state_file(self._merged, self._captured.shared)
             small = {**self._captured.small, STATE_FILE: shared, RANKS: own}

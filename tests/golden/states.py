@@ -183,11 +183,16 @@ def moments(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 def groups_of(module: nn.Module) -> dict[str, Any]:
     """What ``state.json`` says of :func:`adamw`."""
     names = [name for name, _ in module.named_parameters()]
-    parts = [sorted(names[:2]), sorted(names[2:])]
     return {
         "groups": [
-            {"class": "AdamW", "number": n, "params": part, "settings": {**SETTINGS, "lr": 0.05 / (1 + n)}, "state": {}}
-            for n, part in enumerate(parts)
+            {
+                "class": "AdamW",
+                "number": n,
+                "params": part,
+                "settings": {**SETTINGS, "lr": 0.05 / (1 + n)},
+                "state": {},
+            }
+            for n, part in enumerate([sorted(names[:2]), sorted(names[2:])])
         ]
     }
 
@@ -331,7 +336,13 @@ def slots() -> Golden:
             "optimizer/gen": groups,
             "optimizer/critic": {
                 "groups": [
-                    {"class": None, "number": 0, "params": ["0"], "settings": {"lr": 0.5}, "state": {"0": {"step": 7}}}
+                    {
+                        "class": None,
+                        "number": 0,
+                        "params": ["0"],
+                        "settings": {"lr": 0.5},
+                        "state": {"0": {"step": 7}},
+                    }
                 ]
             },
             "scheduler/gen": {"class": "Keeping", "state": {"epoch": 1}},

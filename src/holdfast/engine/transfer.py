@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -53,8 +53,18 @@ class Chunk(NamedTuple):
     pieces: Sequence[Piece]
 
 
+class Origin(Protocol):
+    """Where the bytes of a tensor come from."""
+
+    def copy_out(self, start: int, into: Bytes) -> None:
+        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
+
+
 #: This rank's part of tensor number n.
 PartOf = Callable[[int], LocalPart]
+
+#: Where the bytes of tensor number n come from.
+OriginOf = Callable[[int], Origin]
 
 #: Where the bytes of tensor number n go.
 SinkOf = Callable[[int], Sink]

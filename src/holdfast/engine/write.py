@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from holdfast.engine.local import Bytes, LocalPart
+from holdfast.engine.local import Bytes
 from holdfast.engine.transfer import (
     CHUNK,
     Buffers,
     Chunk,
     Fragments,
-    PartOf,
+    Origin,
+    OriginOf,
     Piece,
     file_chunks,
     gather,
@@ -25,7 +26,7 @@ from holdfast.storage.bulk import SECTOR, BulkWriter
 _SLICE = 256 * 2**10
 
 
-def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf) -> Fragments:
+def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: OriginOf) -> Fragments:
     """Write this rank's pieces into files that exist, make them durable, and return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
@@ -43,7 +44,7 @@ def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: PartOf
     return gather(found)
 
 
-def _write(chunk: Chunk, part_of: PartOf, buffer: Bytes, writer: BulkWriter) -> list[tuple[int, Fragment]]:
+def _write(chunk: Chunk, part_of: OriginOf, buffer: Bytes, writer: BulkWriter) -> list[tuple[int, Fragment]]:
     lead = filled = chunk.offset % SECTOR
     found = []
     for piece in chunk.pieces:
@@ -55,7 +56,7 @@ def _write(chunk: Chunk, part_of: PartOf, buffer: Bytes, writer: BulkWriter) -> 
     return found
 
 
-def _fill(into: Bytes, part: LocalPart, start: int) -> int:
+def _fill(into: Bytes, part: Origin, start: int) -> int:
     """Copy bytes of a tensor, and hash each slice while it is still in the processor's nearest cache."""
     crc = 0
     for at in range(0, len(into), _SLICE):

@@ -14,9 +14,13 @@ from holdfast.formats.safetensors import FileGroup, SafetensorsFile
 from holdfast.layout import blocks, manifest, values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import FileRecord, Manifest
+from holdfast.layout.order import put_back
 from holdfast.layout.strictjson import parse
 from holdfast.layout.values import ArrayCodec
 from holdfast.storage import local
+
+#: The part of the values that tells of optimizers.
+OPTIMIZER = "optimizer"
 
 #: The file of values that all ranks share, and the one of those that belong to single ranks.
 STATE, RANKS = "state.json", "ranks.json"
@@ -124,8 +128,17 @@ class NativeReader:
         mine = values.decode(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
         for name, value in tree.items():
             _check_form(value, _FORMS.get(name.partition("/")[0], Any), self.path / STATE)
+            if name.partition("/")[0] == OPTIMIZER:
+                value["groups"] = self._ordered(value["groups"], name, table)
         _check_form({} if mine is None else mine, _Own, self.path / RANKS)
         return Values(tree, mine, len(ranks), ranks)
+
+    def _ordered(self, groups: list[dict[str, Any]], slot: str, table: dict[str, Any]) -> list[dict[str, Any]]:
+        orders = table.get("order", {})
+        try:
+            return put_back(groups, orders.get(slot) if isinstance(orders, dict) else None)
+        except DamagedError as error:
+            raise DamagedError(f"{self.path / RANKS}: {error}") from error
 
     def small(self, name: str) -> bytes:
         """The bytes of a file without tensor data, verified."""

@@ -11,7 +11,7 @@ from holdfast.engine.layouts import Layout, Mesh
 from holdfast.engine.local import LocalPart
 from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import StateError
-from holdfast.layout import values
+from holdfast.layout import order, values
 from holdfast.layout.names import check_text
 from holdfast.state import belongings, sources, stateful
 from holdfast.state import model as models
@@ -189,7 +189,18 @@ def _references(encoded: Any) -> set[str]:
 
 def state_file(merged: Mapping[str, Any], shared: Mapping[str, Any]) -> bytes:
     """The file of values that all ranks share."""
-    return values.to_json({**merged, **shared})
+    return values.to_json({**{slot: _by_name(slot, value) for slot, value in merged.items()}, **shared})
+
+
+def _by_name(slot: str, value: Any) -> Any:
+    return {**value, "groups": order.by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
+
+
+def ranks_file(owns: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
+    """The file of values that belong to single ranks, and of what is known of the order of optimizers' parameters."""
+    orders = {slot: order.order_of(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)}
+    kept = b',"order":' + values.to_json(orders) if orders else b""
+    return b'{"ranks":[' + b",\n".join(owns) + b"]" + kept + b"}\n"
 
 
 def merged_bytes(captured: Capture) -> bytes:

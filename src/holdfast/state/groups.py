@@ -31,13 +31,15 @@ def merge(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _as_one(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One group of several; nobody knows the order of its parameters then, unless it is of one part only."""
     names = {name for group in same for name in group["params"]}
     states = [state for group in same for state in values.members(group["state"])]
     known: dict[str, Any] = {}
     for name, state in states:
         if known.setdefault(str(name), state) != state:
             raise StateError(f"ranks hold different optimizer state of {name!r} that is no tensor")
-    return {**same[0], "params": sorted(names), "state": values.table(states)}
+    order = {} if len(same) == 1 else {"params": sorted(names), "ordered": False}
+    return {**same[0], **order, "state": values.table(states)}
 
 
 def _check_disjoint(merged: Encoded) -> None:

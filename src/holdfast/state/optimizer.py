@@ -45,7 +45,13 @@ class Group:
     def values(self) -> dict[str, Any]:
         """What a checkpoint says of it."""
         settings = {name: value for name, value in self.settings.items() if name not in {"params", "param_names"}}
-        return {"class": self.source.kind, "number": self.number, "params": self.names(), "settings": settings}
+        return {
+            "class": self.source.kind,
+            "number": self.number,
+            "params": self.names(),
+            "ordered": True,
+            "settings": settings,
+        }
 
 
 def groups(parts: Sequence[object], handles: Mapping[int, tuple[Handle, ...]] | None) -> list[Group]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.errors import DamagedError
 from holdfast.formats.arrange.stored import is_tensor
+from holdfast.layout.order import ORDERED
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 _STATE, _GROUPS = "state", "param_groups"
@@ -63,6 +64,7 @@ class Optimizer:
                 "class": None,
                 "number": group.number,
                 "params": list(group.params),
+                ORDERED: group.number is not None,
                 "settings": dict(group.settings),
                 "state": {name: plain[name] for name in group.params if plain.get(name)},
             }

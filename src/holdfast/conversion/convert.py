@@ -1,0 +1,84 @@
+"""``convert``: from any format to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.conversion.choice import Choice, Rename
+from holdfast.conversion.work import Conversion, Wish
+from holdfast.engine.ranks import Ranks
+from holdfast.errors import InvalidArgumentError
+from holdfast.layout.files import parse_size
+from holdfast.state.tensors import NAMES
+from holdfast.storage.local import local_path
+
+
+def convert(
+    src: str | PathLike[str],
+    dst: str | PathLike[str],
+    *,
+    to: str,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Rename = None,
+    dtype: torch.dtype | str | None = None,
+    model_only: bool = False,
+    keys: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> Path:
+    """Write a checkpoint of any format as one of another. A few buffers of memory do, whatever its size.
+
+    Every rank of the process group calls it, and they share the work. ``dst`` appears in one step, when it is complete
+    and verified; ``src`` is only read.
+
+    Args:
+        src: a checkpoint of any format that holdfast reads, or a run's folder: its latest.
+        dst: a path where there is nothing yet.
+        to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"torch"`` (one file of
+            ``torch.save``: state dicts by name, or the model's alone), ``"lightning"`` (one ``.ckpt`` file).
+        include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
+        exclude: patterns of those that are not.
+        rename: a function from names to names, or regular expressions with what takes their place.
+        dtype: of the model's floating-point tensors; those of optimizers stay as they are.
+        model_only: nothing but the model.
+        keys: where another system's checkpoint has what is not found by its name: ``{"model": "app.net"}``.
+        max_shard_size: the most bytes of tensors in one file, where the format has several.
+        verify: read back what was written. What is read is always verified where its format has checksums.
+        process_group: the ranks that share the work.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        The path of what was written.
+
+    Raises:
+        InvalidArgumentError: what cannot be done, such as writing into the source.
+        TagExistsError: there is something at ``dst``.
+        DamagedError: the source is not what was saved, or the result not what was written.
+    """
+    model_only = model_only or to == "hf"
+    choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
+    wish = Wish(local_path(src), local_path(dst), to, choice, keys or {}, parse_size(max_shard_size))
+    return Conversion(wish, Ranks(process_group).session(timeout)).run(verify=verify)
+
+
+def _listed(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _dtype(given: torch.dtype | str | None) -> str | None:
+    """A dtype's name in safetensors files."""
+    found: Any = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found not in NAMES:
+        raise InvalidArgumentError(f"dtype is a floating-point one such as 'bfloat16', not {given!r}")
+    return NAMES[found]

@@ -1,0 +1,141 @@
+"""Into a checkpoint of ours; and into a Hugging Face folder, which is what lies in it under ``model/``."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from holdfast._version import __version__
+from holdfast.catalog import successor
+from holdfast.conversion.target import Material, Places
+from holdfast.engine.commit import Draft
+from holdfast.engine.plan import SavePlan
+from holdfast.engine.transfer import Fragments
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats.huggingface import HuggingFaceReader
+from holdfast.formats.native import RANKS, STATE, NativeReader
+from holdfast.formats.reader import Reader
+from holdfast.layout import manifest, values
+from holdfast.layout.files import TensorInfo, pack
+from holdfast.layout.manifest import FileRecord, Manifest, Provenance
+from holdfast.state.capture import ranks_file, state_file
+from holdfast.storage.folders import Lock
+from holdfast.storage.local import is_file, read_small
+
+#: The group whose folder transformers opens.
+_MODEL = "model"
+
+#: Files beside weights that make a folder a model of transformers'.
+_COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json"),
+    *("processor_config.json", "chat_template.jinja", "added_tokens.json"),
+)
+
+
+class NativeTarget:
+    """A checkpoint's folder, in the run's folder that it lies in."""
+
+    def __init__(self, material: Material, draft: Path, final: Path) -> None:
+        self._material, self._final = material, final
+        self._draft = Draft(draft, _plan(material))
+        self._lock: Lock | None = None
+
+    def prepare(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        self._lock = self._draft.open()
+
+    def places(self) -> Places:
+        """See :class:`holdfast.conversion.target.Target`."""
+        plan = self._draft.plan
+        starts = (
+            (number, file.data_start + entry.data_offsets[0])
+            for number, file in enumerate(plan.files)
+            for entry in file.entries.values()
+        )
+        files = [self._draft.folder / file.path for file in plan.files]
+        return Places(files, dict(zip(plan.tensors, starts, strict=True)))
+
+    def finish(self, fragments: Fragments) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        carried = self._material.carried
+        small = {
+            STATE: state_file(carried.shared, {}),
+            RANKS: ranks_file([values.to_json(own) for own in carried.ranks], carried.shared),
+            **dict(_companions(self._material.reader.path)),
+        }
+        self._draft.complete(fragments, small, self._describe)
+
+    def reader(self) -> Reader:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return NativeReader(self._draft.folder)
+
+    def close(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        if self._lock is not None:
+            self._lock.close()
+        return self._draft.folder
+
+    def _describe(self, files: dict[str, FileRecord]) -> Manifest:
+        source, following = self._material.reader, successor(self._final.parent)
+        of = source.manifest if isinstance(source, NativeReader) else None
+        ranks = len(self._material.carried.ranks)
+        return Manifest(
+            format="holdfast",
+            version=manifest.VERSION,
+            tag=self._final.name,
+            id=following.id,
+            run=following.run,
+            sequence=following.sequence,
+            time=round(time.time(), 6),
+            step=of.step if of else None,
+            metrics=of.metrics if of else {},
+            provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), ranks),
+            files=files,
+        )
+
+
+class HuggingFaceTarget(NativeTarget):
+    """A folder of weights as transformers has it. Of all that is no model, nothing goes into it."""
+
+    def __init__(self, material: Material, draft: Path, final: Path) -> None:
+        groups = material.chosen.groups()
+        if groups != [_MODEL]:
+            raise InvalidArgumentError(
+                f"a Hugging Face folder holds one model, and there are {', '.join(groups) or 'none'}: "
+                "choose one by keys, or convert with model_only"
+            )
+        super().__init__(material, draft, final)
+
+    def reader(self) -> Reader:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return HuggingFaceReader(super().close() / _MODEL)
+
+    def close(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return super().close() / _MODEL
+
+
+def _plan(material: Material) -> SavePlan:
+    groups: dict[str, dict[str, TensorInfo]] = {}
+    for (group, name), info in material.infos.items():
+        groups.setdefault(group, {})[name] = info
+    packed = {
+        group: pack(group, infos, material.chosen.tied.get(group, {}), material.limit)
+        for group, infos in sorted(groups.items())
+    }
+    files = [file for shelf in packed.values() for file in shelf]
+    tensors = [(group, name) for group, shelf in packed.items() for file in shelf for name in file.entries]
+    return SavePlan(files, packed, tensors, (), (), {}, exchanges=False)
+
+
+def _companions(source: Path) -> Iterator[tuple[str, bytes]]:
+    """What lies beside the weights of the source: in a folder of theirs, or of ours."""
+    for folder in (source, source / _MODEL):
+        for name in _COMPANIONS:
+            if is_file(folder / name):
+                yield f"{_MODEL}/{name}", read_small(folder / name)

@@ -1,0 +1,113 @@
+"""Trees of state dicts, as PyTorch's users have them in one file, and as Lightning has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.conversion.torchfile import Groups
+from holdfast.errors import InvalidArgumentError
+from holdfast.layout.names import split_state_key
+from holdfast.layout.order import ORDERED
+
+#: What Lightning asks of every checkpoint, for those that it has not written itself.
+_LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
+
+
+def state_dicts(groups: Groups, values: Mapping[str, Any]) -> Any:
+    """The model's state dict where there is nothing else, else one of each thing under its name.
+
+    ``optimizer`` is what ``Optimizer.load_state_dict`` takes, or a list of such; ``scheduler`` likewise.
+    """
+    rest = {name: value for name, value in values.items() if not name.startswith("model") or value}
+    if groups.keys() == {"model"} and not rest.keys() - {"model"}:
+        return _model("model", groups, values)
+    tree: dict[str, Any] = {}
+    for slot in sorted({*groups, *rest} - {"ranks"}):
+        kind = slot.partition("/")[0]
+        _put(tree, slot, _MAKERS.get(kind, _as_it_is)(slot, groups, values))
+    return tree
+
+
+def lightning(groups: Groups, values: Mapping[str, Any]) -> Any:
+    """A checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states``, and what it says of itself."""
+    if "model" not in groups:
+        raise InvalidArgumentError("a Lightning checkpoint has one model, and there is none; name it by keys")
+    own = values.get("user_content")
+    content = own if isinstance(own, dict) else {} if own is None else {"user_content": own}
+    tree = {**_LIGHTNING, **content, "state_dict": _model("model", groups, values)}
+    if "optimizer" in values:
+        found = _optimizer("optimizer", groups, values)
+        tree["optimizer_states"] = found if isinstance(found, list) else [found]
+        tree.setdefault("lr_schedulers", [])
+    if "scheduler" in values:
+        found = _scheduler("scheduler", groups, values)
+        tree["lr_schedulers"] = found if isinstance(found, list) else [found]
+    return tree
+
+
+def _put(tree: dict[str, Any], slot: str, value: Any) -> None:
+    """``model/gen`` is ``gen`` in ``model``."""
+    kind, _, name = slot.partition("/")
+    if name:
+        tree.setdefault(kind, {})[name] = value
+    else:
+        tree[kind] = value
+
+
+def _model(slot: str, groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**groups.get(slot, {}), **values.get(slot, {})}
+
+
+def _optimizer(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in groups.get(slot, {}).items():
+        fqn, state = split_state_key(key)
+        tensors.setdefault(fqn, {})[state] = tensor
+    found = [_state_dict(part, tensors) for part in _parts(values[slot]["groups"])]
+    return found[0] if len(found) == 1 else found
+
+
+def _parts(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Groups by their optimizer, each of which begins with group 0."""
+    parts: list[list[Mapping[str, Any]]] = []
+    for group in groups:
+        if not parts or group["number"] == 0:
+            parts.append([])
+        parts[-1].append(group)
+    return parts
+
+
+def _state_dict(
+    groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Any]:
+    unordered = next((group for group in groups if not group[ORDERED]), None)
+    if unordered is not None:
+        raise InvalidArgumentError(
+            f"nobody knows the order of {unordered['params'][0]!r} and others in their optimizer, as stages of a "
+            "pipeline, or several optimizers, saved them; load them into a model that is whole, and save that"
+        )
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    plain = {name: states for group in groups for name, states in group["state"].items()}
+    states = {numbers[name]: {**tensors.get(name, {}), **plain.get(name, {})} for name in numbers}
+    return {
+        "state": {number: state for number, state in states.items() if state},
+        "param_groups": [
+            {**group["settings"], "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+            for group in groups
+        ],
+    }
+
+
+def _scheduler(slot: str, _: Groups, values: Mapping[str, Any]) -> Any:
+    found = values[slot]
+    return [one["state"] for one in found] if isinstance(found, list) else found["state"]
+
+
+def _as_it_is(slot: str, _: Groups, values: Mapping[str, Any]) -> Any:
+    return values[slot]
+
+
+_MAKERS = {"model": _model, "optimizer": _optimizer, "scheduler": _scheduler}

@@ -1,0 +1,56 @@
+"""What a format that is written must tell and do: its files, where tensors go in them, and all that is no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.conversion.carried import Carried
+from holdfast.conversion.choice import Chosen, Key
+from holdfast.engine.transfer import Fragments
+from holdfast.formats.reader import Reader
+from holdfast.layout.files import TensorInfo
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is written: tensors and values of a source. ``limit``: the most bytes of tensors in one file."""
+
+    reader: Reader
+    chosen: Chosen
+    carried: Carried
+    limit: int
+
+    @property
+    def infos(self) -> dict[Key, TensorInfo]:
+        """All tensors, those of values in memory included."""
+        return {**self.chosen.infos, **self.carried.infos()}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files by number, and where each tensor starts: number of the file, and byte in it. All in the order of files."""
+
+    files: Sequence[Path]
+    tensors: Mapping[Key, tuple[int, int]]
+
+
+class Target(Protocol):
+    """A format, about to be written into a hidden path by all ranks."""
+
+    def prepare(self) -> None:
+        """Rank 0: make the files, at their final sizes."""
+
+    def places(self) -> Places:
+        """Every rank, when they are there: where the bytes of tensors go."""
+
+    def finish(self, fragments: Fragments) -> None:
+        """Rank 0, when these are written: all that is no tensor. Tensors are numbered in the order of the places."""
+
+    def reader(self) -> Reader:
+        """What reads it, finished. Raises ``DamagedError`` where it is not as it should be."""
+
+    def close(self) -> Path:
+        """Rank 0, at the end: what is to get the final name."""

@@ -1,0 +1,180 @@
+"""The work of a conversion, shared by all ranks: read, cast and write a buffer at a time; verify; one rename."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.catalog import latest
+from holdfast.conversion.carried import carried
+from holdfast.conversion.choice import Choice
+from holdfast.conversion.native import HuggingFaceTarget, NativeTarget
+from holdfast.conversion.shapes import lightning, state_dicts
+from holdfast.conversion.sources import Sources
+from holdfast.conversion.target import Material, Places, Target
+from holdfast.conversion.torchfile import TorchTarget
+from holdfast.engine.ballot import LEADER
+from holdfast.engine.checks import Checks
+from holdfast.engine.local import Nowhere
+from holdfast.engine.opened import Opened
+from holdfast.engine.ranks import Session, unanimous
+from holdfast.engine.read import read_pieces
+from holdfast.engine.shares import split_evenly
+from holdfast.engine.stream import Heard
+from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
+from holdfast.engine.write import write_pieces
+from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.formats.reader import Reader
+from holdfast.layout.hidden import Hidden
+from holdfast.storage import folders
+
+#: How each format is written: from what there is, into a hidden path, which will be called ``final``.
+TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
+    "native": NativeTarget,
+    "hf": HuggingFaceTarget,
+    "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
+    "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for."""
+
+    source: Path
+    final: Path
+    to: str
+    choice: Choice
+    keys: Mapping[str, str]
+    limit: int
+
+    def check(self) -> None:
+        """Raise for what cannot be done."""
+        if self.to not in TARGETS:
+            raise InvalidArgumentError(f"to is one of {', '.join(TARGETS)}, not {self.to!r}")
+        source, final = self.source.resolve(), self.final.resolve()
+        if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
+            raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
+        if self.final.exists():
+            raise TagExistsError(f"there is {self.final} already; choose another path, or remove it first")
+
+    def open(self) -> Reader:
+        """The checkpoint."""
+        path = self.source
+        if path.is_dir() and not is_checkpoint(path):
+            path = latest(path).path
+        reader = open_reader(path, self.keys)
+        reader.check_files()
+        return reader
+
+
+class Conversion:
+    """The steps, each of which ends in a vote."""
+
+    def __init__(self, wish: Wish, session: Session) -> None:
+        self._wish, self._session = wish, session
+
+    def run(self, *, verify: bool) -> Path:
+        """All of it; on failure nothing is left, and all ranks raise the same error."""
+        material, draft = self._look()
+        target = TARGETS[self._wish.to](material, draft, self._wish.final)
+        try:
+            pieces, places = self._prepare(target, material)
+            written = self._write(target, material, places, pieces)
+            if verify:
+                self._session.all("reading back", lambda: _verify(target, places, pieces, written))
+            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target))
+        except BaseException:
+            if self._session.rank == LEADER:
+                with suppress(StorageError):
+                    target.close()
+                    folders.remove_tree(draft)
+            raise
+        return self._wish.final
+
+    def _look(self) -> tuple[Material, Path]:
+        """Open the source, and agree that all see the same."""
+
+        def work() -> Reader:
+            self._wish.check()
+            return self._wish.open()
+
+        def decide(posted: list[bytes]) -> bytes:
+            unanimous(f"the contents of {self._wish.source}", [raw.decode() for raw in posted])
+            return Hidden(self._wish.final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name.encode()
+
+        reader, name = self._session.vote(
+            "reading the metadata", work, lambda found: found.fingerprint.encode(), decide
+        )
+        choice = self._wish.choice
+        material = Material(reader, choice.of(reader), carried(reader, choice), self._wish.limit)
+        return material, self._wish.final.parent / name.decode()
+
+    def _prepare(self, target: Target, material: Material) -> tuple[list[Piece], Places]:
+        """Make the files, and share the work."""
+
+        def made(_: list[bytes]) -> bytes:
+            target.prepare()
+            return b""
+
+        self._session.vote("preparing", lambda: None, lambda _: b"", made)
+        places = self._session.all("looking at the new files", target.places)
+        return list(_share(places, material, self._session)), places
+
+    def _write(self, target: Target, material: Material, places: Places, pieces: Sequence[Piece]) -> Fragments:
+        """Write this rank's share; what was read is verified by all together."""
+        tensors = list(places.tensors)
+        stored = [material.chosen.sources.get(key, key) for key in tensors]
+        checks = Checks(material.reader, stored)
+        written: Fragments = {}
+
+        def work() -> tuple[bytes, bytes]:
+            heard = Heard()
+            sources = Sources(material, heard)
+            with Opened(sources.files) as opened:
+                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened)))
+            read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
+            return encode_fragments(checks.check_own(read)), encode_fragments(written)
+
+        def encode(found: tuple[bytes, bytes]) -> bytes:
+            return len(found[0]).to_bytes(8, "little") + found[0] + found[1]
+
+        def decide(posted: list[bytes]) -> bytes:
+            sizes = [8 + int.from_bytes(raw[:8], "little") for raw in posted]
+            checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
+            target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
+            return b""
+
+        self._session.vote("converting", work, encode, decide)
+        return written
+
+    def _publish(self, target: Target) -> bytes:
+        done, final = target.close(), self._wish.final
+        folders.publish(done, final)
+        draft = done if done.parent == final.parent else done.parent
+        folders.remove_tree(draft)
+        return b""
+
+
+def _share(places: Places, material: Material, session: Session) -> list[Piece]:
+    """The share of this rank in the bytes, in the order of the files."""
+    every = [
+        Piece(number, 0, material.infos[key].nbytes, 0, file, offset)
+        for number, (key, (file, offset)) in enumerate(places.tensors.items())
+    ]
+    return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
+
+
+def _verify(target: Target, places: Places, pieces: Sequence[Piece], written: Fragments) -> None:
+    """Raise ``DamagedError`` where what is in the files is not what this rank wrote."""
+    target.reader()
+    found = read_pieces(places.files, pieces, lambda _: Nowhere())
+    keys = list(places.tensors)
+    for number, fragments in written.items():
+        if found.get(number) != fragments:
+            group, name = keys[number]
+            raise DamagedError(f"{group} tensor {name!r} is not in {target.reader().path} as it was written")

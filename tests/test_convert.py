@@ -1,0 +1,241 @@
+"""From any format to any other: the same tensors and values, checked by those who own the formats."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import holdfast
+from holdfast.errors import DamagedError, InvalidArgumentError, TagExistsError
+from tests.pool import Ranks
+from tests.test_same_bytes import contents
+from tests.training import assert_equal, start, trained, whole
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
+    run = trained("plain")
+    content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
+    holdfast.save_checkpoint(
+        tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
+    )
+    return tmp_path / "run/s"
+
+
+def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    """But for the manifest, which is of another checkpoint."""
+    holdfast.convert(saved, tmp_path / "other/t", to="native")
+    assert contents(tmp_path / "other/t") == contents(saved)
+    (info,) = holdfast.list_checkpoints(tmp_path / "other")
+    assert (info.tag, info.step) == ("t", 3)
+    assert (tmp_path / "other/t/ranks.json").read_bytes() == (saved / "ranks.json").read_bytes()
+
+
+def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    found = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
+    run = start("plain", seed=1)
+    run.model.load_state_dict(found["model"])
+    run.optimizer.load_state_dict(found["optimizer"])
+    run.scheduler.load_state_dict(found["scheduler"])
+    expected = trained("plain")
+    assert_equal(whole(run), whole(expected))
+    torch.manual_seed(0)
+    losses = [run.step(n) for n in (3, 4)]
+    torch.manual_seed(0)
+    assert losses == [expected.step(n) for n in (3, 4)]
+    assert found["user_content"]["step"] == 3
+    assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
+    assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
+    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+
+
+def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "model.pt", to="torch", model_only=True)
+    model = start("plain", seed=1).model
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(model.embed.weight, trained("plain").model.embed.weight)
+
+
+def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "hf", to="hf", max_shard_size=300)
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names[-1] == "model.safetensors.index.json"
+    assert len(names) > 2
+    found: dict[str, torch.Tensor] = {}
+    for name in names[:-1]:
+        found |= load_file(tmp_path / "hf" / name)
+    expected = trained("plain").model.state_dict()
+    assert found.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("way", [["torch"], ["lightning"], ["torch", "native"], ["lightning", "torch", "native"]])
+def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way: list[str]) -> None:
+    at = saved
+    for number, to in enumerate(way):
+        at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
+    run = start("plain", seed=1)
+    expected = trained("plain")
+    scheduler = run.scheduler if "lightning" not in way else None
+    holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+    assert_equal(whole(run), whole(expected))
+    if scheduler is not None:
+        assert scheduler.state_dict() == expected.scheduler.state_dict()
+
+
+def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:
+    run = trained("plain")
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "epoch": 7}
+    torch.save(state, tmp_path / "theirs.pt")
+    holdfast.convert(tmp_path / "theirs.pt", tmp_path / "ours", to="native")
+    other = start("plain", seed=1)
+    content = holdfast.load_checkpoint(tmp_path / "ours", model=other.model, optimizer=other.optimizer)
+    assert content == {"epoch": 7}
+    assert_equal(whole(other), whole(run))
+
+
+def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule
+
+    class Wrapper(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = trained("plain", steps=0).model
+
+    holdfast.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
+    found = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    assert torch.equal(found.net.embed.weight, trained("plain").model.embed.weight)
+    assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]) == 1
+
+
+def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(
+        saved,
+        tmp_path / "out",
+        to="native",
+        include=["body.*", "norm.*"],
+        exclude="*.bias",
+        rename={r"^body\.(\d)": r"layers.\1"},
+        dtype="bfloat16",
+    )
+    found = holdfast.open(tmp_path / "out")
+    model = trained("plain").model.state_dict()
+    names = {"model/layers.0.weight": "body.0.weight", "model/layers.2.weight": "body.2.weight"}
+    names["model/norm.weight"] = "norm.weight"
+    assert {name for name in found if name.startswith("model/")} == set(names)
+    for name, theirs in names.items():
+        assert torch.equal(found[name], model[theirs].bfloat16()), name
+    assert found["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
+    groups = found.values["optimizer"]["groups"]
+    assert sorted(name for group in groups for name in group["params"]) == sorted(
+        name.removeprefix("model/") for name in names
+    )
+
+
+def test_two_names_that_meet_are_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="would both be called"):
+        holdfast.convert(saved, tmp_path / "out", to="torch", rename=lambda _: "same")
+    with pytest.raises(InvalidArgumentError, match="nothing of"):
+        holdfast.convert(saved, tmp_path / "out", to="native", include="nobody", model_only=True)
+
+
+def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    for dst in (saved, saved / "inside", saved.parent):
+        with pytest.raises((InvalidArgumentError, TagExistsError)):
+            holdfast.convert(saved, dst, to="native")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(TagExistsError):
+        holdfast.convert(saved, tmp_path / "there", to="torch")
+    with pytest.raises(InvalidArgumentError, match="to is one of"):
+        holdfast.convert(saved, tmp_path / "x", to="onnx")
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "lightning"])
+def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path: Path, to: str) -> None:
+    file = saved / "model/model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(DamagedError, match=r"model tensor .* is damaged"):
+        holdfast.convert(saved, tmp_path / "out", to=to, dtype="float16")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.conversion import work
+
+    write = work.write_pieces
+
+    def lossy(files: Any, *rest: Any) -> Any:
+        found = write(files, *rest)
+        with Path(files[0]).open("r+b") as file:
+            file.seek(-5, 2)
+            byte = file.read(1)
+            file.seek(-5, 2)
+            file.write(bytes([byte[0] ^ 4]))
+        return found
+
+    monkeypatch.setattr(work, "write_pieces", lossy)
+    with pytest.raises(DamagedError, match="as it was written"):
+        holdfast.convert(saved, tmp_path / "out", to="native")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def convert_together(src: str, dst: str, to: str) -> None:
+    holdfast.convert(src, dst, to=to, max_shard_size=500)
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch"])
+def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Path, tmp_path: Path, to: str) -> None:
+    ranks(3, convert_together, str(saved), str(tmp_path / "three"), to)
+    convert_together(str(saved), str(tmp_path / "one"), to)
+    if to == "torch":
+        one, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
+        assert all(torch.equal(one[name], three[name]) for name in one)
+    else:
+        assert contents(tmp_path / "one") == contents(tmp_path / "three")
+
+
+def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
+    holdfast.convert(tmp_path / "w.safetensors", tmp_path / "w.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6.0).view(2, 3))
+
+
+MEMORY = """
+import sys, threading, time, torch, holdfast
+holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
+def resident():
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
+before, peak, running = resident(), 0, True
+def watch():
+    global peak
+    while running:
+        peak = max(peak, resident())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+holdfast.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
+running = False
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.parametrize("to", ["native", "torch"])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> None:
+    torch.save({"w": torch.zeros(10)}, tmp_path / "small")
+    torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path), to], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 64 * 2**20
