@@ -379,9 +379,13 @@ def test_the_commands_take_such_a_file(tmp_path: Path) -> None:
 
 
 def test_to_show_such_a_file_takes_neither_torch_nor_numpy(tmp_path: Path) -> None:
-    file = saved(tmp_path, {"model": net().state_dict(), "epoch": 3})
+    assert_light("show", str(saved(tmp_path, {"model": net().state_dict(), "epoch": 3})))
+
+
+def assert_light(*command: str) -> None:
+    """A command that works without torch and without NumPy."""
     code = (
-        f"import sys\nsys.argv = ['holdfast', 'show', {str(file)!r}]\nfrom holdfast.cli.main import main\n"
+        f"import sys\nsys.argv = {['holdfast', *command]!r}\nfrom holdfast.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpointError
+from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.dcp.reader import DcpReader
+from holdfast.formats.dcp.shards import ShardsReader, is_sharded
 from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
 
+#: Formats of other systems, by what tells them.
+_FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, str]], Reader]]] = (
+    (is_dcp, DcpReader),
+    (is_sharded, ShardsReader),
+    (is_torch_file, TorchFileReader),
+)
+
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the path itself is a checkpoint of a known format (and not a run's folder of them)."""
-    return is_native(path) or is_huggingface(path) or is_torch_file(path)
+    return is_native(path) or is_huggingface(path) or any(is_one(path) for is_one, _ in _FOREIGN)
 
 
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
@@ -26,11 +36,13 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         return NativeReader(path)
     if is_huggingface(path):
         return HuggingFaceReader(path)
-    if is_torch_file(path):
-        return TorchFileReader(path, keys or {})
+    for is_one, reader in _FOREIGN:
+        if is_one(path):
+            return reader(path, keys or {})
     if not path.exists():
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
-        f"{path} is no checkpoint of a format that holdfast reads: "
-        "it has no manifest.json, and no safetensors weights as Hugging Face lays them out"
+        f"{path} is no checkpoint of a format that holdfast reads: neither its own (a folder with a manifest.json), "
+        "nor weights as Hugging Face lays them out, nor a file of torch.save, nor a folder of "
+        "torch.distributed.checkpoint"
     )

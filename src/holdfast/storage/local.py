@@ -124,6 +124,15 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def files(path: Path) -> list[Path]:
+    """The files in a folder, hidden ones too; none where there is no such folder."""
+    with reported("list", path):
+        try:
+            return sorted(entry for entry in path.iterdir() if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
 def subfolders(path: Path) -> list[Path]:
     """The folders in a folder, hidden ones left out; none where there is no such folder."""
     with reported("list", path):

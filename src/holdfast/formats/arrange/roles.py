@@ -106,6 +106,7 @@ def _look(node: dict[Any, Any], path: Path, found: Roles, budget: Budget) -> Non
     optimizers = {key: paths for key, value in rest.items() if (paths := _optimizers(value, (*path, key)))}
     rest = {key: value for key, value in rest.items() if key not in optimizers}
     named = {key: [(*path, key)] for key, value in rest.items() if key in _MODELS and _tensors(value, budget)}
+    _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
     below = [key for key, value in rest.items() if isinstance(value, dict) and value]
     if not optimizers and not named and len(path) < _LEVELS:
         inside = [key for key in below if _has_parts(rest[key])]
@@ -114,7 +115,6 @@ def _look(node: dict[Any, Any], path: Path, found: Roles, budget: Budget) -> Non
             return
     _fill(found, "optimizer", _joined(optimizers))
     _fill(found, "model", named or _unnamed(rest, path, budget))
-    _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
 
 
 def _fill(found: Roles, kind: str, parts: Mapping[Any, list[Path]]) -> None:

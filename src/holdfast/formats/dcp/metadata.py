@@ -1,0 +1,163 @@
+"""The file ``.metadata``: which chunks a tensor has, in which file each lies, and where in a tree each thing belongs.
+
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from holdfast.engine.runs import Box
+from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.arrange.trees import Path
+from holdfast.formats.pickles.machine import Maker, Record
+from holdfast.formats.pickles.plain import record
+from holdfast.formats.pickles.unpickle import unpickle
+from holdfast.formats.torchfile.dtypes import DTYPES
+from holdfast.formats.torchfile.names import NAMES
+from holdfast.formats.torchfile.objects import Dtype, Size
+from holdfast.layout.dtypes import WIDTHS
+from holdfast.layout.files import TensorInfo
+
+_LARGEST = 2**63
+
+_MODULE = "torch.distributed.checkpoint"
+_CLASSES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+
+#: The allow-list of metadata.
+_NAMES: Mapping[str, object] = {
+    **NAMES,
+    **{f"{_MODULE}.metadata.{name}": Maker(name, record(name)) for name in _CLASSES},
+    f"{_MODULE}.filesystem._StorageInfo": Maker("_StorageInfo", record("_StorageInfo")),
+}
+
+
+class Place(NamedTuple):
+    """Where something lies: a file beside the metadata, and a range of it in bytes."""
+
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass
+class Tensor:
+    """A tensor, and where each of its chunks lies, by the box that it is."""
+
+    info: TensorInfo
+    chunks: dict[Box, Place] = field(default_factory=dict)
+
+
+@dataclass
+class Metadata:
+    """What a checkpoint holds: tensors, and other values, by their flat names; and the path of each in a tree."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Place] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def merge(self, other: Metadata, source: str) -> None:
+        """Take in what another rank has saved by itself; what both have is this one's."""
+        for name, tensor in other.tensors.items():
+            mine = self.tensors.setdefault(name, tensor)
+            if mine.info != tensor.info or name in self.values:
+                raise DamagedError(f"{source}: tensor {name!r} is of another shape or dtype there than on another rank")
+            mine.chunks = {**tensor.chunks, **mine.chunks}
+        self.values = {**other.values, **self.values}
+        self.paths = {**other.paths, **self.paths}
+
+
+def decode(raw: bytes, source: str) -> Metadata:
+    """Read metadata. Raises ``DamagedError`` or ``UnsafePickleError`` naming ``source``."""
+    root = unpickle(raw, _NAMES, source)
+    try:
+        return _decode(_state(root, "Metadata"), source)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DamagedError | FormatError):
+            raise
+        raise DamagedError(f"{source} is no metadata of a distributed checkpoint: {error}") from error
+
+
+def _decode(state: Mapping[str, Any], source: str) -> Metadata:
+    if state["storage_data"] is None:
+        raise ValueError("it does not say where anything lies")
+    places = dict(_places(state["storage_data"], source))
+    found = Metadata()
+    for name, entry in _table(state["state_dict_metadata"]).items():
+        if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
+            if (name, None) not in places:
+                raise DamagedError(f"{source}: nothing was saved of {name!r}: a rank failed to write it")
+            found.values[name] = places[name, None]
+        else:
+            found.tensors[name] = _tensor(name, entry, places, source)
+    paths = state.get("planner_data")
+    if isinstance(paths, dict):
+        found.paths = {name: _path(path) for name, path in _table(paths).items()}
+    return found
+
+
+def _tensor(name: str, entry: Any, places: Mapping[tuple[str, Any], Place], source: str) -> Tensor:
+    state = _state(entry, "TensorStorageMetadata")
+    properties = state["properties"].state
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    if not isinstance(dtype, Dtype) or dtype.name not in DTYPES:
+        shown = getattr(dtype, "name", dtype)
+        raise FormatError(f"{source}: tensor {name!r} has dtype {shown}, which holdfast does not read")
+    found = Tensor(TensorInfo(DTYPES[dtype.name], _shape(state["size"])))
+    if math.prod(size or 1 for size in found.info.shape) * WIDTHS[found.info.dtype] >= _LARGEST:
+        raise ValueError(f"no tensor can have the shape {list(found.info.shape)} that {name!r} has")
+    for chunk in state["chunks"]:
+        box = Box(*(_shape(_state(chunk, "ChunkStorageMetadata")[part]) for part in ("offsets", "sizes")))
+        if not math.prod(box.shape):
+            continue
+        if (name, box.offset) not in places:
+            raise DamagedError(
+                f"{source}: nothing was saved of tensor {name!r} at {list(box.offset)}: a rank failed to write it"
+            )
+        found.chunks.setdefault(box, places[name, box.offset])
+    return found
+
+
+def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], Place]]:
+    for index, info in table.items():
+        key, value = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        if value.get("transform_descriptors"):
+            raise FormatError(
+                f"{source}: {key['fqn']!r} was written by way of {value['transform_descriptors']}, which holdfast does "
+                "not undo: load it with torch.distributed.checkpoint, and save it without extensions"
+            )
+        place = Place(value["relative_path"], value["offset"], value["length"])
+        if not isinstance(place.file, str) or not all(type(one) is int and 0 <= one < _LARGEST for one in place[1:]):
+            raise ValueError(f"the place of {key['fqn']!r} is none")
+        offset = key.get("offset")
+        yield (key["fqn"], None if offset is None else _shape(offset)), place
+
+
+def _state(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Record) or value.name != name or not isinstance(value.state, dict):
+        raise TypeError(f"where {name} should be is something else")
+    return value.state
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise TypeError("where names should be is something else")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Size):
+        raise TypeError("where a size should be is something else")
+    return tuple(value)
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, tuple) or not value or not all(type(part) in {str, int} for part in value):
+        raise TypeError("where a path should be is something else")
+    return value

@@ -1,0 +1,90 @@
+"""Shards of safetensors files, as ``HuggingFaceStorageWriter(save_distributed=True)`` writes them, with no index.
+
+Each file says in its header where in the whole tensors its parts begin; how large these are, nobody says.
+Source: ``torch/distributed/checkpoint/hf_storage.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from holdfast.engine.runs import Box
+from holdfast.engine.woven import Part, Place, row_major
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.contents import arrange
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.dcp.chunked import Chunked
+from holdfast.formats.dcp.tiling import check_tiling
+from holdfast.formats.safetensors import SafetensorsFile
+from holdfast.layout.blocks import crc64
+from holdfast.layout.dtypes import width
+from holdfast.layout.files import TensorInfo
+from holdfast.storage import local
+
+_NAME = re.compile(r"shard-\d{5,9}-model-\d{5,9}-of-\d{5,9}\.safetensors")
+
+#: Key of the header's metadata that has the offsets.
+_OFFSETS = "DCP_SHARDING_INFO"
+
+
+class _Offsets(msgspec.Struct, frozen=True):
+    saved_offsets: tuple[int, ...]
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a folder has such files."""
+    return path.is_dir() and any(_NAME.fullmatch(file.name) for file in local.files(path))
+
+
+class ShardsReader(TreeReader):
+    """A folder of shards: a model, and nothing else."""
+
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
+        files = [file for file in local.files(path) if _NAME.fullmatch(file.name)]
+        parts: dict[tuple[str, str], dict[Box, Part]] = {}
+        for file in files:
+            local.check_regular(file, within=(path,))
+            for name, dtype, part in _parts(SafetensorsFile.open(file)):
+                parts.setdefault((name, dtype), {}).setdefault(part.box, part)
+        if len({name for name, _ in parts}) < len(parts):
+            raise DamagedError(f"{path}: a tensor has different dtypes in different shards")
+        tree = {name: _tensor(path, name, dtype, tuple(own.values())) for (name, dtype), own in parts.items()}
+        known = [(name, one.info, [(*part.box, part.near[1]) for part in one.parts]) for name, one in tree.items()]
+        text = repr(sorted(known)).encode()
+        super().__init__(path, "dcp", files, f"{crc64(text):016x}", arrange(tree, keys, len(text), str(path)))
+
+
+def _parts(file: SafetensorsFile) -> list[tuple[str, str, Part]]:
+    """The name, dtype and place of each tensor's part in a file."""
+    text = file.header.metadata.get(_OFFSETS, "")
+    try:
+        offsets = msgspec.json.decode(text, type=dict[str, _Offsets])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"{file.path} does not say what its parts are parts of: {_OFFSETS} is {error}") from error
+    found = []
+    for name, entry in file.header.entries.items():
+        if name not in offsets or len(offsets[name].saved_offsets) != len(entry.shape):
+            raise DamagedError(f"{file.path} does not say where in the whole tensor its part of {name!r} begins")
+        start = file.extent(name, 0, 0).offset
+        place = Place(file.path, start, row_major(entry.shape, width(entry.dtype)))
+        box = Box(offsets[name].saved_offsets, entry.shape)
+        found.append((name, entry.dtype, Part(box, partial(Place._make, place), (file.path, start))))
+    return found
+
+
+def _tensor(path: Path, name: str, dtype: str, parts: tuple[Part, ...]) -> Chunked:
+    try:
+        shape = tuple(
+            max(start + size for start, size in dims)
+            for dims in zip(*(zip(*part.box, strict=True) for part in parts), strict=True)
+        )
+        filled = tuple(part for part in parts if 0 not in part.box.shape)
+        check_tiling([part.box for part in filled], shape)
+    except ValueError as error:
+        raise DamagedError(f"{path}: tensor {name!r} is not whole: {error}") from error
+    return Chunked(TensorInfo(dtype, shape), filled)

@@ -1,0 +1,80 @@
+"""Whether the chunks of a tensor are all of it, and each element once. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from holdfast.engine.runs import Box, Run
+
+#: Steps that there are for finding out about chunks that are no grid; a grid needs one for each chunk.
+_STEPS = 2**22
+
+
+def run_of(box: Box, shape: tuple[int, ...]) -> Run | None:
+    """The run of elements that a box is in row-major order; ``None`` where it is several."""
+    cut = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
+    if any(box.shape[dim] != shape[dim] for dim in range(cut + 1, len(shape))):
+        return None
+    start = 0
+    for at, size in zip(box.offset, shape, strict=True):
+        start = start * size + at
+    return Run(start, start + math.prod(box.shape))
+
+
+def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` where boxes of a tensor leave a gap, overlap or reach beyond it. No box is empty."""
+    for box in boxes:
+        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            0 <= start <= start + size <= whole for start, size, whole in zip(*box, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"a chunk of shape {list(box.shape)} at {list(box.offset)} reaches beyond it")
+    runs = [run_of(box, shape) for box in boxes]
+    if all(run is not None for run in runs):
+        _check_runs(sorted(run for run in runs if run is not None), math.prod(shape))
+    else:
+        _Cells().check(shape, list(boxes), ())
+
+
+def _check_runs(runs: Sequence[Run], size: int) -> None:
+    reached = 0
+    for start, stop in [*runs, Run(size, size)]:
+        if start > reached:
+            raise ValueError(f"there is nothing of its elements {reached} to {start}")
+        if start < reached:
+            raise ValueError(f"two chunks have its elements from {start} on")
+        reached = stop
+
+
+class _Cells:
+    """Cuts a tensor along the edges of its boxes, dimension by dimension, until there is one in each cell."""
+
+    def __init__(self) -> None:
+        self._left = _STEPS
+
+    def check(self, shape: tuple[int, ...], boxes: list[Box], place: tuple[int, ...]) -> None:
+        """Raise ``ValueError`` where not exactly one box is at each index. ``place`` are the indices before these."""
+        if not shape:
+            if len(boxes) > 1:
+                raise ValueError(f"two chunks have its element at {list(place)}")
+            return
+        for start, here in self._slabs(shape[0], boxes):
+            if not here:
+                raise ValueError(f"there is nothing of it at {[*place, start, *(0 for _ in shape[1:])]}")
+            self.check(shape[1:], [Box(box.offset[1:], box.shape[1:]) for box in here], (*place, start))
+
+    def _slabs(self, size: int, boxes: list[Box]) -> Iterator[tuple[int, list[Box]]]:
+        """Ranges of the first dimension in which the same boxes are, by where they start."""
+        rows: dict[Run, list[Box]] = {}
+        for box in boxes:
+            rows.setdefault(Run(box.offset[0], box.offset[0] + box.shape[0]), []).append(box)
+        ordered = sorted(rows)
+        if [0, *(row.stop for row in ordered)] == [*(row.start for row in ordered), size]:
+            yield from ((row.start, rows[row]) for row in ordered)  # as any grid has them
+            return
+        for start in sorted({0, *(edge for row in ordered for edge in row)} - {size}):
+            self._left -= len(boxes)
+            if self._left < 0:
+                raise ValueError("its chunks are cut in too many ways")
+            yield start, [box for box in boxes if box.offset[0] <= start < box.offset[0] + box.shape[0]]
