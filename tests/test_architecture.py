@@ -12,7 +12,8 @@ SOURCE = Path(__file__).parent.parent / "src/holdfast"
 #: From the top of the house to its foundation.
 FLOORS = [
     {"__main__"},
-    {"cli", "lightning"},
+    {"lightning"},
+    {"cli"},
     {"functions", "view", "data", "stopping", "conversion"},
     {"checkpointer"},
     {"handle"},

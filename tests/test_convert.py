@@ -239,3 +239,33 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> No
     torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path), to], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 64 * 2**20
+
+
+def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
+    found = load_file(tmp_path / "one.safetensors")
+    assert torch.equal(found["embed.weight"], trained("plain").model.embed.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, check=False, cwd="/"
+    )
+
+
+def test_the_commands(saved: Path, tmp_path: Path) -> None:
+    done = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"to": "hf"' in done.stdout
+    assert load_file(tmp_path / "hf/model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    again = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf")
+    assert again.returncode == 2
+    assert "already" in again.stderr
+    assert "Traceback" not in again.stderr
+    done = command("holdfast.lightning.consolidate_checkpoint", saved)
+    assert done.returncode == 0, done.stderr
+    assert "embed.weight" in torch.load(f"{saved}.consolidated", weights_only=True)["state_dict"]
+    done = command("holdfast", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
+    assert done.returncode == 0, done.stderr
+    assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)

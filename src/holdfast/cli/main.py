@@ -12,15 +12,15 @@ import typer
 from typer.core import TyperGroup
 
 from holdfast._version import __version__
-from holdfast.cli import ls, prune, show, verify
+from holdfast.cli import convert, ls, prune, show, verify
 from holdfast.cli.output import print_error
-from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError
+from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
 #: Errors that the caller can mend by calling otherwise.
-_MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError)
+_MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
 
 
-class _Commands(TyperGroup):
+class Commands(TyperGroup):
     """Catches what any command raises, so that none prints a traceback for what the user did or the disk has."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -45,6 +45,8 @@ app = typer.Typer(
 app.command(epilog="Example: holdfast ls runs/a --all")(ls.ls)
 app.command(epilog="Example: holdfast show runs/a 'model/*.bias'")(show.show)
 app.command(epilog="Example: holdfast verify runs/a/step_1000")(verify.verify)
+app.command(epilog="Example: holdfast convert runs/a out --to hf --dtype bfloat16")(convert.convert)
+app.command(epilog="Example: holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt")(convert.consolidate)
 app.command(epilog="Example: holdfast prune runs/a --keep 5 --leftovers --dry-run")(prune.prune)
 
 
@@ -60,7 +62,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of distributed PyTorch training, check them, and tidy up."""
+    """Look at checkpoints of distributed PyTorch training, check them, convert them, and tidy up."""
 
 
 def main() -> None:

@@ -43,8 +43,9 @@ def convert(
     Args:
         src: a checkpoint of any format that holdfast reads, or a run's folder: its latest.
         dst: a path where there is nothing yet.
-        to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"torch"`` (one file of
-            ``torch.save``: state dicts by name, or the model's alone), ``"lightning"`` (one ``.ckpt`` file).
+        to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"safetensors"`` (one such file),
+            ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"lightning"`` (one
+            ``.ckpt`` file).
         include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
         exclude: patterns of those that are not.
         rename: a function from names to names, or regular expressions with what takes their place.
@@ -64,7 +65,7 @@ def convert(
         TagExistsError: there is something at ``dst``.
         DamagedError: the source is not what was saved, or the result not what was written.
     """
-    model_only = model_only or to == "hf"
+    model_only = model_only or to in {"hf", "safetensors"}
     choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
     wish = Wish(local_path(src), local_path(dst), to, choice, keys or {}, parse_size(max_shard_size))
     return Conversion(wish, Ranks(process_group).session(timeout)).run(verify=verify)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from holdfast.engine.commit import Draft
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.huggingface import HuggingFaceReader
+from holdfast.formats.huggingface import SINGLE, HuggingFaceReader
 from holdfast.formats.native import RANKS, STATE, NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.layout import manifest, values
@@ -113,11 +115,26 @@ class HuggingFaceTarget(NativeTarget):
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
-        return HuggingFaceReader(super().close() / _MODEL)
+        return HuggingFaceReader(self.close())
 
     def close(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return super().close() / _MODEL
+
+
+class SafetensorsTarget(HuggingFaceTarget):
+    """One safetensors file, whatever its size."""
+
+    def __init__(self, material: Material, draft: Path, final: Path) -> None:
+        super().__init__(replace(material, limit=sys.maxsize), draft, final)
+
+    def reader(self) -> Reader:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return HuggingFaceReader(self.close())
+
+    def close(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return super().close() / SINGLE
 
 
 def _plan(material: Material) -> SavePlan:

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.catalog import latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
-from holdfast.conversion.native import HuggingFaceTarget, NativeTarget
+from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from holdfast.conversion.shapes import lightning, state_dicts
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
@@ -36,6 +36,7 @@ from holdfast.storage import folders
 TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
+    "safetensors": SafetensorsTarget,
     "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
     "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
 }
@@ -87,7 +88,7 @@ class Conversion:
             written = self._write(target, material, places, pieces)
             if verify:
                 self._session.all("reading back", lambda: _verify(target, places, pieces, written))
-            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target))
+            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target, draft))
         except BaseException:
             if self._session.rank == LEADER:
                 with suppress(StorageError):
@@ -152,10 +153,8 @@ class Conversion:
         self._session.vote("converting", work, encode, decide)
         return written
 
-    def _publish(self, target: Target) -> bytes:
-        done, final = target.close(), self._wish.final
-        folders.publish(done, final)
-        draft = done if done.parent == final.parent else done.parent
+    def _publish(self, target: Target, draft: Path) -> bytes:
+        folders.publish(target.close(), self._wish.final)
         folders.remove_tree(draft)
         return b""
 

@@ -8,6 +8,19 @@ what they replace is removed only when they are durable.
 :mod:`holdfast.lightning.fabric`.
 """
 
-from holdfast.lightning.trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.lightning.trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
+
+
+def __getattr__(name: str) -> object:
+    """Looked up when first used: the command in this package needs no Lightning."""
+    if name in __all__:
+        return getattr(import_module("holdfast.lightning.trainer"), name)
+    raise AttributeError(f"module 'holdfast.lightning' has no attribute {name!r}")

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError, MismatchError
-from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.native import is_native
 from holdfast.lightning.published import published
 from holdfast.lightning.saves import Saves
 from holdfast.state.fsdp1 import wrapped
@@ -91,7 +91,7 @@ class _Strategy(Strategy):
         """Fill a state in place; returns what else is in the checkpoint."""
         path = Path(self.broadcast(path)).absolute().resolve()
         self._saves.finish()
-        if not is_checkpoint(path):
+        if not is_native(path):
             return dict(super().load_checkpoint(path, state, strict=strict, weights_only=weights_only))
         if isinstance(state, nn.Module | Optimizer):
             model, optimizer = (state, None) if isinstance(state, nn.Module) else (None, state)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.native import is_native
 from holdfast.lightning.published import published
 from holdfast.lightning.removal import remove
 from holdfast.lightning.saves import Saves
@@ -68,7 +68,7 @@ class _Strategy(Strategy):
         """Fill the model, and for training the optimizers; returns what else is in the checkpoint."""
         path = Path(self.broadcast(checkpoint_path)).absolute().resolve()
         self._saves.finish()
-        self._loaded_by_lightning = not is_checkpoint(path)
+        self._loaded_by_lightning = not is_native(path)
         if self._loaded_by_lightning:
             return super().load_checkpoint(path, weights_only=weights_only)
         module = self.lightning_module

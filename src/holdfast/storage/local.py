@@ -142,6 +142,12 @@ def subfolders(path: Path) -> list[Path]:
             return []
 
 
+def files_of(path: Path) -> list[Path]:
+    """A file itself, or the files in a folder and those below it."""
+    with reported("list", path):
+        return sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+
+
 def hidden_folders(path: Path) -> list[Path]:
     """The hidden folders in a folder; none where there is no such folder."""
     with reported("list", path):

@@ -1,0 +1,72 @@
+"""``holdfast convert``: from any format to any other; ``holdfast consolidate``: a sharded folder into one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.output import clean, console, human_size, print_json
+from holdfast.errors import InvalidArgumentError
+from holdfast.storage.local import files_of, local_path
+
+#: What a file's ending says of its format; anything else is Lightning's.
+_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+
+_Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format, or a run: its latest.")]
+_Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+_Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model.")]
+
+
+def convert(  # noqa: PLR0917 - the options of a command
+    src: _Source,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
+    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch or lightning.")],
+    include: Annotated[list[str] | None, typer.Option(help="Parameters to take: a pattern. May be repeated.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Parameters to leave out. May be repeated.")] = None,
+    rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the model: bfloat16, float16, float32, …")] = None,
+    model_only: _Only = False,
+    key: Annotated[list[str] | None, typer.Option(help="Where a part is: model=app.net. May be repeated.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in one file.")] = "5GB",
+    verify: Annotated[bool, typer.Option(help="Read back what was written.")] = True,
+    as_json: _Json = False,
+) -> None:
+    """Write a checkpoint of any format as one of another, a buffer at a time. SRC is only read."""
+    options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
+    options |= {"rename": _pairs(rename, "--rename"), "keys": _pairs(key, "--key"), "verify": verify}
+    _convert(local_path(src), local_path(dst), {"to": to, "max_shard_size": max_shard_size, **options}, as_json=as_json)
+
+
+def consolidate(
+    checkpoint: _Source,
+    output_file: Annotated[
+        str | None, typer.Option("--output_file", help="Its ending says the format: .ckpt, .pt, .safetensors")
+    ] = None,
+    model_only: _Only = False,
+    as_json: _Json = False,
+) -> None:
+    """Make one file of a checkpoint: a Lightning .ckpt, a file of torch.save (.pt, .pth, .bin), or .safetensors."""
+    src = local_path(checkpoint)
+    dst = local_path(output_file) if output_file else src.with_name(src.name + ".consolidated")
+    to = _ENDINGS.get(dst.suffix, "lightning")
+    _convert(src, dst, {"to": to, "model_only": model_only or to == "safetensors"}, as_json=as_json)
+
+
+def _convert(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) -> None:
+    from holdfast.conversion.convert import convert as work  # noqa: PLC0415 - torch takes its time, --help does not
+
+    work(src, dst, **options)
+    size = sum(path.stat().st_size for path in files_of(dst))
+    if as_json:
+        print_json({"path": str(dst), "to": options["to"], "bytes": size})
+    else:
+        console().print(f"{clean(str(dst))}  {options['to']}, {human_size(size)}")
+
+
+def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
+    pairs = dict(text.partition("=")[::2] for text in given or [])
+    if any("=" not in text for text in given or []):
+        raise InvalidArgumentError(f"{option} takes NAME=VALUE")
+    return pairs
