@@ -10,12 +10,14 @@ from holdfast.formats.dcp.folder import is_dcp
 from holdfast.formats.dcp.reader import DcpReader
 from holdfast.formats.dcp.shards import ShardsReader, is_sharded
 from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface
+from holdfast.formats.lightning import LightningReader, is_lightning
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
 
 #: Formats of other systems, by what tells them.
 _FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, str]], Reader]]] = (
+    (is_lightning, LightningReader),
     (is_dcp, DcpReader),
     (is_sharded, ShardsReader),
     (is_torch_file, TorchFileReader),
@@ -44,5 +46,5 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is no checkpoint of a format that holdfast reads: neither its own (a folder with a manifest.json), "
         "nor weights as Hugging Face lays them out, nor a file of torch.save, nor a folder of "
-        "torch.distributed.checkpoint"
+        "torch.distributed.checkpoint or Lightning"
     )

@@ -13,6 +13,9 @@ from holdfast.formats.torchfile.zips import Window, is_zip
 from holdfast.storage import local
 from holdfast.storage.readers import Readers
 
+#: What every file of Lightning's Trainer has.
+_LIGHTNING = "pytorch-lightning_version"
+
 #: How much more tensors may have than their file has bytes, where they share storages.
 _SHARED, _LEAST = 4, 2**20
 
@@ -46,4 +49,7 @@ class TorchFileReader(TreeReader):
                 f"{path} has {size} bytes, and tensors of {contents.nbytes()}: they are views that repeat elements; "
                 "call contiguous() on them before they are saved"
             )
-        super().__init__(path, "torch", [path], f"{size:x}-{tree.digest:016x}", contents)
+        of_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
+        super().__init__(
+            path, "lightning" if of_lightning else "torch", [path], f"{size:x}-{tree.digest:016x}", contents
+        )

@@ -1,0 +1,38 @@
+"""Checkpoints of Lightning: folders of ``torch.distributed.checkpoint`` with ``meta.pt`` beside it.
+
+The Trainer's FSDP has the model under ``model``, its model-parallel strategy and its single files (which are files of
+``torch.save``) under ``state_dict``; optimizers are ``optimizer_0`` … in folders, and a list in files. With Fabric all
+names are the user's own. What is neither model, optimizer nor scheduler is user content: loops, callbacks, parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.contents import arrange
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.dcp import folder
+from holdfast.formats.torchfile.reader import read_tree
+from holdfast.storage import local
+
+META = "meta.pt"
+
+
+def is_lightning(path: Path) -> bool:
+    """Whether a folder has both parts."""
+    return local.is_file(path / META) and folder.is_dcp(path)
+
+
+class LightningReader(TreeReader):
+    """A folder of Lightning's. ``keys`` names parts of it that are not found by themselves."""
+
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
+        local.check_regular(path / META, within=(path,))
+        saved, meta = folder.read(path), read_tree(path / META)
+        if not isinstance(meta.root, dict):
+            raise DamagedError(f"{path / META} holds no dict: it is none of Lightning's")
+        contents = arrange({**meta.root, **saved.root}, keys, saved.nbytes + meta.nbytes, str(path))
+        fingerprint = f"{saved.fingerprint}-{meta.digest:016x}"
+        super().__init__(path, "lightning", [*saved.files, path / META], fingerprint, contents)
