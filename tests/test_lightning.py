@@ -312,6 +312,18 @@ def test_a_run_of_lightnings_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path,
     assert not list(tmp_path.glob("*.before.ckpt"))
 
 
+@pytest.mark.parametrize("theirs", ["ddp", "fsdp2"])
+def test_what_lightning_wrote_goes_on_in_any_strategy(
+    ranks: Ranks, tmp_path: Path, oracle: dict[str, Any], theirs: str
+) -> None:
+    """Lightning's own strategies cannot read each other's."""
+    ranks(2, fit_with, str(tmp_path / "theirs"), theirs, 4, {}, None, None)
+    saved = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
+    for number, (layout, n) in enumerate([("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 4)]):
+        found = ranks(n, fit, str(tmp_path / str(number)), layout, 6, saved)[0]
+        assert_close(found, oracle["AdamW"])
+
+
 def state_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 

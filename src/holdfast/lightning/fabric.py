@@ -90,21 +90,17 @@ class _Strategy(Strategy):
     ) -> dict[str, Any]:
         """Fill a state in place; returns what else is in the checkpoint."""
         path = Path(self.broadcast(path)).absolute().resolve()
+        del weights_only  # no code in it is run, ever
         self._saves.finish()
-        if not is_native(path):
-            return dict(super().load_checkpoint(path, state, strict=strict, weights_only=weights_only))
         if isinstance(state, nn.Module | Optimizer):
             model, optimizer = (state, None) if isinstance(state, nn.Module) else (None, state)
             self._saves.restore(path, model, optimizer, strict=strict)
             return {}
-        content = open_checkpoint(path).values["user_content"]
-        given, rest = _Sorted.of(state or {}), dict(content["state"])
-        _check(given, content["keys"], rest, path, strict=strict)
+        given = _Sorted.of(state or {})
+        keys, rest = _contents(path, given)
+        _check(given, keys, rest, path, strict=strict)
         self._saves.restore(
-            path,
-            _again(given.models, content["keys"]["models"]),
-            _again(given.optimizers, content["keys"]["optimizers"]),
-            strict=strict,
+            path, _again(given.models, keys["models"]), _again(given.optimizers, keys["optimizers"]), strict=strict
         )
         for key in given.rest.keys() & rest.keys():
             value = given.rest[key]
@@ -124,6 +120,14 @@ def _again(given: Mapping[str, Any], saved: list[str]) -> Any:
     """What is given of what was saved, passed as it was then."""
     found = {key: value for key, value in given.items() if key in saved}
     return _alone(found) if len(saved) == 1 else found or None
+
+
+def _contents(path: Path, given: _Sorted) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
+    """The keys of models and optimizers, and all else. What Lightning wrote is taken by the keys that are asked for."""
+    content = open_checkpoint(path).values.get("user_content") or {}
+    if is_native(path):
+        return content["keys"], dict(content["state"])
+    return {"models": list(given.models), "optimizers": list(given.optimizers)}, dict(content)
 
 
 def _check(given: _Sorted, keys: Mapping[str, list[str]], rest: Mapping[str, Any], path: Path, *, strict: bool) -> None:

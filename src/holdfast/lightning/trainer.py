@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.native import is_native
 from holdfast.lightning.published import published
 from holdfast.lightning.removal import remove
 from holdfast.lightning.saves import Saves
 from holdfast.state.fsdp1 import wrapped
+from holdfast.view import open as open_checkpoint
 
 #: What Lightning puts into a checkpoint's dict, and a native checkpoint has elsewhere.
 _OF_ITS_OWN = ("state_dict", "optimizer_states")
@@ -31,7 +31,6 @@ class _Strategy(Strategy):
     def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._saves = Saves(checkpoint_format, async_save)
-        self._loaded_by_lightning = False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -40,8 +39,8 @@ class _Strategy(Strategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning is to put optimizer states back, from a file that it has loaded itself."""
-        return self._loaded_by_lightning and bool(super().lightning_restore_optimizer)
+        """Not Lightning puts optimizer states back: :meth:`load_checkpoint` has."""
+        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing for a native checkpoint, which takes the model as it is."""
@@ -65,29 +64,25 @@ class _Strategy(Strategy):
         self._saves.save(path, self.model, optimizers or None, content, checkpoint.get("global_step"))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill the model, and for training the optimizers; returns what else is in the checkpoint."""
+        """Fill the model, and for training the optimizers; returns what else is in the checkpoint.
+
+        It may be ours or Lightning's own, a folder or a file, whatever strategy wrote it. No code in it is run.
+        """
+        del weights_only
         path = Path(self.broadcast(checkpoint_path)).absolute().resolve()
-        self._saves.finish()
-        self._loaded_by_lightning = not is_native(path)
-        if self._loaded_by_lightning:
-            return super().load_checkpoint(path, weights_only=weights_only)
         module = self.lightning_module
         if module is None:
             raise InvalidArgumentError("the strategy has no model yet; load through the Trainer")
         trains = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = list(self.optimizers) if trains else []
-        restored = self._saves.restore(path, self.model, optimizers or None, strict=module.strict_loading)
-        return dict(restored.user_content)
+        self._saves.restore(path, self.model, optimizers or None, strict=module.strict_loading)
+        return _content(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do for what :meth:`load_checkpoint` has filled."""
-        if self._loaded_by_lightning:
-            super().load_model_state_dict(checkpoint, strict=strict)
+        """Nothing is left to do: :meth:`load_checkpoint` has filled the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do for what :meth:`load_checkpoint` has filled."""
-        if self._loaded_by_lightning:
-            super().load_optimizer_state_dict(checkpoint)
+        """Nothing is left to do: :meth:`load_checkpoint` has filled the optimizers."""
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once all that was saved is durable."""
@@ -100,6 +95,16 @@ class _Strategy(Strategy):
             self._saves.finish()
         finally:
             super().teardown()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What Lightning asks of a checkpoint beside model and optimizers: its own, and that of schedulers."""
+    values = open_checkpoint(path).values
+    content = dict(values.get("user_content") or {})
+    if "scheduler" in values:
+        found = values["scheduler"]
+        content["lr_schedulers"] = [one["state"] for one in (found if isinstance(found, list) else [found])]
+    return content
 
 
 class SingleDeviceStrategy(_Strategy, strategies.SingleDeviceStrategy):
