@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench crash clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -24,10 +24,14 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
+## crash: cut saves of every kind at every operation, and look at what a crash may leave
+crash: .venv/installed
+	$(BIN)/python -m campaigns.crash
+
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable .
 	touch $@
 
 clean:
-	rm -rf .venv demo_run .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv demo_run crash_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Long proofs, each with a command of its own; the tests run a short form of them."""

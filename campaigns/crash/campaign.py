@@ -1,0 +1,100 @@
+"""``python -m campaigns.crash``: play every scenario on 1, 2 and 4 ranks, cut it everywhere, and print a table.
+
+Exits with 1 where a crash leaves what must not be; the disk that it left is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from campaigns.crash.examination import Findings, examine_all, lay_out
+from campaigns.crash.operations import History
+from campaigns.crash.play import play
+from campaigns.crash.scenarios import SCENARIOS, Scenario
+from campaigns.crash.states import explain
+from tests.pool import Ranks
+
+#: The most violations of a history that are kept.
+_KEPT = 3
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A scenario on so many ranks, and what they did."""
+
+    scenario: Scenario
+    ranks: int
+    history: History
+
+    @property
+    def name(self) -> str:
+        """For a folder."""
+        return f"{self.scenario.name}, {self.ranks} ranks".replace(", ", "-").replace(" ", "-")
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.crash", description=__doc__)
+    parser.add_argument("scenarios", nargs="*", help="which scenarios, by name; all when left out")
+    parser.add_argument("--states", type=int, default=300, help="the most distinct states of each scenario and size")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that examine states")
+    parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="where violations are kept")
+    options = parser.parse_args()
+    chosen = [one for one in SCENARIOS if one.name in options.scenarios or not options.scenarios]
+    if len(chosen) < len(options.scenarios):
+        parser.error(f"the scenarios are: {'; '.join(one.name for one in SCENARIOS)}")
+    started = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as workers:
+        cases = [(case, workers.submit(_examined, case, options.states, options.seed)) for case in _played(chosen)]
+        rows = [_row(case, future, options.kept) for case, future in cases]
+    print(f"| all | | {' | '.join(str(sum(column)) for column in zip(*rows, strict=True))} | |")
+    print(f"\n{time.monotonic() - started:.0f} s; seed {options.seed}")
+    if any(row[-1] for row in rows):
+        sys.exit(f"what the violations left is in {options.kept.absolute()}")
+
+
+def _played(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
+    """Each scenario on every number of ranks, as it is recorded."""
+    print("| scenario | ranks | operations | states | old | new | none | violations | seconds |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    pool = Ranks()
+    try:
+        for scenario in scenarios:
+            for ranks in (1, 2, 4):
+                with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as folder:
+                    yield _Case(scenario, ranks, play(scenario, ranks, pool, Path(folder)))
+    finally:
+        pool.close()
+
+
+def _examined(case: _Case, limit: int, seed: int) -> tuple[Findings, float]:
+    started = time.monotonic()
+    return examine_all(case.scenario, case.history, limit, seed), time.monotonic() - started
+
+
+def _row(case: _Case, future: Future[tuple[Findings, float]], kept: Path) -> tuple[int, ...]:
+    """Print a line of the table. Returns its numbers."""
+    findings, seconds = future.result()
+    for number, failed in enumerate(findings.violations[:_KEPT]):
+        folder = kept / f"{case.name}-{number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        lay_out(failed.state.tree, folder / "disk")
+        (folder / "why.txt").write_text(f"{failed.why}\n\n" + "\n".join(explain(case.history, failed.state)) + "\n")
+    outcomes = (findings.outcomes[kind] for kind in ("old", "new", "none"))
+    numbers = len(case.history.operations), findings.examined, *outcomes, len(findings.violations)
+    print(f"| {case.scenario.name} | {case.ranks} | {' | '.join(map(str, numbers))} | {seconds:.1f} |", flush=True)
+    return numbers

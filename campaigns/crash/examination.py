@@ -1,0 +1,113 @@
+"""The states of one history, each put on a disk and examined."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from unittest import mock
+
+from campaigns.crash.image import Tree
+from campaigns.crash.operations import History
+from campaigns.crash.oracle import Violation, examine
+from campaigns.crash.play import RUN
+from campaigns.crash.scenarios import Scenario
+from campaigns.crash.states import State, states
+from campaigns.crash.training import Training
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A state that must not be, and why."""
+
+    why: str
+    state: State
+
+
+@dataclass
+class Findings:
+    """How many states ended how, and those that must not be."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    violations: list[Failed] = field(default_factory=list)
+
+    @property
+    def examined(self) -> int:
+        """How many states were looked at."""
+        return self.outcomes.total() + len(self.violations)
+
+
+def examine_all(scenario: Scenario, history: History, limit: int, seed: int = 0) -> Findings:
+    """Examine at most so many distinct states of a history, in this process."""
+    before, after = scenario.listings()[-2:]
+    training, findings = Training(scenario.models), Findings()
+    with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=_in_memory()) as folder, scenario.file_system():
+        shelf = _Shelf(Path(folder))
+        for state in states(history, limit, seed):
+            promised = after if state.moment >= history.acknowledged[-1] else before
+            try:
+                with _quick():
+                    found = examine(shelf.put(state.tree) / RUN, promised, after, scenario.resumed, training)
+            except Violation as why:
+                findings.violations.append(Failed(str(why), state))
+            else:
+                findings.outcomes[found] += 1
+    return findings
+
+
+def lay_out(tree: Tree, root: Path) -> None:
+    """Make the folders and files of a tree."""
+    root.mkdir(parents=True)
+    for path, data in tree.items():
+        if data is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(data)
+
+
+def _in_memory() -> str | None:
+    """A file system in memory with room for it, where there is one."""
+    with suppress(OSError):
+        found = os.statvfs("/dev/shm")
+        if found.f_bavail * found.f_frsize > 2**30:
+            return "/dev/shm"
+    return None
+
+
+@contextmanager
+def _quick() -> Iterator[None]:
+    """Nothing that is examined needs to be durable."""
+    with mock.patch.object(os, "fsync"):
+        yield
+
+
+class _Shelf:
+    """Trees as folders. Files of equal bytes are links to one: nothing writes into a file that is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._disk, self._contents = folder / "disk", folder / "contents"
+        self._contents.mkdir()
+
+    def put(self, tree: Tree) -> Path:
+        """The tree as a folder, which takes the place of the one before."""
+        if self._disk.exists():
+            shutil.rmtree(self._disk)
+        self._disk.mkdir()
+        for path, data in tree.items():
+            if data is None:
+                (self._disk / path).mkdir()
+            else:
+                (self._disk / path).hardlink_to(self._content(data))
+        return self._disk
+
+    def _content(self, data: bytes) -> Path:
+        path = self._contents / blake2b(data).hexdigest()
+        if not path.exists():
+            path.write_bytes(data)
+        return path

@@ -1,0 +1,96 @@
+"""What must be true of a run's folder after a crash, whatever the crash has left of it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import holdfast
+from campaigns.crash.scenarios import Listing, Save
+from campaigns.crash.training import Training
+from holdfast.errors import HoldfastError, NoCheckpointError
+from holdfast.storage.local import hidden_folders
+from holdfast.upkeep import clean_up
+
+
+class Violation(AssertionError):  # noqa: N818 - of what is promised
+    """A crash has left what must not be."""
+
+
+def examine(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+    """Load, list, save again and clean up. Returns ``"old"``, ``"new"`` or ``"none"``: what was found.
+
+    ``before`` and ``after`` are equal where the step was acknowledged. Raises :class:`Violation`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # one that is passed over as damaged is a violation, too
+            return _examine(run, before, after, resumed, training)
+    except (HoldfastError, UserWarning) as error:
+        raise Violation(f"{type(error).__name__}: {error}") from error
+
+
+def _examine(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+    _check(holdfast.has_checkpoint(run) or not before, "has_checkpoint tells of none")
+    latest = _latest(run, training)
+    listing = _listed(run, latest, training)
+    _check(not latest or latest == list(listing.items())[-1], f"{latest} is loaded, and not the last of {listing}")
+    allowed = {*before.items(), *after.items()}
+    _check(set(listing.items()) <= allowed, f"{listing} are there, which is neither {before} nor {after}")
+    is_new, is_old = (set(wanted.items()) <= set(listing.items()) for wanted in (after, before))
+    _check(is_new or is_old, f"{listing} are there, which is less than {before} and than {after}")
+    _check(before != after or listing == after, f"{listing} are there, and not {after}, which was acknowledged")
+    _go_on(run, listing, resumed, training)
+    return "none" if not listing else "old" if listing == before != after else "new"
+
+
+def _latest(run: Path, training: Training) -> tuple[str, int] | None:
+    """The tag and the step of what a run that goes on loads; ``None`` where it begins anew."""
+    try:
+        return _loaded(run, None, training)
+    except NoCheckpointError:
+        _check(not holdfast.has_checkpoint(run), "has_checkpoint tells of one that cannot be loaded")
+        return None
+
+
+def _listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
+    """The step of each checkpoint that is listed, all of which can be loaded, as the latest was."""
+    found = holdfast.list_checkpoints(run)
+    for info in found:
+        _check(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
+    known = dict([latest] if latest else [])
+    return {info.tag: known.get(info.tag) or _loaded(run, info.tag, training)[1] for info in found}
+
+
+def _loaded(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
+    """Load, and compare every bit."""
+    training.become(0)
+    found = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
+    step = found.user_content["step"]
+    content = training.content(step)
+    wrong = training.differences(step)
+    if not found.user_content["curve"].equal(content["curve"]):
+        wrong.append("user content")
+    if found.rank_content not in ({"step": step}, None):
+        wrong.append("rank content")
+    _check(not wrong, f"{found.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
+    return found.tag, step
+
+
+def _go_on(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
+    """The run resumes and saves; nothing that was left is taken for anything, and all of it can be removed."""
+    resumed.run(run, training)
+    expected = resumed.after(listing)
+    _check(_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
+    found = {info.tag: info for info in holdfast.list_checkpoints(run)}
+    _check(list(found) == list(expected), f"after the next save {list(found)} are there, and not {list(expected)}")
+    mine = [folder.name for folder in hidden_folders(run) if found[resumed.tag].run in folder.name]
+    _check(not mine, f"the next save left {mine}")
+    clean_up(run, None)
+    _check(not hidden_folders(run), f"{hidden_folders(run)} cannot be removed")
+    _check([info.tag for info in holdfast.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)

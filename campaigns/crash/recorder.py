@@ -1,0 +1,204 @@
+"""Records what this process does to the files under a folder, by standing between it and the system calls.
+
+What the recorder does not know is refused, never missed: replaying a history must give the folder byte for byte.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+
+from campaigns.crash.operations import Exchange, Log, Make, Move, Operation, Remove, Resize, Sync, Write
+from holdfast.storage import folders
+
+_RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "unlink", "rmdir")
+_REFUSED = (
+    *("writev", "pwritev", "truncate", "posix_fallocate", "sendfile", "copy_file_range", "splice", "fdatasync"),
+    *("replace", "remove", "link", "symlink", "mknod", "mkfifo"),
+)
+
+_EXCHANGE = 2  # RENAME_EXCHANGE
+
+
+class Recorder:
+    """A context: operations under ``root`` inside it are in :attr:`log`, those of all threads."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.resolve()
+        self._patches = ExitStack()
+        self._really = {name: getattr(os, name) for name in (*_RECORDED, *_REFUSED)}
+        self._really |= {"io.open": io.open, "renameat2": folders._renameat2}
+        self._operations: list[Operation] = []
+        self._begun: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        for name in _RECORDED:
+            self._patch(os, name, getattr(self, f"_{name}"))
+        for name in _REFUSED:
+            self._patch(os, name, self._refusing(name))
+        self._patch(io, "open", self._open_file)
+        self._patch(builtins, "open", self._open_file)
+        self._patch(folders, "_renameat2", self._renameat2)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._patches.close()
+
+    @property
+    def log(self) -> Log:
+        """What was recorded."""
+        return Log(_inode(self._root), tuple(self._operations), self._begun, self._ended)
+
+    def begin(self, step: int) -> None:
+        """A step of the script begins."""
+        self._begun[step] = monotonic_ns()
+
+    def end(self, step: int) -> None:
+        """The step is done, as this rank has been told."""
+        self._ended[step] = monotonic_ns()
+
+    def _patch(self, target: object, name: str, function: Callable[..., Any]) -> None:
+        self._patches.enter_context(mock.patch.object(target, name, function))
+
+    def _timed(self, name: str, *arguments: Any, **options: Any) -> tuple[tuple[int, int], Any]:
+        """Do it. Returns when it began and ended, and what it returned."""
+        begin = monotonic_ns()
+        result = self._really[name](*arguments, **options)
+        return (begin, monotonic_ns()), result
+
+    def _place(self, path: Any, dir_fd: int | None = None) -> tuple[int, str] | None:
+        """The folder and the name of an entry under the root."""
+        base = Path() if dir_fd is None else _path_of(dir_fd)
+        full = (base / os.fsdecode(path)).absolute()
+        return (_inode(full.parent), full.name) if self._root in full.parents else None
+
+    def _file(self, fd: int) -> int | None:
+        """The file or folder under the root that is open."""
+        return os.fstat(fd).st_ino if _path_of(fd).is_relative_to(self._root) else None
+
+    def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        place = self._place(path, dir_fd)
+        makes = place is not None and bool(flags & os.O_CREAT) and not _inode(path, dir_fd)
+        span, fd = self._timed("open", path, flags, mode, dir_fd=dir_fd)
+        if makes and place:
+            self._operations.append(Make(*span, *place, os.fstat(fd).st_ino, is_folder=False))
+        elif place and flags & os.O_TRUNC:
+            self._operations.append(Resize(*span, os.fstat(fd).st_ino, 0))
+        return int(fd)
+
+    def _write(self, fd: int, data: Any) -> int:
+        node = self._file(fd)
+        offset = 0 if node is None else os.lseek(fd, 0, os.SEEK_CUR)
+        span, n = self._timed("write", fd, data)
+        if node is not None:
+            self._operations.append(Write(*span, node, offset, bytes(memoryview(data).cast("B")[:n])))
+        return int(n)
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        node = self._file(fd)
+        span, n = self._timed("pwrite", fd, data, offset)
+        if node is not None:
+            self._operations.append(Write(*span, node, offset, bytes(memoryview(data).cast("B")[:n])))
+        return int(n)
+
+    def _ftruncate(self, fd: int, size: int) -> None:
+        node = self._file(fd)
+        span, _ = self._timed("ftruncate", fd, size)
+        if node is not None:
+            self._operations.append(Resize(*span, node, size))
+
+    def _fsync(self, fd: Any) -> None:
+        number = fd if isinstance(fd, int) else fd.fileno()
+        node = self._file(number)
+        span, _ = self._timed("fsync", number)
+        if node is not None:
+            self._operations.append(Sync(*span, node))
+
+    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        place = self._place(path, dir_fd)
+        span, _ = self._timed("mkdir", path, mode, dir_fd=dir_fd)
+        if place:
+            self._operations.append(Make(*span, *place, _inode(path, dir_fd), is_folder=True))
+
+    def _rename(
+        self, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        places = self._place(source, src_dir_fd), self._place(target, dst_dir_fd)
+        node = _inode(source, src_dir_fd)
+        if places[1] and _inode(target, dst_dir_fd):
+            raise NotImplementedError(f"the recorder knows no rename over {target}, which is there")
+        span, _ = self._timed("rename", source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        if places[0] and places[1]:
+            self._operations.append(Move(*span, *places[0], node, *places[1]))
+
+    def _renameat2(self, source: Path, target: Path, flags: int) -> bool:
+        places, nodes = (self._place(source), self._place(target)), (_inode(source), _inode(target))
+        span, done = self._timed("renameat2", source, target, flags)
+        if done and places[0] and places[1] and flags == _EXCHANGE:
+            self._operations.append(Exchange(*span, *places[0], nodes[0], *places[1], nodes[1]))
+        elif done and places[0] and places[1]:
+            self._operations.append(Move(*span, *places[0], nodes[0], *places[1]))
+        return bool(done)
+
+    def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self._remove("unlink", path, dir_fd)
+
+    def _rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self._remove("rmdir", path, dir_fd)
+
+    def _remove(self, how: str, path: Any, dir_fd: int | None) -> None:
+        place, node = self._place(path, dir_fd), _inode(path, dir_fd)
+        span, _ = self._timed(how, path, dir_fd=dir_fd)
+        if place:
+            self._operations.append(Remove(*span, *place, node))
+
+    def _open_file(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        """Files of Python's own: what they write does not come through ``os``."""
+        if isinstance(file, int) or not self._place(file) or not set(mode) & set("wax+"):
+            return self._really["io.open"](file, mode, *arguments, **options)
+        if mode not in {"xb", "wb"}:
+            raise NotImplementedError(f"the recorder knows no files opened with mode {mode!r}")
+        return io.BufferedWriter(_File(file, mode))
+
+    def _refusing(self, name: str) -> Callable[..., Any]:
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            paths = [one for one in arguments if isinstance(one, (str, bytes, os.PathLike))]
+            if any(map(self._place, paths)) or (isinstance(arguments[0], int) and self._file(arguments[0])):
+                raise NotImplementedError(f"the recorder knows no os.{name}")
+            return self._really[name](*arguments, **options)
+
+        return refuse
+
+
+class _File(io.FileIO):
+    """A file that is opened and written through ``os``, where the recorder is."""
+
+    def __init__(self, path: Any, mode: str) -> None:
+        super().__init__(path, mode, opener=lambda name, flags: os.open(name, flags, 0o666))
+
+    def write(self, data: Any) -> int:
+        """See :meth:`io.RawIOBase.write`."""
+        return os.write(self.fileno(), data)
+
+
+def _path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}").readlink()
+
+
+def _inode(path: Any, dir_fd: int | None = None) -> int:
+    """0 where there is nothing."""
+    try:
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return 0

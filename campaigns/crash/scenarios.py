@@ -1,0 +1,172 @@
+"""What is cut: saves of every kind, and what becomes of the checkpoints that were there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from typer.testing import CliRunner
+
+import holdfast
+from campaigns.crash.training import MAX_SHARD_SIZE, Training
+from holdfast.cli.main import app
+from holdfast.engine.commit import Draft
+from holdfast.errors import HoldfastError
+from holdfast.storage import folders
+
+#: The checkpoints of a run, oldest first: the step of each tag.
+Listing = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Save:
+    """A step of a script: a save of the values of ``step``."""
+
+    tag: str
+    step: int
+    keep: int | None = None
+    overwrite: bool = False
+    in_background: bool = False
+
+    def run(self, path: Path, training: Training) -> None:
+        """Save, and wait until it is acknowledged."""
+        training.become(self.step)
+        holdfast.save_checkpoint(
+            path,
+            self.tag,
+            training.model,
+            training.optimizer,
+            user_content=training.content(self.step),
+            rank_content={"step": self.step},
+            num_kept_ckpts=self.keep,
+            overwrite=self.overwrite,
+            async_save=self.in_background,
+            max_shard_size=MAX_SHARD_SIZE,
+        ).wait()
+
+    def after(self, before: Listing) -> Listing:
+        """The checkpoints afterwards."""
+        found = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
+        return dict(found[-self.keep :] if self.keep else found)
+
+
+class Death(Exception):  # noqa: N818 - what happens to a process, not an error of it
+    """The process is killed here."""
+
+
+def before_it_is_published() -> AbstractContextManager[object]:
+    """The folder is whole, and has no name yet."""
+    return mock.patch.object(Draft, "publish", side_effect=Death)
+
+
+def between_two_renames() -> AbstractContextManager[object]:
+    """The old checkpoint was put aside for the new one. Only where names cannot be exchanged."""
+    return mock.patch.object(folders, "sync_folder", side_effect=Death)
+
+
+@dataclass(frozen=True)
+class Dead:
+    """A save whose process is killed: nothing of it is tidied up."""
+
+    save: Save
+    where: Callable[[], AbstractContextManager[object]] = before_it_is_published
+
+    def run(self, path: Path, training: Training) -> None:
+        """Save, and die."""
+        with self.where(), mock.patch.object(Draft, "discard"), suppress(HoldfastError, Death):
+            self.save.run(path, training)
+            raise AssertionError("the save did not die")
+
+    def after(self, before: Listing) -> Listing:
+        """As before."""
+        return before
+
+
+@dataclass(frozen=True)
+class Prune:
+    """``holdfast prune``, in the first rank's process."""
+
+    keep: int
+
+    def run(self, path: Path, training: Training) -> None:
+        """Remove old checkpoints and leftovers."""
+        del training
+        result = CliRunner().invoke(app, ["prune", str(path), "--keep", str(self.keep), "--leftovers"])
+        if result.exit_code:
+            raise RuntimeError(result.output)
+
+    def after(self, before: Listing) -> Listing:
+        """The newest ones."""
+        return dict(list(before.items())[-self.keep :])
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of the latest checkpoint."""
+
+    def run(self, path: Path, training: Training) -> None:
+        """Load it."""
+        holdfast.load_checkpoint(path, None, training.model, training.optimizer, rng=False)
+
+    def after(self, before: Listing) -> Listing:
+        """As before."""
+        return before
+
+
+Step = Save | Dead | Prune | Load
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script, whose last step is cut, and what the run does next.
+
+    ``models`` are the names of separate models. ``can_exchange``: whether the file system can exchange two names.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    resumed: Save = Save("next", 9)
+    models: tuple[str, ...] = ()
+    can_exchange: bool = True
+
+    def listings(self) -> list[Listing]:
+        """The checkpoints before the first step, and after each."""
+        found: list[Listing] = [{}]
+        for step in self.steps:
+            found.append(step.after(found[-1]))
+        return found
+
+    def file_system(self) -> AbstractContextManager[object]:
+        """As the scenario wants it."""
+        return nullcontext() if self.can_exchange else mock.patch.object(folders, "_renameat2", return_value=False)
+
+
+_FIRST, _SECOND = Save("step_1", 1), Save("step_2", 2)
+_LAST, _AGAIN = Save("last", 1), Save("last", 2, overwrite=True)
+
+SCENARIOS = (
+    Scenario("first save", (_FIRST,)),
+    Scenario("first save, two models", (_FIRST,), models=("actor", "critic")),
+    Scenario("second save", (_FIRST, _SECOND)),
+    Scenario("asynchronous save", (_FIRST, Save("step_2", 2, in_background=True)), Save("next", 9, in_background=True)),
+    Scenario("retention", (_FIRST, Save("step_2", 2, keep=1)), Save("next", 9, keep=1)),
+    Scenario("overwrite, exchange", (_LAST, _AGAIN), Save("last", 9, overwrite=True)),
+    Scenario("overwrite, two renames", (_LAST, _AGAIN), Save("last", 9, overwrite=True), can_exchange=False),
+    Scenario("save after a dead one", (_FIRST, Dead(_SECOND), _SECOND)),
+    Scenario(
+        "save after a dead overwrite",
+        (_LAST, Dead(_AGAIN, between_two_renames), Save("last", 3, overwrite=True)),
+        Save("last", 9, overwrite=True),
+        can_exchange=False,
+    ),
+    Scenario(
+        "load after a dead overwrite",
+        (_LAST, Dead(_AGAIN, between_two_renames), Load()),
+        Save("last", 9, overwrite=True),
+        can_exchange=False,
+    ),
+    Scenario("prune", (_FIRST, _SECOND, Save("step_3", 3), Dead(Save("step_4", 4)), Prune(1))),
+)

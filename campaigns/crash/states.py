@@ -1,0 +1,131 @@
+"""Which of the countless states after a crash are examined: all where little is unsynced, else a drawn sample."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from campaigns.crash.disk import Choice, Disk
+from campaigns.crash.image import WHOLE, Form, Tree
+from campaigns.crash.operations import History, Write
+
+#: Up to so many unsynced operations, each of their subsets is a state.
+_FEW = 5
+
+#: Subsets drawn at each moment.
+_DRAWN = 24
+
+_SECTORS = (512, 4096)
+
+#: A moment, and what is there of what is unsynced then.
+_Crash = tuple[int, Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is there after a crash at a moment."""
+
+    moment: int
+    choice: Choice
+    tree: Tree
+
+
+def states(history: History, limit: int, seed: int) -> Iterator[State]:
+    """At most ``limit`` distinct states of crashes in the last step of a history or just after it."""
+    disk, seen = Disk(history), set()
+    for moment, choice in _crashes(disk, _moments(history), random.Random(seed)):
+        tree = disk.after(moment, choice)
+        # What is promised depends on the moment only by what was acknowledged.
+        key = (moment >= history.acknowledged[-1], fingerprint(tree))
+        if key not in seen:
+            seen.add(key)
+            yield State(moment, choice, tree)
+        if len(seen) == limit:
+            return
+
+
+def explain(history: History, state: State) -> Iterator[str]:
+    """What was done before the crash, and what is there of what was not synced; the last step is below a line."""
+    unsynced = set(Disk(history).unsynced(state.moment))
+    for place, one in enumerate(history.operations):
+        if one.begin > state.moment:
+            return
+        if place and one.end >= history.begun[-1] > history.operations[place - 1].end:
+            yield "-" * 20
+        fate = f"unsynced, {state.choice.get(place, 'lost')}" if place in unsynced else ""
+        yield f"{place:4} {one} {fate}".rstrip()
+
+
+def fingerprint(tree: Tree) -> bytes:
+    """Equal for trees with the same paths and bytes."""
+    digest = blake2b()
+    for path, data in sorted(tree.items()):
+        digest.update(f"{path}\0{-1 if data is None else len(data)}\0".encode() + (data or b""))
+    return digest.digest()
+
+
+def _moments(history: History) -> list[int]:
+    """When each operation of the last step was done, and when it was acknowledged; the last comes first."""
+    ends = {one.end for one in history.operations if one.end >= history.begun[-1]}
+    return sorted(ends | {history.acknowledged[-1]}, reverse=True)
+
+
+def _crashes(disk: Disk, moments: Sequence[int], source: random.Random) -> Iterator[_Crash]:
+    """Nothing and all of what is unsynced; then every subset where that is little; then the others in turn."""
+    drawn = [*moments[:1], *source.sample(moments[1:], len(moments) - 1)]
+    unsynced = {moment: disk.unsynced(moment) for moment in drawn}
+    for moment, places in unsynced.items():
+        yield moment, {}
+        yield moment, dict.fromkeys(places, WHOLE)
+    for moment, places in unsynced.items():
+        if len(places) <= _FEW:
+            yield from ((moment, dict.fromkeys(some, WHOLE)) for some in _subsets(places))
+    others = [
+        zip(itertools.repeat(moment), _choices(disk, places, source), strict=False)
+        for moment, places in unsynced.items()
+    ]
+    for row in itertools.zip_longest(*others):
+        yield from (crash for crash in row if crash is not None)
+
+
+def _subsets(places: Sequence[int]) -> Iterator[Sequence[int]]:
+    for n in range(len(places) + 1):
+        yield from itertools.combinations(places, n)
+
+
+def _choices(disk: Disk, places: Sequence[int], source: random.Random) -> Iterator[Choice]:
+    """Names and sizes without bytes; then one operation lost, one alone, one in part, and any, as drawn."""
+    writes = [place for place in places if isinstance(disk.operations[place], Write)]
+    yield {place: WHOLE for place in places if place not in writes}
+    found = [*_single(disk, places), *_damaged(places, writes, source), *_drawn(places, writes, source)]
+    source.shuffle(found)
+    yield from found
+
+
+def _single(disk: Disk, places: Sequence[int]) -> Iterator[Choice]:
+    """Each operation lost alone; each there alone, with what it needs."""
+    for place in places:
+        yield {other: WHOLE for other in places if other != place}
+        yield dict.fromkeys({place, *disk.needs(place)}, WHOLE)
+
+
+def _damaged(places: Sequence[int], writes: Sequence[int], source: random.Random) -> Iterator[Choice]:
+    """All there, and one write in part, or as nothing."""
+    for place in writes:
+        yield from ({**dict.fromkeys(places, WHOLE), place: form} for form in _forms(source))
+
+
+def _drawn(places: Sequence[int], writes: Sequence[int], source: random.Random) -> Iterator[Choice]:
+    """Each operation there or not, and its bytes in any form."""
+    for _ in range(_DRAWN if places else 0):
+        share = source.random()
+        chosen = [place for place in places if source.random() < share]
+        yield {place: source.choice(_forms(source)) if place in writes else WHOLE for place in chosen}
+
+
+def _forms(source: random.Random) -> list[Form]:
+    torn = [Form(kind, sector, source.randrange(2**32)) for kind in ("torn", "cut") for sector in _SECTORS]
+    return [WHOLE, Form("zeros"), Form("noise", seed=source.randrange(2**32)), *torn]

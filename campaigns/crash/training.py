@@ -1,0 +1,101 @@
+"""What is saved: a model and its optimizer, whose every value tells the step that it is of."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+_WIDTH, _WIDER = 96, 250
+
+#: A few files for the model and for the optimizer.
+MAX_SHARD_SIZE = 100_000
+
+
+class Net(nn.Module):
+    """100,000-byte matrices that tensor parallelism cuts both ways, and a vector that it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, _WIDER, bias=False)
+        self.down = nn.Linear(_WIDER, _WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(_WIDTH + 1))
+
+
+class Training:
+    """Models and optimizers in the layout of so many ranks: plain, FSDP2, or FSDP2 with tensor parallelism."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Separate models where there are names."""
+        self._nets = {name: _lay_out(Net()) for name in names or ("",)}
+        self._optimizers = {name: _optimizer(net) for name, net in self._nets.items()}
+        self.model: Any = dict(self._nets) if names else self._nets[""]
+        self.optimizer: Any = dict(self._optimizers) if names else self._optimizers[""]
+
+    def content(self, step: int) -> dict[str, Any]:
+        """What else is saved at a step."""
+        return {"step": step, "curve": value(step, "curve", torch.Size([64]))}
+
+    def become(self, step: int) -> None:
+        """Take the values of a step."""
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                _assign(tensor, value(step, name, tensor.shape))
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = float(step)
+
+    def differences(self, step: int) -> list[str]:
+        """The names of what is not, bit for bit, as at a step."""
+        wrong = [name for name, tensor in self._tensors() if not torch.equal(tensor, value(step, name, tensor.shape))]
+        rates = {group["lr"] for optimizer in self._optimizers.values() for group in optimizer.param_groups}
+        return wrong if rates == {float(step)} else [*wrong, "lr"]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for net_name, net in self._nets.items():
+            for name, parameter in net.named_parameters():
+                yield f"{net_name}/{name}", parameter
+                for key, state in self._optimizers[net_name].state[parameter].items():
+                    yield f"{net_name}/{name}/{key}", state
+
+
+@functools.cache
+def value(step: int, name: str, shape: torch.Size) -> torch.Tensor:
+    """What a tensor of this name holds at a step, in any layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))
+    return torch.rand(shape, generator=generator)
+
+
+def _lay_out(net: Net) -> nn.Module:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks < 2:
+        return net
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    if ranks > 2:
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    return net
+
+
+def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    """Adam, as if it had stepped."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
+    for parameter in net.parameters():
+        like = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **like}
+    return optimizer
+
+
+def _assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
