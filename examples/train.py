@@ -4,8 +4,8 @@ On any number of ranks that divides a batch of 12:
 
     torchrun --standalone --nproc-per-node 4 examples/train.py runs/a
 
-Stop it or kill it whenever you like. Run it again, on as many ranks or on another number of them, and it goes on from
-the latest checkpoint.
+Kill it whenever you like, or end it with SIGTERM: then it saves first. Run it again, on as many ranks or on another
+number of them, and it goes on from the latest checkpoint, with the samples that it has not seen yet.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sysconfig
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdfast
@@ -38,29 +42,33 @@ def main() -> None:
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: warmup_and_cosine(step, options.steps))
-    text = read_standard_library()
+    loader = holdfast.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
+    training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
 
     start = 0
     if holdfast.has_checkpoint(options.run):
-        start = holdfast.load_checkpoint(options.run, model=model, optimizer=optimizer, scheduler=scheduler)["step"]
+        start = holdfast.load_checkpoint(options.run, **training)["step"]
 
-    for step in range(start + 1, options.steps + 1):
-        loss = train(model, optimizer, pick_batch(text, step))
-        scheduler.step()
-        if dist.get_rank() == 0:
-            print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
-        if step % options.save_every == 0 or step == options.steps:
-            holdfast.save_checkpoint(
-                options.run,
-                tag=f"step_{step}",
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                user_content={"step": step},
-                step=step,
-                metrics={"loss": loss},
-                async_save=True,
-            )
+    epochs = chain.from_iterable(repeat(loader))
+    with holdfast.preemption(signal.SIGTERM) as stop:
+        for step, sequences in zip(range(start + 1, options.steps + 1), epochs, strict=False):
+            loss = train(model, optimizer, sequences)
+            scheduler.step()
+            if dist.get_rank() == 0:
+                print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
+            stopping = stop.requested()
+            if stopping or step % options.save_every == 0 or step == options.steps:
+                holdfast.save_checkpoint(
+                    options.run,
+                    tag=f"step_{step}",
+                    **training,
+                    user_content={"step": step},
+                    step=step,
+                    metrics={"loss": loss},
+                    async_save=True,
+                )
+            if stopping:
+                break
     dist.destroy_process_group()
 
 
@@ -96,19 +104,21 @@ def build_model() -> LlamaForCausalLM:
     return model
 
 
-def read_standard_library() -> torch.Tensor:
-    """The bytes of all modules that lie at the top of Python's standard library, file after file."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = b"".join(file.read_bytes() + bytes([END]) for file in files)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+class StandardLibrary(Dataset[torch.Tensor]):
+    """The modules that lie at the top of Python's standard library, one after the other, cut into sequences."""
 
+    def __init__(self) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(file.read_bytes() + bytes([END]) for file in files)
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
-def pick_batch(text: torch.Tensor, step: int) -> torch.Tensor:
-    """Pick this rank's share of a step's batch. The whole batch depends on the step alone, not on the ranks."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
-    mine = starts.chunk(dist.get_world_size())[dist.get_rank()]
-    return torch.stack([text[start : start + LENGTH + 1] for start in mine.tolist()]).long()
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """A sequence, and the byte after it."""
+        start = index * LENGTH
+        return self._text[start : start + LENGTH + 1].long()
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:

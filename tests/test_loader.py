@@ -122,9 +122,10 @@ def test_nothing_is_drawn_from_the_generators_of_the_training(workers: int) -> N
     assert random.getstate() == before[1]
 
 
-def test_workers_live_through_a_signal_that_goes_to_all_processes_of_a_job() -> None:
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_workers_live_through_a_signal_that_goes_to_all_processes_of_a_job(start: str) -> None:
     """``torchrun`` and Slurm send it to all of them; a loader that lost its workers would end the training."""
-    ours = loader(num_workers=2, persistent_workers=True)
+    ours = loader(num_workers=2, persistent_workers=True, multiprocessing_context=start)
     batches = iter(ours)
     seen = numbers(islice(batches, 1))
     workers = ours._loader._iterator._workers  # type: ignore[union-attr]
@@ -136,6 +137,11 @@ def test_workers_live_through_a_signal_that_goes_to_all_processes_of_a_job() -> 
         worker.terminate()  # as the training process does when it ends
         worker.join(30)
         assert worker.exitcode == 0
+
+
+def test_no_one_is_shielded_who_is_not_a_worker() -> None:
+    with pytest.raises(InvalidArgumentError, match="worker_init_fn"):
+        holdfast.shield_worker()
 
 
 def part_of_an_epoch(path: str, tag: str | None, steps: int, batch: int) -> tuple[list[list[int]], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from holdfast.data.course import Course, Position
-from holdfast.data.workers import shield_worker
+from holdfast.data.workers import born_shielded, shield_worker
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.state import rng
@@ -90,7 +91,9 @@ class ResumableLoader:
         return self._course.batches()
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        with born_shielded() if self._loader.num_workers else nullcontext():
+            batches = iter(self._loader)
+        for batch in batches:
             self._at = self._course.after(self._at)
             yield batch
 

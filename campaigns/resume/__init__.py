@@ -1,0 +1,1 @@
+"""Exact resume: trainings that are killed or told to stop at random moments, and go on."""

@@ -1,0 +1,48 @@
+"""Disturb many trainings, and tell what was wrong: ``python -m campaigns.resume --rounds 20``."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from itertools import count
+from pathlib import Path
+
+from campaigns.resume.rounds import Outcome, other_sizes, same_size
+from campaigns.resume.training import Plan
+
+
+def main() -> int:
+    """Run the campaign. 1 where anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="trainings of each kind (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a training (default: 4)")
+    options = parser.parse_args()
+    wrong = 0
+    for number in range(options.rounds):
+        for kind in ("same size", "other sizes"):
+            moments = random.Random(f"{options.seed}/{number}/{kind}")
+            with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+                outcome = _training(Path(folder), kind, options.ranks, moments)
+            _tell(f"{number} {kind}", outcome)
+            wrong += bool(outcome.problems)
+    print(f"{wrong} of {2 * options.rounds} trainings were not what they should be")
+    return int(bool(wrong))
+
+
+def _training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
+    plan = Plan(folder / "disturbed", workers=moments.choice([0, 2]))
+    if kind == "same size":
+        return same_size(plan, moments.randint(1, ranks), moments)
+    return other_sizes(plan, (moments.randint(1, ranks) for _ in count()), moments)
+
+
+def _tell(name: str, outcome: Outcome) -> None:
+    path = ", ".join(f"{one.size} rank{'s' * (one.size > 1)} {one.end} at {one.step}" for one in outcome.attempts)
+    print(f"{name}: {path}", *(f"  WRONG: {problem}" for problem in outcome.problems), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""A job whose ranks are processes of their own, to be killed or told to stop."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+import holdfast
+from campaigns.resume.training import Plan, train
+
+#: Ranks fork from a process that has imported torch, and has no threads.
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["campaigns.resume.job", "holdfast.checkpointer"])
+
+#: Seconds that a job may take.
+PATIENCE = 300.0
+
+
+class Job:
+    """An attempt at a training, on some number of ranks, whose key-value store is here, as it is torchrun's."""
+
+    def __init__(self, plan: Plan, attempt: int, size: int) -> None:
+        self._plan, self._attempt = plan, attempt
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = [(plan, attempt, rank, size, self._store.port) for rank in range(size)]
+        self._ranks: list[BaseProcess] = [_CONTEXT.Process(target=_rank, args=each) for each in arguments]
+        self._ends = time.monotonic() + PATIENCE
+        for rank in self._ranks:
+            rank.start()
+
+    def steps(self) -> int:
+        """How many steps rank 0 has done in this attempt."""
+        log = self._plan.run / f"log.{self._attempt}.0"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    def wait_for(self, steps: int) -> bool:
+        """Wait until rank 0 has done so many steps. Whether the job is still there."""
+        while self.steps() < steps:
+            self._check_time()
+            if not any(rank.is_alive() for rank in self._ranks):
+                return False
+            time.sleep(0.001)
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL for all ranks and the workers that read their data."""
+        for rank in range(len(self._ranks)):
+            self._signal(rank, signal.SIGKILL)
+
+    def tell_to_stop(self, rank: int) -> None:
+        """SIGTERM for one rank and its workers: ``torchrun`` and Slurm send it to all processes."""
+        self._signal(rank, signal.SIGTERM)
+
+    def end(self) -> list[int | None]:
+        """Wait for all ranks. How they ended."""
+        for rank in self._ranks:
+            rank.join(max(0.0, self._ends - time.monotonic()))
+        self._check_time()
+        return [rank.exitcode for rank in self._ranks]
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._ends:
+            raise TimeoutError(f"attempt {self._attempt} was not done after {PATIENCE:.0f} seconds")
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._ranks[rank].pid
+        if pid is not None and self._ranks[rank].is_alive():
+            try:
+                os.killpg(pid, number)
+            except ProcessLookupError:  # it has no group of its own yet, or has ended just now
+                self._ranks[rank].kill() if number == signal.SIGKILL else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.end()
+
+
+def _rank(plan: Plan, attempt: int, rank: int, size: int, port: int) -> None:
+    os.setpgrp()
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    train(plan, attempt)
+    holdfast.finalize()
+    dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""A training that is disturbed again and again until it is done, and what was wrong with it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+
+import holdfast
+from campaigns.resume import ledger
+from campaigns.resume.job import Job
+from campaigns.resume.training import Plan
+
+#: What ends an attempt.
+KILLED, STOPPED, DONE = "killed", "told to stop", "done"
+
+#: Most steps of an attempt before it is disturbed, and most seconds between a step and a kill.
+_STEPS, _SECONDS = 16, 0.03
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt: on how many ranks, what ended it, and after which step of the training."""
+
+    size: int
+    end: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a training that was disturbed."""
+
+    attempts: list[Attempt]
+    problems: list[str]
+
+
+def same_size(plan: Plan, size: int, moments: random.Random) -> Outcome:
+    """Disturb a training on one number of ranks: each step must be that of an undisturbed one, to the last bit."""
+    expected = _undisturbed(replace(plan, run=plan.run.with_name("undisturbed")), size)
+    attempts, problems = _disturbed(plan, repeat(size), moments)
+    return Outcome(attempts, problems + ledger.problems_with_losses(ledger.every_step(plan.run), expected))
+
+
+def other_sizes(plan: Plan, sizes: Iterator[int], moments: random.Random) -> Outcome:
+    """Disturb a training that goes on with other numbers of ranks: each epoch must have every sample once."""
+    attempts, problems = _disturbed(plan, sizes, moments)
+    steps = ledger.every_step(plan.run)
+    return Outcome(attempts, problems + ledger.problems_with_samples(steps, plan.samples, plan.epochs))
+
+
+def _undisturbed(plan: Plan, size: int) -> list[ledger.Step]:
+    plan.run.mkdir(parents=True)
+    with Job(plan, 0, size) as job:
+        if set(job.end()) != {0}:
+            raise RuntimeError("the undisturbed training has failed")
+    return ledger.every_step(plan.run)
+
+
+def _disturbed(plan: Plan, sizes: Iterator[int], moments: random.Random) -> tuple[list[Attempt], list[str]]:
+    plan.run.mkdir(parents=True)
+    attempts: list[Attempt] = []
+    problems: list[str] = []
+    for number, size in enumerate(sizes):
+        with Job(plan, number, size) as job:
+            end = _disturb(job, size, moments)
+            codes = job.end()
+        steps = [one for one in ledger.every_step(plan.run) if one.attempt == number]
+        attempts.append(Attempt(size, end, max((one.step for one in steps), default=0)))
+        if end != KILLED:
+            problems += [f"attempt {number}: {problem}" for problem in _problems_with_end(plan, codes, steps)]
+        if plan.done.exists() or problems:
+            break
+    return attempts, problems
+
+
+def _disturb(job: Job, size: int, moments: random.Random) -> str:
+    """Kill a job or tell it to stop at some moment, unless it is done before. Which of them it was."""
+    if moments.random() < 0.5:
+        if not job.wait_for(moments.randint(1, _STEPS)):
+            return DONE
+        job.tell_to_stop(moments.randrange(size))
+        return STOPPED
+    if not job.wait_for(moments.randint(0, _STEPS)):
+        return DONE
+    time.sleep(moments.uniform(0, _SECONDS))
+    job.kill()
+    return KILLED
+
+
+def _problems_with_end(plan: Plan, codes: Sequence[int | None], steps: Sequence[ledger.Step]) -> list[str]:
+    """All ranks must have ended well and after the same step, and unless that was the last, with a checkpoint of it."""
+    last = {rank: max(one.step for one in steps if one.rank == rank) for rank in {one.rank for one in steps}}
+    found = [f"the ranks' processes ended with {codes}"] if set(codes) != {0} else []
+    found += [f"the ranks stopped after different steps: {last}"] if len(set(last.values())) > 1 else []
+    saved = [info.step for info in holdfast.list_checkpoints(plan.run)]
+    if not plan.done.exists() and saved[-1:] != [max(last.values(), default=0)]:
+        found.append(f"the ranks stopped after step {last}, and the checkpoints are of steps {saved}")
+    return found

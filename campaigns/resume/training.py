@@ -1,0 +1,124 @@
+"""The training of one rank: small, and with all that a resume must bring back."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Dataset
+
+import holdfast
+
+_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained: ``samples`` of data, in batches of ``batch`` on each rank, for ``epochs``.
+
+    ``workers`` read the data. A checkpoint is saved, asynchronously, every ``save_every`` steps.
+    """
+
+    run: Path
+    samples: int = 210
+    batch: int = 3
+    epochs: int = 2
+    workers: int = 0
+    save_every: int = 4
+
+    @property
+    def done(self) -> Path:
+        """A file that is there once the training has come to its end."""
+        return self.run / "done"
+
+
+class Samples(Dataset[tuple[int, torch.Tensor]]):
+    """Vectors that follow from their number, with random noise from each of the three generators."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        vector = torch.sin(torch.arange(1, _WIDTH + 1) * (index + 1.0))
+        drawn = random.random() + float(np.random.rand())  # noqa: NPY002 - the global one is what is to be resumed
+        return index, vector + 0.1 * drawn * torch.rand(_WIDTH)
+
+
+class Log:
+    """What a rank did, step by step, in a file that a kill leaves as it is."""
+
+    def __init__(self, run: Path, attempt: int, rank: int) -> None:
+        self._file = (run / f"log.{attempt}.{rank}").open("w")
+
+    def add(self, step: int, loss: float, samples: list[int]) -> None:
+        """One step: its loss to the last bit, and the samples that it saw."""
+        self._file.write(json.dumps({"step": step, "loss": loss.hex(), "samples": samples}) + "\n")
+        self._file.flush()
+
+
+def train(plan: Plan, attempt: int) -> None:
+    """Train from the latest checkpoint on until all epochs are done, or until told to stop."""
+    torch.manual_seed(0)
+    model, optimizer, scheduler = _build()
+    _seed(dist.get_rank())
+    loader = holdfast.ResumableLoader(Samples(plan.samples), plan.batch, num_workers=plan.workers, seed=1)
+    training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
+    step = 0
+    if holdfast.has_checkpoint(plan.run):
+        step = holdfast.load_checkpoint(plan.run, **training)["step"]
+    log = Log(plan.run, attempt, dist.get_rank())
+    with holdfast.preemption() as stop:
+        while loader.epoch < plan.epochs:
+            for numbers, vectors in loader:
+                step += 1
+                log.add(step, _step(model, optimizer, vectors), numbers.tolist())
+                scheduler.step()
+                stopping = stop.requested()
+                if stopping or step % plan.save_every == 0:
+                    _save(plan, step, training)
+                if stopping:
+                    return
+    plan.done.touch()
+
+
+def _save(plan: Plan, step: int, training: dict[str, Any]) -> None:
+    content = {"step": step}
+    options: dict[str, Any] = {"async_save": True, "num_kept_ckpts": 2, "step": step}
+    holdfast.save_checkpoint(plan.run, f"step_{step}", **training, user_content=content, **options)
+
+
+def _build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    hidden = nn.Linear(_WIDTH, 16)
+    model = nn.Sequential(hidden, nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, _WIDTH))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(hidden, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+
+
+def _seed(number: int) -> None:
+    """Ranks draw different numbers, as they should."""
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+    torch.manual_seed(number)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, vectors: torch.Tensor) -> float:
+    loss: torch.Tensor = (model(vectors) - vectors).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
