@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
 import holdfast
+from holdfast.engine.aside import Aside
 from holdfast.engine.lockstep import Calls
 from holdfast.engine.ranks import Session
+from holdfast.engine.store import PromptStore
 from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
 from holdfast.stopping import Preemption
 from tests.pool import Ranks
@@ -97,10 +99,14 @@ def test_another_thread_than_the_main_one_is_told_that_it_cannot() -> None:
 # The agreement, between simulated ranks: threads with a store in memory
 
 
+def prompt(store: Store) -> PromptStore:
+    return PromptStore(store, Aside("store"), 20.0)
+
+
 class Simulated:
     """A rank: its training, the thread beside it, and when it is told to stop."""
 
-    def __init__(self, store: Store, rank: int, size: int, told_at: int | None, pace: float) -> None:
+    def __init__(self, store: PromptStore, rank: int, size: int, told_at: int | None, pace: float) -> None:
         self._calls = Calls(Session(store, rank, size, 20.0), store)
         self._told_at, self._pace, self._told, self._done = told_at, pace, False, False
         self._random = random.Random(rank)
@@ -136,7 +142,7 @@ def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_
     paces = data.draw(st.lists(st.sampled_from([0.0, 0.0005, 0.005]), min_size=size, max_size=size))
     barrier = threading.Barrier(size, timeout=20.0)
     collective: Callable[[], object] = barrier.wait if data.draw(st.booleans()) else lambda: None
-    store = HashStore()
+    store = prompt(HashStore())
     ranks = [Simulated(store, rank, size, told[rank], paces[rank]) for rank in range(size)]
     threads = [threading.Thread(target=rank.train, args=(steps, collective), daemon=True) for rank in ranks]
     threads += [thread for rank in ranks for thread in rank.threads]
@@ -151,7 +157,7 @@ def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_
 
 
 def test_a_rank_that_does_not_answer_is_named_within_the_timeout() -> None:
-    store = HashStore()
+    store = prompt(HashStore())
     calls = [Calls(Session(store, rank, 3, 0.5), store) for rank in range(3)]
     calls[1].ask()
     threads = [threading.Thread(target=calls[rank].choose) for rank in (0, 1)]
@@ -165,7 +171,7 @@ def test_a_rank_that_does_not_answer_is_named_within_the_timeout() -> None:
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    store = HashStore()
+    store = prompt(HashStore())
     first, second = (Calls(Session(store, rank, 2, 20.0), store) for rank in range(2))
     assert [first.arrive() for _ in range(3)] == [False] * 3
     first.leave()
@@ -185,7 +191,7 @@ class Lost(Store):
 
 
 def test_counting_does_not_touch_the_store() -> None:
-    calls = Calls(Session(Lost(), 0, 2, 5.0), Lost())
+    calls = Calls(Session(prompt(Lost()), 0, 2, 5.0), prompt(Lost()))
     assert not any(calls.arrive() for _ in range(1000))
 
 
@@ -193,7 +199,7 @@ class Lonely:
     """The ranks of a job that has lost its store."""
 
     def session(self, timeout: float) -> Session:
-        return Session(Lost(), 0, 2, timeout)
+        return Session(prompt(Lost()), 0, 2, timeout)
 
 
 def test_losing_the_store_does_not_stop_the_training_unless_it_was_told_to() -> None:

@@ -22,6 +22,7 @@ from holdfast.formats.native import is_native
 from holdfast.layout.files import parse_size
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, capture, merge_values, merged_bytes
+from holdfast.storage import local
 
 #: Bytes of the key of a plan, and of the digest of the values.
 _KEY, _VALUES = 8, 16
@@ -91,9 +92,10 @@ def agree(request: SaveRequest, session: Session, global_ranks: Sequence[int], k
 def _settle(request: SaveRequest, posted: Sequence[bytes]) -> _Terms:
     """Rank 0's view of what all ranks announced."""
     final = request.path / request.tag
-    if final.exists() and request.overwrite and not is_native(final):
+    there = local.exists(final)
+    if there and request.overwrite and not is_native(final):
         raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
-    if final.exists() and not request.overwrite:
+    if there and not request.overwrite:
         raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
     known, specs, meshes, values = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
     limit = str(parse_size(request.max_shard_size)).encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,16 +60,46 @@ class CheckpointInfo:
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
     """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others."""
-    found = [_look(folder) for folder in local.subfolders(path) if is_native(folder)]
+    return _sorted(_look(folder) for folder in _folders(path))
+
+
+def every_checkpoint(path: Path) -> list[CheckpointInfo]:
+    """The same for those who ask which is the latest: nobody can tell while the file system refuses any of them.
+
+    Raises ``StorageError`` then.
+    """
+    return _sorted(info for folder in _folders(path) for info in _look_again(folder))
+
+
+def _sorted(found: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
+
+
+def _folders(path: Path) -> list[Path]:
+    return [folder for folder in local.subfolders(path) if is_native(folder)]
 
 
 def _look(folder: Path) -> CheckpointInfo:
     try:
+        return _read(folder)
+    except StorageError as error:
+        return CheckpointInfo(folder.name, folder, "unreadable", problem=_text(error))
+
+
+def _look_again(folder: Path) -> Iterator[CheckpointInfo]:
+    try:
+        yield _read(folder)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:  # it was removed meanwhile
+            raise
+
+
+def _read(folder: Path) -> CheckpointInfo:
+    try:
         return CheckpointInfo.of(folder, read_manifest(folder))
     except DamagedError as error:
         return CheckpointInfo(folder.name, folder, "damaged", problem=_text(error))
-    except (FormatError, StorageError) as error:
+    except FormatError as error:
         return CheckpointInfo(folder.name, folder, "unreadable", problem=_text(error))
 
 
@@ -105,8 +137,11 @@ class Successor:
 
 
 def successor(path: Path) -> Successor:
-    """The next checkpoint of the run in a folder; the first one draws the run's id."""
-    complete = [info for info in list_checkpoints(path) if info.status == "complete"]
+    """The next checkpoint of the run in a folder; the first one draws the run's id.
+
+    Raises ``StorageError`` where the file system does not tell which there are.
+    """
+    complete = [info for info in every_checkpoint(path) if info.status == "complete"]
     last = complete[-1] if complete else None
     return Successor(last.sequence + 1 if last else 1, last.run if last else secrets.token_hex(8), secrets.token_hex(8))
 

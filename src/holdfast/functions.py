@@ -198,9 +198,12 @@ def finalize() -> None:
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Whether a run's folder has a complete checkpoint. Looks at this process's file system only."""
+    """Whether a run's folder has a complete checkpoint. Looks at this process's file system only.
+
+    Raises ``StorageError`` where that does not tell.
+    """
     folder = local_path(path)
-    return any(info.status == "complete" for info in catalog.list_checkpoints(folder)) or any(put_aside(folder))
+    return any(info.status == "complete" for info in catalog.every_checkpoint(folder)) or any(put_aside(folder))
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:

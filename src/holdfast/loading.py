@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.catalog import find, latest, list_checkpoints
+from holdfast.catalog import every_checkpoint, find, latest
 from holdfast.engine.asked import first_vote
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.census import Census, Digests, digests
@@ -279,13 +279,16 @@ class _Load:
 
 
 def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
-    """Rank 0's search. Raises ``NoCheckpointError``, or ``DamagedError`` where nobody wants to fall back."""
+    """Rank 0's search.
+
+    Raises ``NoCheckpointError``, ``StorageError``, or ``DamagedError`` where nobody wants to fall back.
+    """
     recover(request.path)
     if request.tag is not None:
         return _Found(str(find(request.path, request.tag)))
     if is_checkpoint(request.path):
         return _Found(str(request.path))
-    every = list_checkpoints(request.path)
+    every = every_checkpoint(request.path)
     unreadable = [info for info in every if info.status != "complete"]
     if unreadable and request.on_damage == "raise":
         kind = DamagedError if unreadable[0].status == "damaged" else FormatError

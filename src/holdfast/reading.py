@@ -82,7 +82,7 @@ class Reading:
         """Read. Returns what was hashed here."""
         found: Fragments = {}
         if self.exchange:
-            with Wire(ranks.gloo(), session) as wire:
+            with Wire(ranks.gloo(session.timeout), session) as wire:
                 found = read_shared(self.files, self.plan.shared, self.parts.__getitem__, wire)
         found |= read_stripes(self.files, self.plan.alone, self.parts.__getitem__)
         found |= read_pieces(self.files, self.plan.pieces, self.parts.__getitem__)

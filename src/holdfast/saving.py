@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,15 @@ from holdfast.engine.stage import WATCHED, Arena, Later, Staged, stage
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DisagreementError, HoldfastError, ReplicaMismatchError
+from holdfast.errors import (
+    DamagedError,
+    DisagreementError,
+    FormatError,
+    HoldfastError,
+    ReplicaMismatchError,
+    StorageError,
+    TagExistsError,
+)
 from holdfast.formats.native import RANKS, read_manifest
 from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.layout import manifest
@@ -44,6 +52,7 @@ from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
 from holdfast.storage.folders import Lock, remove_tree
+from holdfast.storage.local import exists, is_folder
 from holdfast.upkeep import clean_up, outdated, recover, retire
 
 
@@ -85,7 +94,7 @@ class Save:
         self._captured = Capture()
         self._merged: Mapping[str, Any] = {}
         self._lock: Lock | None = None
-        self._following = Successor(0, "", "")
+        self._following, self._begun = Successor(0, "", ""), 0.0
         self._plan = NOTHING
         self._staged: Staged | None = None
         #: Set when nothing of the training objects is needed any more.
@@ -109,7 +118,7 @@ class Save:
         def work() -> Staged:
             if not self._plan.exchanges:
                 return stage(self._plan, self._part_of, arena, None, later)
-            with Wire(self._ranks.gloo(), self._session) as wire:
+            with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
                 return stage(self._plan, self._part_of, arena, wire, later)
 
         self._staged = self._session.all("copying what is to be saved", work)
@@ -169,9 +178,16 @@ class Save:
             yield
         except BaseException:
             if self._lock is not None and not self._is_committed():
-                self._draft.discard()
+                self._discard()
             self._close()
             raise
+
+    def _discard(self) -> None:
+        """Remove the draft, unless it tells that the checkpoint which it was to replace has lost its name."""
+        with suppress(StorageError):
+            recover(self._request.path)
+            if not exists(self._hidden(self._following, "replaced")):
+                self._draft.discard()
 
     def _is_committed(self) -> bool:
         try:
@@ -221,7 +237,7 @@ class Save:
             recover(self._request.path)
             following = successor(self._request.path)
             clean_up(self._request.path, following.run)
-            self._following = following
+            self._following, self._begun = following, round(time.time(), 6)
             self._lock = self._draft.open()
             return _encode(_Opened(following))
 
@@ -248,7 +264,7 @@ class Save:
         files = [draft.folder / file.path for file in draft.plan.files]
 
         def work() -> _Report:
-            if not draft.folder.is_dir():
+            if not is_folder(draft.folder):
                 raise DisagreementError(
                     f"{draft.folder}, which rank 0 has made, cannot be seen here: "
                     "all ranks must save into a shared file system"
@@ -263,11 +279,21 @@ class Save:
             small = {**self._captured.small, STATE_FILE: shared, RANKS: own}
             described = draft.complete(fragments, small, lambda files: self._describe(following, files))
             replaced = self._hidden(following, "replaced") if self._request.overwrite else None
-            draft.publish(self._request.path / self._request.tag, replaced)
+            self._check_newest(described)
+            draft.publish(self.path, replaced)
             return manifest.encode(described)
 
         _, raw = self._session.vote("writing", work, _encode, decide)
         return manifest.decode(raw, manifest.NAME)
+
+    def _check_newest(self, described: Manifest) -> None:
+        """Only older ones are replaced: this process may have been stopped, and another job have gone on meanwhile."""
+        if not exists(self.path):
+            return
+        with suppress(DamagedError, FormatError):
+            there = CheckpointInfo.of(self.path, read_manifest(self.path))
+            if there.age > CheckpointInfo.of(self.path, described).age:
+                raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
 
     def _move(self, files: Sequence[Path], plan: SavePlan) -> Fragments:
         """Write this rank's stripes and pieces."""
@@ -275,7 +301,7 @@ class Save:
             return write_pieces(files, self._staged.pieces, self._staged.part_of)
         found: Fragments = {}
         if plan.exchanges:
-            with Wire(self._ranks.gloo(), self._session) as wire:
+            with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
                 found = write_stripes(files, plan.crossings, self._part_of, wire)
         return found | write_pieces(files, plan.pieces, self._part_of)
 
@@ -288,7 +314,7 @@ class Save:
             id=following.id,
             run=following.run,
             sequence=following.sequence,
-            time=round(time.time(), 6),
+            time=self._begun,
             step=step,
             metrics=metrics,
             provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), self._session.size),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast.engine.lockstep import Calls
 from holdfast.engine.ranks import Ranks
-from holdfast.errors import InvalidArgumentError, RankFailedError
+from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
 
 #: Seconds between a rank's looks at the store, and so for how long a signal may go unnoticed on the others.
 _INTERVAL = 0.5
@@ -113,11 +113,11 @@ class Preemption:
                 if calls.is_asked():
                     calls.choose()
                     return
-            except RankFailedError as error:
+            except (RankFailedError, RankTimeoutError) as error:
                 if self._told:  # else the training goes on: there is nothing to agree about
                     calls.fail(error)
                     return
-        with suppress(RankFailedError):
+        with suppress(RankFailedError, RankTimeoutError):
             calls.leave()
 
 

@@ -16,7 +16,7 @@ from holdfast.errors import StorageError
 from holdfast.layout.hidden import Hidden, parse
 from holdfast.retention import Retention
 from holdfast.storage.folders import Lock, remove_tree, rename
-from holdfast.storage.local import hidden_folders
+from holdfast.storage.local import exists, hidden_folders
 
 
 def clean_up(path: Path, run: str | None) -> list[Path]:
@@ -55,9 +55,9 @@ def put_aside(path: Path) -> Iterator[tuple[Path, Hidden]]:
     """
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
-        if hidden is None or hidden.state != "replaced" or (path / hidden.tag).exists():
+        if hidden is None or hidden.state != "replaced" or exists(path / hidden.tag):
             continue
-        if (path / hidden.now("partial").name).exists():
+        if exists(path / hidden.now("partial").name):
             yield folder, hidden
 
 
@@ -82,7 +82,7 @@ def retire(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
         try:
             rename(info.path, hidden)
         except StorageError:
-            if info.path.exists():
+            if exists(info.path):
                 raise
             continue
         remove_tree(hidden)

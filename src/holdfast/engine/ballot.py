@@ -1,21 +1,24 @@
-"""One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank learns the decision."""
+"""One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank learns the decision.
+
+Nobody waits inside the store: that would hold up whatever else in this process uses the same connection.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import msgspec
-from torch.distributed.distributed_c10d import Store
 
 from holdfast import errors
 from holdfast.engine.patience import wait_until
+from holdfast.engine.store import PromptStore
 from holdfast.errors import AbandonedError, HoldfastError, RankFailedError, RankTimeoutError
 
 #: Rank 0 decides for all.
 LEADER = 0
 
 #: Seconds that the others wait beyond the deadline for the leader's word.
-GRACE = 1.0
+GRACE = 0.5
 
 #: Most ranks that a message lists.
 _SHOWN = 8
@@ -59,15 +62,15 @@ _unpack = msgspec.msgpack.Decoder(Outcome).decode
 class Ballot:
     """The keys of one vote in the store."""
 
-    def __init__(self, store: Store, number: int, size: int, phase: str) -> None:
+    def __init__(self, store: PromptStore, number: int, size: int, phase: str) -> None:
         self._store, self._number, self._phase = store, number, phase
         self._keys = [f"{number}/{rank}" for rank in range(size)]
 
     def post(self, rank: int, outcome: Outcome) -> None:
         """Let the others know a rank's outcome."""
-        self._store.set(self._keys[rank], _pack(outcome))  # type: ignore[arg-type]
+        self._store.set(self._keys[rank], _pack(outcome))
         if outcome.failure is not None:
-            self._store.set(failed_key(self._number), "")
+            self._store.set(failed_key(self._number), outcome.failure.kind.encode())
 
     def collect_and_decide(self, timeout: float, decide: Decide) -> Outcome:
         """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
@@ -77,7 +80,7 @@ class Ballot:
         try:
             decision = self._decide(timeout, decide)
         finally:
-            self._store.set(self._decision(self._number), _pack(decision))  # type: ignore[arg-type]
+            self._store.set(self._decision(self._number), _pack(decision))
         return decision
 
     def _decide(self, timeout: float, decide: Decide) -> Outcome:
@@ -85,23 +88,30 @@ class Ballot:
             self._wait(self._keys, timeout)
         except RankTimeoutError as error:
             return Outcome(failure=Failure.of(error))
-        self._store.set(self._collected, "")
-        outcomes = [_unpack(raw) for raw in self._store.multi_get(self._keys)]
+        self._store.set(self._collected)
+        outcomes = [_unpack(raw) for raw in self._store.get(*self._keys)]
         self._forget()
+        if self._store.check([self._given_up]):
+            late = f"rank {LEADER} came too late while {self._phase}: others have given up waiting for it"
+            return Outcome(failure=Failure(RankTimeoutError.__name__, late))
         return _decide(outcomes, decide, self._phase)
 
     def follow(self, timeout: float, _: Decide) -> Outcome:
         """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
         key = self._decision(self._number)
-        self._wait([self._collected], timeout + GRACE, or_else=key)
-        self._wait([key], timeout + GRACE)
-        return _unpack(self._store.get(key))
+        try:
+            self._wait([self._collected], timeout + GRACE, or_else=key)
+            self._wait([key], timeout + GRACE)
+        except RankTimeoutError:
+            self._store.set(self._given_up)
+            raise
+        (decision,) = self._store.get(key)
+        return _unpack(decision)
 
     def _forget(self) -> None:
         # Everybody who posted to this vote has read the decision of the one before.
         before = self._number - 1
-        for key in (*self._keys, self._decision(before), f"{before}/collected", failed_key(before)):
-            self._store.delete_key(key)
+        self._store.delete(*self._keys, self._decision(before), f"{before}/collected", failed_key(before))
 
     @staticmethod
     def _decision(number: int) -> str:
@@ -110,6 +120,11 @@ class Ballot:
     @property
     def _collected(self) -> str:
         return f"{self._number}/collected"
+
+    @property
+    def _given_up(self) -> str:
+        """There once a rank has given up waiting: it has raised already, so nothing may be committed."""
+        return f"{self._number}/given up"
 
     def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
         """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
@@ -131,7 +146,7 @@ class Ballot:
 
 
 def failed_key(vote: int) -> str:
-    """The key that is there once any rank has failed in a vote."""
+    """The key that is there once any rank has failed in a vote, with the name of its error's type."""
     return f"{vote}/failed"
 
 

@@ -45,11 +45,11 @@ class Draft:
         lock = None
         try:
             local.make_folder(self.folder)
-            lock = Lock(self.folder)
+            with local.reported("lock", self.folder):
+                lock = Lock(self.folder)
             for file in self.plan.files:
-                path = self.folder / file.path
-                local.make_folder(path.parent)
-                local.allocate(path, file.size)
+                local.make_parents(self.folder, file.path)
+                local.allocate(self.folder / file.path, file.size)
         except BaseException:
             self.discard()
             if lock is not None:
@@ -65,7 +65,7 @@ class Draft:
         records = dict(self._finish_data(fragments))
         indexes = {index_path(group): index(files) for group, files in self.plan.groups.items() if len(files) > 1}
         for name, data in sorted({**indexes, **small}.items()):
-            local.make_folder((self.folder / name).parent)
+            local.make_parents(self.folder, name)
             local.write_small(self.folder / name, data)
             records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
         described = describe(dict(sorted(records.items())))
@@ -76,7 +76,7 @@ class Draft:
 
     def publish(self, final: Path, replaced: Path | None) -> None:
         """Give the folder its final name; what had it before, where there may be something, is ``replaced`` then."""
-        if replaced is not None and final.exists():
+        if replaced is not None and local.exists(final):
             folders.replace(self.folder, final, replaced)
         else:
             folders.publish(self.folder, final)

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import threading
 
-from torch.distributed.distributed_c10d import Store
-
 from holdfast.engine.ballot import names_of
 from holdfast.engine.patience import wait_until
 from holdfast.engine.ranks import Session, store_alive
+from holdfast.engine.store import PromptStore
 from holdfast.errors import HoldfastError, RankTimeoutError
 
 #: Keys in the store: somebody wants it; how many ranks have told; the call that was chosen.
@@ -37,7 +36,7 @@ _PHASE = "agreeing on the step to stop at"
 class Calls:
     """The calls of this rank. ``store`` is the session's own; ranks wait its timeout for each other."""
 
-    def __init__(self, session: Session, store: Store) -> None:
+    def __init__(self, session: Session, store: PromptStore) -> None:
         self._session, self._store = session, store
         self._counter = threading.Lock()
         self._made, self._told = 0, False
@@ -57,12 +56,12 @@ class Calls:
             self._counter.release()
 
     def ask(self) -> None:
-        """Make it known to all ranks that a call is to be chosen. Raises ``RankFailedError`` if the store is gone."""
+        """Make it known to all ranks that a call is to be chosen. Raises as ``store_alive`` does."""
         with store_alive(_PHASE):
-            self._store.set(_ASKED, "")
+            self._store.set(_ASKED)
 
     def is_asked(self) -> bool:
-        """Whether any rank wants a call to be chosen. Raises ``RankFailedError`` if the store is gone."""
+        """Whether any rank wants a call to be chosen. Raises as ``store_alive`` does."""
         with store_alive(_PHASE):
             return self._store.check([_ASKED])
 
@@ -89,16 +88,16 @@ class Calls:
             self._tell()
             if not wait_until(lambda: self._store.check([_CHOSEN]), self._session.timeout):
                 raise RankTimeoutError(self._absent())
-            return int(self._store.get(_CHOSEN))
+            return int(self._store.get(_CHOSEN)[0])
 
     def _tell(self) -> None:
         if self._told:
             return
         self._told = True
-        self._store.set(f"made/{self._session.rank}", str(self._made))
+        self._store.set(f"made/{self._session.rank}", str(self._made).encode())
         if self._store.add(_TOLD, 1) == self._session.size:
-            made = self._store.multi_get([f"made/{rank}" for rank in range(self._session.size)])
-            self._store.set(_CHOSEN, str(max(map(int, made)) + 1))
+            made = self._store.get(*(f"made/{rank}" for rank in range(self._session.size)))
+            self._store.set(_CHOSEN, str(max(map(int, made)) + 1).encode())
 
     def _absent(self) -> str:
         absent = [rank for rank in range(self._session.size) if not self._store.check([f"made/{rank}"])]

@@ -10,13 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from holdfast.engine.aside import Aside
 from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outcome, failed_key
-from holdfast.errors import AbandonedError, DisagreementError, InvalidArgumentError, RankFailedError, RankTimeoutError
+from holdfast.engine.store import PromptStore
+from holdfast.errors import (
+    AbandonedError,
+    DisagreementError,
+    HoldfastError,
+    InvalidArgumentError,
+    RankFailedError,
+    RankTimeoutError,
+)
 
 #: Seconds between looks at whether all others are done, too.
 _NAP = 0.01
@@ -31,6 +42,7 @@ class Ranks:
         self.group = current_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
+        self._aside: Aside | None = None
         self._gloo: dist.ProcessGroup | None = None
         if self.group is not None and dist.get_rank(self.group) < 0:
             raise InvalidArgumentError(
@@ -39,6 +51,7 @@ class Ranks:
         if self.group is not None and dist.get_world_size(self.group) > 1:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             self._store = PrefixStore(f"holdfast/{self.group.group_name}", _get_default_store())
+            self._aside = Aside("holdfast store")
 
     def global_ranks(self) -> list[int]:
         """The global rank of each rank of the group."""
@@ -46,18 +59,23 @@ class Ranks:
 
     def session(self, timeout: float) -> Session:
         """A conversation about one save or load. The n-th session of each rank is the same conversation."""
-        if self._store is None:
+        if self._store is None or self._aside is None:
             return Session(None, 0, 1, timeout)
-        number = self._store.add(f"sessions/{self.rank}", 1)
-        return Session(PrefixStore(str(number), self._store), self.rank, self.size, timeout, number)
+        store = PromptStore(self._store, self._aside, timeout)
+        with store_alive("beginning"):
+            number = store.add(f"sessions/{self.rank}", 1)
+        return Session(store.under(str(number)), self.rank, self.size, timeout, number)
 
-    def gloo(self) -> dist.ProcessGroup:
-        """A group that moves CPU memory between these ranks: the group itself if it can, else one made once, by all."""
+    def gloo(self, seconds: float) -> dist.ProcessGroup:
+        """A group that moves CPU memory between these ranks: the group itself if it can, else one made once, by all.
+
+        Raises ``RankTimeoutError`` where they do not all come to make it within so many seconds.
+        """
         if self.group is None:
             raise InvalidArgumentError("there is no process group, and nothing to exchange")
         if self._gloo is None:
             able = "cpu:gloo" in str(dist.get_backend_config(self.group))
-            self._gloo = self.group if able else _gloo_beside(self.global_ranks())
+            self._gloo = self.group if able else _gloo_beside(self.global_ranks(), seconds)
         return self._gloo
 
 
@@ -68,8 +86,15 @@ def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup 
     return dist.group.WORLD
 
 
-def _gloo_beside(global_ranks: list[int]) -> dist.ProcessGroup:
-    made = dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+def _gloo_beside(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
+    make = partial(dist.new_group, global_ranks, timedelta(seconds=seconds), "gloo", use_local_synchronization=True)
+    started = time.monotonic()
+    try:
+        made = Aside("holdfast group").ask(seconds + GRACE / 2, make)
+    except (TimeoutError, RuntimeError) as error:
+        if time.monotonic() - started < seconds:
+            raise
+        raise RankTimeoutError("another rank did not come to make a group to exchange over") from error
     if not isinstance(made, dist.ProcessGroup):
         raise InvalidArgumentError("this rank is not in the process group that was passed")
     return made
@@ -81,7 +106,7 @@ class Session:
     ``store`` holds what the ranks tell each other in it; a rank that is alone has none.
     """
 
-    def __init__(self, store: Store | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
+    def __init__(self, store: PromptStore | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
         self.rank, self.size, self.timeout, self.number = rank, size, timeout, number
         self.store, self._votes = store, 0
 
@@ -98,7 +123,7 @@ class Session:
 
     def _vote(
         self,
-        store: Store,
+        store: PromptStore,
         phase: str,
         work: Callable[[], T],
         encode: Callable[[T], bytes],
@@ -121,16 +146,26 @@ class Session:
         return result[0], decision.payload
 
     def check_others(self) -> None:
-        """Inside the work of a vote that ranks do together: raise ``AbandonedError`` where another has failed at it."""
-        if self.store is not None and self.store.check([failed_key(self._votes)]):
+        """Inside the work of a vote that ranks do together: raise where another has failed at it.
+
+        ``RankTimeoutError`` where it has waited in vain for a third one, else ``AbandonedError``.
+        """
+        if self.store is None:
+            return
+        with store_alive("looking whether all go on"):
+            key = failed_key(self._votes)
+            failed = self.store.get(key) if self.store.check([key]) else None
+        if failed == [RankTimeoutError.__name__.encode()]:
+            raise RankTimeoutError("another rank has waited in vain for what all do together")
+        if failed:
             raise AbandonedError("another rank failed at what all do together")
 
     def part(self) -> None:
         """The last word: rank 0, in whose process the store may live, waits until all others have come to it, too."""
         if self.store is None:
             return
-        with suppress(dist.DistError):
-            self.store.set(f"parted/{self.rank}", "")
+        with suppress(dist.DistError, TimeoutError):
+            self.store.set(f"parted/{self.rank}")
             ends = time.monotonic() + self.timeout
             everyone = [f"parted/{rank}" for rank in range(self.size)]
             while self.rank == LEADER and not self.store.check(everyone) and time.monotonic() < ends:
@@ -153,13 +188,16 @@ def _attempt(
 
 @contextmanager
 def store_alive(phase: str) -> Iterator[None]:
-    """Raise ``RankFailedError`` where the key-value store is lost meanwhile."""
+    """Raise ``RankFailedError`` where the store is lost meanwhile, ``RankTimeoutError`` where it does not answer."""
+    where = f"it lives in rank {LEADER}'s process, or under torchrun in its agent's"
     try:
         yield
+    except HoldfastError:
+        raise
+    except TimeoutError as error:
+        raise RankTimeoutError(f"the ranks' key-value store did not answer while {phase}; {where}: {error}") from error
     except dist.DistError as error:
-        raise RankFailedError(
-            f"the ranks' key-value store was lost while {phase}; it lives in rank {LEADER}'s process: {error}"
-        ) from error
+        raise RankFailedError(f"the ranks' key-value store was lost while {phase}; {where}: {error}") from error
 
 
 def unanimous(what: str, said: Sequence[str]) -> str:

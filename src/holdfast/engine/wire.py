@@ -1,29 +1,31 @@
 """Bytes from one rank to another, with an eye on the clock and on the other ranks.
 
-Sends and receives go over a gloo group; between two ranks they meet in the order in which both make them. A helper
-thread waits for them, so that a rank which others have left, or which hears that another failed, does not hang.
+Sends and receives go over a gloo group; between two ranks they meet in the order in which both make them. They are
+waited for aside, so that a rank which others have left, or which hears that another failed, does not hang.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
+from holdfast.engine.aside import Aside
 from holdfast.engine.local import Bytes
 from holdfast.engine.ranks import Session
 from holdfast.errors import RankFailedError, RankTimeoutError
 
 #: Seconds between looks at whether another rank has failed.
 _LOOK = 0.25
+
+#: Who waits for the exchange has a deadline, and the group none that comes before.
+_FOREVER = timedelta(days=365)
 
 #: Sends and receives on their way.
 Works = Sequence[dist.Work]
@@ -35,8 +37,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, session: Session) -> None:
         self.rank = session.rank
         self._group, self._session = group, session
-        self._waiting: queue.SimpleQueue[tuple[Works, Future[None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._wait_in_turn, name="holdfast wire", daemon=True).start()
+        self._aside = Aside("holdfast wire")
 
     def send(self, data: Bytes, to: int) -> dist.Work:
         """Begin to send. ``data`` must stay as it is until the work is done."""
@@ -60,28 +61,17 @@ class Wire:
         Raises ``AbandonedError`` when another rank has failed, ``RankTimeoutError`` after the session's
         timeout, ``RankFailedError`` when a connection breaks.
         """
-        done: Future[None] = Future()
-        self._waiting.put((works, done))
+        done = self._aside.begin(partial(_wait_for, works))
         started = time.monotonic()
         while True:
             try:
                 return done.result(_LOOK)
-            except NotYet:
+            except TimeoutError:
                 self._session.check_others()
                 if time.monotonic() - started > self._session.timeout:
                     raise RankTimeoutError(
                         "another rank did not send or take its part of the exchange within the timeout"
                     ) from None
-
-    def _wait_in_turn(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            works, done = item
-            try:
-                for work in works:
-                    work.wait()
-                done.set_result(None)
-            except RuntimeError as error:
-                done.set_exception(RankFailedError(f"the connection to another rank broke: {error}"))
 
     def __enter__(self) -> Self:
         return self
@@ -89,4 +79,12 @@ class Wire:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._waiting.put(None)
+        self._aside.close()
+
+
+def _wait_for(works: Works) -> None:
+    try:
+        for work in works:
+            work.wait(_FOREVER)
+    except RuntimeError as error:
+        raise RankFailedError(f"the connection to another rank broke: {error}") from error

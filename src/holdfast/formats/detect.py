@@ -14,6 +14,7 @@ from holdfast.formats.lightning import LightningReader, is_lightning
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
+from holdfast.storage import local
 
 #: Formats of other systems, by what tells them.
 _FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, str]], Reader]]] = (
@@ -41,7 +42,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     for is_one, reader in _FOREIGN:
         if is_one(path):
             return reader(path, keys or {})
-    if not path.exists():
+    if not local.exists(path):
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
         f"{path} is no checkpoint of a format that holdfast reads: neither its own (a folder with a manifest.json), "

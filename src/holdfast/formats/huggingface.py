@@ -30,9 +30,9 @@ class _Index(msgspec.Struct, frozen=True):
 
 def is_huggingface(path: Path) -> bool:
     """Whether a folder holds weights in this layout, or a file is a safetensors file."""
-    if path.is_file():
+    if local.is_file(path):
         return path.suffix == ".safetensors"
-    return (path / INDEX).is_file() or (path / SINGLE).is_file()
+    return local.is_file(path / INDEX) or local.is_file(path / SINGLE)
 
 
 class HuggingFaceReader:
@@ -48,9 +48,9 @@ class HuggingFaceReader:
         self.tied: Mapping[str, Mapping[str, str]] = {MODEL: self._group.tied}
 
     def _files(self) -> list[Path]:
-        if self.path.is_file():
+        if local.is_file(self.path):
             return [self.path]
-        if not (self.path / INDEX).is_file():
+        if not local.is_file(self.path / INDEX):
             return [self._checked(self.path / SINGLE)]
         return [self._checked(self.path / name) for name in sorted(set(self._weight_map().values()))]
 
@@ -65,7 +65,7 @@ class HuggingFaceReader:
         return index.weight_map
 
     def _checked(self, file: Path) -> Path:
-        if not file.exists():
+        if not local.exists(file):
             raise DamagedError(f"{file} is missing; {INDEX} names it")
         # In the hub's cache a file is a link from snapshots/<revision>/ to blobs/ of the same repository.
         cached = self.path.parent.name == "snapshots"
@@ -101,7 +101,7 @@ class HuggingFaceReader:
 
     def check_files(self) -> None:
         """There is nothing to check them against, but that the index names just the tensors that are there."""
-        if self.path.is_dir() and (self.path / INDEX).is_file():
+        if local.is_file(self.path / INDEX):
             weight_map = self._weight_map()
             for name, file in weight_map.items():
                 if name not in self._group.tensors or self._group.home(name).path.name != file:

@@ -100,7 +100,7 @@ class NativeReader:
 
     def _file(self, name: str) -> Path:
         path = self.path / name
-        if not path.exists():
+        if not local.exists(path):
             raise DamagedError(f"{path} is missing; the manifest names it")
         local.check_regular(path, within=(self.path,))
         return path

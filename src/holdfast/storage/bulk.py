@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -65,11 +66,12 @@ class BulkWriter:
 
     def close(self) -> None:
         """Close the file; not a sync."""
-        for fd in (self._buffered, self._direct):
-            if fd is not None:
-                os.close(fd)
+        files = [fd for fd in (self._buffered, self._direct) if fd is not None]
         # Numbers of closed files are given to others: nothing must be written to them.
         self._buffered, self._direct = -1, None
+        with reported("close", self._path), ExitStack() as stack:
+            for fd in files:
+                stack.callback(os.close, fd)
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +105,9 @@ class BulkReader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        with reported("close", self._path):
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -142,4 +145,7 @@ def _write_all(fd: int | None, data: memoryview, offset: int) -> None:
         raise ValueError("the file is closed")
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
+        written = os.pwrite(fd, data[done:], offset + done)
+        if not written:
+            raise OSError(errno.EIO, "nothing is written")
+        done += written

@@ -40,7 +40,8 @@ class Lock:
         """Let go of it, once: the number of a closed file may be another's by the second time."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with suppress(OSError):  # nothing was written, and it is closed all the same
+                os.close(fd)
 
 
 def _check_there(folder: Path, fd: int) -> None:
@@ -79,7 +80,7 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
     """Give a finished folder a name that is taken; the folder that had it is ``aside`` afterwards. Made durable.
 
     In one atomic step where the file system can exchange names, else in two: between them neither has the name, and
-    ``aside`` tells what was there.
+    ``aside`` tells what was there. Where the second step fails, the first is taken back.
     """
     with reported("rename to its final name", partial):
         if _renameat2(partial, final, _EXCHANGE):
@@ -88,8 +89,12 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
         else:
             sync_folder(final.parent)  # who finds the old one aside looks for the one that waits
             final.rename(aside)
-            sync_folder(final.parent)
-            partial.rename(final)
+            try:
+                sync_folder(final.parent)
+                partial.rename(final)
+            except BaseException:
+                aside.rename(final)
+                raise
     sync_folder(final.parent)
 
 

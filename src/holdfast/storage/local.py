@@ -53,6 +53,13 @@ def make_durable_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+def make_parents(root: Path, name: str) -> None:
+    """Create the folders that file ``name`` is in below ``root``, which is not made again where it is gone."""
+    with reported("create the folders of", root / name):
+        for folder in reversed(Path(name).parents[:-1]):
+            (root / folder).mkdir(exist_ok=True)
+
+
 def write_small(path: Path, data: bytes) -> None:
     """Write a new small file and make its bytes durable."""
     with reported("write", path), path.open("xb") as file:
@@ -116,12 +123,25 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
 
 
+def exists(path: Path) -> bool:
+    """Whether there is anything of this name."""
+    with reported("look at", path):
+        return path.exists()
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder."""
+    with reported("look at", path):
+        return path.is_dir()
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file; not where this process may not look."""
-    try:
-        return path.is_file()
-    except PermissionError:
-        return False
+    with reported("look at", path):
+        try:
+            return path.is_file()
+        except PermissionError:
+            return False
 
 
 def files(path: Path) -> list[Path]:
