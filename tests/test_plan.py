@@ -23,7 +23,7 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.plan import SavePlan, plan_save
 from holdfast.engine.routes import Owned, Passed
 from holdfast.engine.shares import split_evenly
-from holdfast.engine.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.engine.transfer import Piece
 from holdfast.errors import DisagreementError, StateError, UnsupportedTensorError
 from holdfast.state.tensors import NAMES
@@ -152,7 +152,7 @@ class Job:
         known = list(dict.fromkeys(known))
         described = [
             TensorSpec(
-                key[0],
+                OWN if key[0] == PER_RANK else key[0],
                 key[1].removeprefix(f"{rank}/"),
                 NAMES[self.tensors[key].dtype],
                 tuple(self.tensors[key].shape),
