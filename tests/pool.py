@@ -6,6 +6,7 @@ in milliseconds. Each task gets a fresh gloo group over a prefix of one store th
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing as mp
 import pickle
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from holdfast import functions
 
 TIMEOUT = 120.0
 
@@ -82,6 +85,9 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
         result = _run(function, args)
+        # The default instances would keep the group, and each group has threads that wake up all the time.
+        functions._defaults.clear()
+        gc.collect()
         # A group that one rank leaves while another still connects to it takes that one down.
         dist.barrier()
         pipe.send(result)
