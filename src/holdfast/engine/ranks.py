@@ -87,7 +87,13 @@ def current_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup 
 
 
 def _gloo_beside(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
-    make = partial(dist.new_group, global_ranks, timedelta(seconds=seconds), "gloo", use_local_synchronization=True)
+    make = partial(
+        dist.new_group,
+        global_ranks,
+        timeout=timedelta(seconds=seconds),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
     started = time.monotonic()
     try:
         made = Aside("holdfast group").ask(seconds + GRACE / 2, make)
