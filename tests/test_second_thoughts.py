@@ -156,7 +156,7 @@ def interrupted(path: str) -> float:
     started = time.monotonic()
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 0:
-        patch.setattr("holdfast.saving.capture", _interrupt)
+        patch.setattr("holdfast.agreement.capture", _interrupt)
     try:
         with pytest.raises(KeyboardInterrupt if dist.get_rank() == 0 else RankFailedError):
             holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
@@ -170,13 +170,13 @@ def _interrupt(*_: Any) -> None:
 
 
 def test_an_interrupt_on_rank_0_does_not_leave_the_others_waiting(ranks: Ranks, tmp_path: Path) -> None:
-    assert max(ranks(2, interrupted, str(tmp_path))) < 5
+    assert max(ranks(2, interrupted, str(tmp_path))) < 15
 
 
 def odd_message(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 1:
-        patch.setattr("holdfast.saving.capture", _fail_oddly)
+        patch.setattr("holdfast.agreement.capture", _fail_oddly)
     try:
         holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
     finally:

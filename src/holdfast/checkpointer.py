@@ -16,8 +16,8 @@ import torch.distributed as dist
 from holdfast.catalog import CheckpointInfo, list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
+from holdfast.falling_back import load
 from holdfast.handle import SaveHandle, ended, in_background
-from holdfast.loading import load
 from holdfast.request import Background, LoadRequest, SaveRequest
 from holdfast.restored import Restored
 from holdfast.retention import Retention, policy_of

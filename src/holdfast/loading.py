@@ -5,15 +5,12 @@ Everything that can be known before a tensor of the caller's is touched is check
 
 from __future__ import annotations
 
-import errno
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from holdfast.catalog import every_checkpoint, find, latest
 from holdfast.engine.asked import first_vote
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.census import Census, Digests, digests
@@ -22,15 +19,9 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.spec import PER_RANK
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import (
-    DamagedError,
-    DisagreementError,
-    FormatError,
-    MismatchError,
-    NoCheckpointError,
-    StorageError,
-)
-from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError
+from holdfast.finding import Found, locate
+from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
 from holdfast.reading import Reading
@@ -41,7 +32,6 @@ from holdfast.state.belongings import Own, Saved, resized, same
 from holdfast.state.capture import STATE, Training
 from holdfast.state.restore import Intake
 from holdfast.storage.local import host
-from holdfast.upkeep import recover
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -66,49 +56,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _Held = tuple[bytes, bytes]
 
 
-def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
-    """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
-
-    Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning.
-    """
-    damaged: dict[str, DamagedError | StorageError | MismatchError] = {}
-    filled: set[tuple[str, str]] = set()
-    while True:
-        attempt = _Load(request, ranks, timeout, _Tried(tuple(damaged), frozenset(filled)))
-        try:
-            restored = attempt.run()
-        except (DamagedError, StorageError, MismatchError) as error:
-            # All ranks raise it, as they have voted; so all of them go on to the same next one.
-            gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-            unfit = isinstance(error, MismatchError) and bool(damaged)
-            if attempt.is_last_resort() or not (gone or unfit or isinstance(error, DamagedError)):
-                raise
-            damaged[attempt.found.id] = error
-            filled |= attempt.filled
-            continue
-        except NoCheckpointError:
-            if not damaged:
-                raise
-            raise next(iter(damaged.values())) from None
-        if ranks.rank == LEADER and restored.fell_back_from:
-            why = "; ".join(str(error) for error in damaged.values()) or "their manifests cannot be read"
-            warnings.warn(
-                f"loaded {restored.tag!r}, as {', '.join(restored.fell_back_from)} in {request.path} cannot be "
-                f"loaded: {why}",
-                stacklevel=4,
-            )
-        return restored
-
-
-class _Found(msgspec.Struct, frozen=True, array_like=True):
-    """The folder of the checkpoint to load, its id where it is one of a run, and the tags passed over as damaged."""
-
-    folder: str = ""
-    id: str = ""
-    passed: list[str] = []
-
-
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
     """Checkpoints that were tried already: their ids, as another may have their name meanwhile, and what they filled.
 
     ``filled`` are tensors of models and optimizers.
@@ -118,13 +66,16 @@ class _Tried(NamedTuple):
     filled: frozenset[tuple[str, str]]
 
 
-class _Load:
-    """The steps of one load; each ends in a vote."""
+class Load:
+    """The steps of one load; each ends in a vote.
 
-    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, tried: _Tried) -> None:
+    Until every check has passed on every rank, nothing of the caller's is changed.
+    """
+
+    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, tried: Tried) -> None:
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
         self._tried = tried
-        self.found = _Found()
+        self.found = Found()
         self.filled: set[tuple[str, str]] = set()
 
     def is_last_resort(self) -> bool:
@@ -132,6 +83,7 @@ class _Load:
         return not self.found.id or self._request.tag is not None or self._request.on_damage == "raise"
 
     def run(self) -> Restored:
+        """Load, on all ranks."""
         self.found = self._find()
         folder = Path(self.found.folder)
         reader, intake, terms = self._match(folder)
@@ -141,7 +93,7 @@ class _Load:
         self._session.all("putting values in place", intake.apply)
         return self._report(reader, intake, verified=verified)
 
-    def _find(self) -> _Found:
+    def _find(self) -> Found:
         """The checkpoint that rank 0 finds is the one that all ranks load."""
         request = self._request
 
@@ -154,9 +106,9 @@ class _Load:
             "finding the checkpoint",
             request.asked(),
             work,
-            lambda _: _encode(_locate(request, self._tried.ids)),
+            lambda _: _encode(locate(request, self._tried.ids)),
         )
-        return msgspec.msgpack.decode(found, type=_Found)
+        return msgspec.msgpack.decode(found, type=Found)
 
     def _match(self, folder: Path) -> tuple[Reader, Intake, _Terms]:
         """Read the metadata, find a target for everything, allocate what is new."""
@@ -276,29 +228,6 @@ class _Load:
             rederived=tuple(rederived),
             fell_back_from=tuple(self.found.passed),
         )
-
-
-def _locate(request: LoadRequest, damaged: tuple[str, ...]) -> _Found:
-    """Rank 0's search.
-
-    Raises ``NoCheckpointError``, ``StorageError``, or ``DamagedError`` where nobody wants to fall back.
-    """
-    recover(request.path)
-    if request.tag is not None:
-        return _Found(str(find(request.path, request.tag)))
-    if is_checkpoint(request.path):
-        return _Found(str(request.path))
-    every = every_checkpoint(request.path)
-    unreadable = [info for info in every if info.status != "complete"]
-    if unreadable and request.on_damage == "raise":
-        kind = DamagedError if unreadable[0].status == "damaged" else FormatError
-        raise kind(f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag")
-    sound = [info for info in every if info.status == "complete" and info.id not in damaged]
-    chosen = sound[-1] if sound else latest(request.path) if not damaged else None
-    if chosen is None:
-        raise NoCheckpointError(f"all checkpoints in {request.path} are damaged")
-    passed = [info.tag for info in every if info.status != "complete" or info.id in damaged]
-    return _Found(str(chosen.path), chosen.id, passed)
 
 
 def _partly(training: Training) -> str:
