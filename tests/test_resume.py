@@ -20,11 +20,12 @@ def test_on_as_many_ranks_every_loss_is_that_of_an_undisturbed_run(tmp_path: Pat
     assert outcome.attempts[0].end != DONE
 
 
-def test_on_four_then_two_then_three_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
-    plan = Plan(tmp_path / "disturbed", samples=200)
+def test_on_other_numbers_of_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "disturbed", samples=300)
     outcome = other_sizes(plan, cycle([4, 2, 3]), random.Random(6))
     assert not outcome.problems
-    assert [one.size for one in outcome.attempts[:3]] == [4, 2, 3]
+    assert outcome.attempts[0].end != DONE
+    assert [one.size for one in outcome.attempts[:2]] == [4, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------

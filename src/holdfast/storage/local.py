@@ -80,7 +80,7 @@ def allocate(path: Path, size: int) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    _sync(path)
+    _sync(path, os.O_DIRECTORY)
 
 
 def sync_tree(path: Path) -> None:
@@ -90,9 +90,9 @@ def sync_tree(path: Path) -> None:
     _sync(path)
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, flags: int = 0) -> None:
     with reported("sync", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
             os.fsync(fd)
         finally:
