@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench crash clean
+.PHONY: demo test lint bench crash kill faults clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -27,6 +27,17 @@ bench: .venv/installed
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed
 	$(BIN)/python -m campaigns.crash
+
+## kill: ranks killed and stopped at every point of a save and a load
+kill: .venv/installed
+	$(BIN)/python -m campaigns.kill
+	$(BIN)/python -m campaigns.stop
+
+## faults: every call to the file system fails once; everything changes right after an asynchronous save
+faults: .venv/installed
+	$(BIN)/python -m campaigns.faults
+	$(BIN)/python -m campaigns.torn
+	$(BIN)/python -m campaigns.torn --staging overlapped
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
