@@ -74,7 +74,7 @@ class Subject:
                 local(tensor).add_(1)
             for states in self.optimizer.state.values():
                 for value in states.values():
-                    local(value).mul_(2).add_(1)
+                    local(value).add_(1)
         self._step()
         if step % 3 == 0:
             self._move()
