@@ -1,5 +1,6 @@
 """A disk that fails does not make a run begin anew, lose what it replaces, or show what is half made."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,19 @@ def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_pa
     ):
         holdfast.save_checkpoint(tmp_path, "s", user_content={"t": torch.zeros(100)}, rng=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_a_look_at_the_path_is_a_typed_error(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if path == tmp_path:
+            refused.append(path)
+            raise OSError(5, "Input/output error")
+        return stat(path, *args, **options)
+
+    refused: list[Any] = []
+    with mock.patch.object(os, "stat", refuse), pytest.raises(StorageError, match=tmp_path.name):
+        holdfast.restore(tmp_path)
+    assert refused
