@@ -115,17 +115,24 @@ def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_a_look_at_the_path_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_any_look_at_the_path_is_a_typed_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
     stat = os.stat
 
-    def refuse(path: Any, *args: Any, **options: Any) -> Any:
-        if path == tmp_path:
-            refused.append(path)
-            raise OSError(5, "Input/output error")
-        return stat(path, *args, **options)
+    def load(refused: int) -> int:
+        looks = 0
 
-    refused: list[Any] = []
-    with mock.patch.object(os, "stat", refuse), pytest.raises(StorageError, match=tmp_path.name):
-        holdfast.restore(tmp_path)
-    assert refused
+        def refuse(path: Any, *args: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += path == tmp_path
+            if path == tmp_path and looks == refused:
+                raise OSError(5, "Input/output error")
+            return stat(path, *args, **options)
+
+        with mock.patch.object(os, "stat", refuse):
+            holdfast.restore(tmp_path)
+        return looks
+
+    for look in range(1, load(0) + 1):
+        with pytest.raises(StorageError, match=tmp_path.name):
+            load(look)
