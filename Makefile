@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench crash kill faults clean
+.PHONY: demo test lint bench bench-full crash kill faults clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -20,8 +20,11 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## bench: side by side with PyTorch DCP and with the disk's own speed
+## bench: side by side with peers and with the disk's own speed: the cases of a few minutes, or all of them
 bench: .venv/installed
+	$(BIN)/python -m benchmarks large small start
+
+bench-full: .venv/installed
 	$(BIN)/python -m benchmarks
 
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
