@@ -22,7 +22,7 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model
 def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
-    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch or lightning.")],
+    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning or lightning-folder.")],
     include: Annotated[list[str] | None, typer.Option(help="Parameters to take: a pattern. May be repeated.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Parameters to leave out. May be repeated.")] = None,
     rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,

@@ -11,8 +11,10 @@ from pathlib import Path
 from holdfast.catalog import latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
+from holdfast.conversion.dcp import DcpTarget
+from holdfast.conversion.lightning import LightningTarget
 from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, SafetensorsTarget
-from holdfast.conversion.shapes import lightning, state_dicts
+from holdfast.conversion.shapes import distributed, lightning, state_dicts
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
 from holdfast.conversion.torchfile import TorchTarget
@@ -39,6 +41,8 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "safetensors": SafetensorsTarget,
     "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
     "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
+    "lightning-folder": lambda material, draft, _: LightningTarget(material, draft),
+    "dcp": lambda material, draft, _: DcpTarget(material, draft, distributed),
 }
 
 
@@ -84,7 +88,7 @@ class Conversion:
         material, draft = self._look()
         target = TARGETS[self._wish.to](material, draft, self._wish.final)
         try:
-            pieces, places = self._prepare(target, material)
+            pieces, places = self._prepare(target)
             written = self._write(target, material, places, pieces)
             if verify:
                 self._session.all("reading back", lambda: _verify(target, places, pieces, written))
@@ -115,7 +119,7 @@ class Conversion:
         material = Material(reader, choice.of(reader), carried(reader, choice), self._wish.limit)
         return material, self._wish.final.parent / name.decode()
 
-    def _prepare(self, target: Target, material: Material) -> tuple[list[Piece], Places]:
+    def _prepare(self, target: Target) -> tuple[list[Piece], Places]:
         """Make the files, and share the work."""
 
         def made(_: list[bytes]) -> bytes:
@@ -124,7 +128,7 @@ class Conversion:
 
         self._session.vote("preparing", lambda: None, lambda _: b"", made)
         places = self._session.all("looking at the new files", target.places)
-        return list(_share(places, material, self._session)), places
+        return list(_share(places, self._session)), places
 
     def _write(self, target: Target, material: Material, places: Places, pieces: Sequence[Piece]) -> Fragments:
         """Write this rank's share; what was read is verified by all together."""
@@ -159,11 +163,12 @@ class Conversion:
         return b""
 
 
-def _share(places: Places, material: Material, session: Session) -> list[Piece]:
+def _share(places: Places, session: Session) -> list[Piece]:
     """The share of this rank in the bytes, in the order of the files."""
     every = [
-        Piece(number, 0, material.infos[key].nbytes, 0, file, offset)
-        for number, (key, (file, offset)) in enumerate(places.tensors.items())
+        Piece(number, spot.start, spot.stop, spot.start, spot.file, spot.offset)
+        for number, spots in enumerate(places.tensors.values())
+        for spot in spots
     ]
     return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
 

@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.engine.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.order import BY_NUMBER
 from holdfast.state import fsdp1, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
@@ -263,7 +264,7 @@ class Intake:
             self.findings.lack(slot, slot)
             return
         groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
-        if self._values[slot].get("by_number"):
+        if self._values[slot].get(BY_NUMBER):
             groups = by_number(groups)
             check_order(groups, self._groups.get(slot, {}))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))

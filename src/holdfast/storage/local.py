@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
 
@@ -66,6 +67,13 @@ def write_small(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def created(path: Path) -> Iterator[BinaryIO]:
+    """A new file, to be written from its start on; when that is done, its bytes are not durable yet."""
+    with reported("write", path), path.open("xb") as file:
+        yield file
 
 
 def allocate(path: Path, size: int) -> None:

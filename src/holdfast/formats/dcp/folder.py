@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,9 +40,13 @@ def is_dcp(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """What was in a folder: the tree, the bytes that it was pickled as, the files, and a digest of what is known."""
+    """What was in a folder: the tree, the bytes that it was pickled as, the files, and a digest of what is known.
+
+    ``entries`` are what is in the tree, by the flat names of the metadata.
+    """
 
     root: dict[str, Any]
+    entries: Mapping[str, Any]
     nbytes: int
     files: Sequence[Path]
     fingerprint: str
@@ -63,10 +67,8 @@ class _Folder:
 
     def read(self) -> Saved:
         found, raw = self._metadata()
-        entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {name: self._tensor(name, tensor) for name, tensor in found.tensors.items()}
         nbytes = len(raw)
-        for name, tensor in found.tensors.items():
-            entries[name] = self._tensor(name, tensor)
         for name, place in found.values.items():
             tree = archive.read(self._window(name, place))
             entries[name] = tree.root
@@ -77,7 +79,7 @@ class _Folder:
             raise DamagedError(f"{self._path}: {error}") from error
         sizes = sorted(self._sizes.items())
         files = [*self._metadata_files(), *(self._path / name for name, _ in sizes)]
-        return Saved(root, nbytes, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
+        return Saved(root, entries, nbytes, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
 
     def _metadata_files(self) -> list[Path]:
         if local.is_file(self._path / METADATA):
