@@ -17,15 +17,19 @@ from tests.test_same_bytes import contents
 from tests.training import assert_equal, start, trained, whole
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def save_some(folder: Path) -> Path:
     """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
     run = trained("plain")
     content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
     holdfast.save_checkpoint(
-        tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
+        folder / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
     )
-    return tmp_path / "run/s"
+    return folder / "run/s"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_some(tmp_path)
 
 
 def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
