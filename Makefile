@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-full crash kill faults clean
+.PHONY: demo test lint bench bench-full crash kill faults fuzz clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -42,10 +42,14 @@ faults: .venv/installed
 	$(BIN)/python -m campaigns.torn
 	$(BIN)/python -m campaigns.torn --staging overlapped
 
+## fuzz: change checkpoints of every format at random, and read them
+fuzz: .venv/installed
+	$(BIN)/python -m campaigns.fuzz
+
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable .
 	touch $@
 
 clean:
-	rm -rf .venv demo_run crash_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

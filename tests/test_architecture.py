@@ -14,6 +14,7 @@ FLOORS = [
     {"__main__"},
     {"lightning"},
     {"cli"},
+    {"dcp"},
     {"functions", "view", "data", "stopping", "conversion"},
     {"checkpointer"},
     {"handle", "falling_back"},

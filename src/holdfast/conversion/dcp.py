@@ -56,8 +56,7 @@ class DcpTarget:
         known = {id(fake): key for key, fake in self._fakes.made.items()}
         found = {
             known[id(mine)]: [Spot(numbers[file], *rest) for file, *rest in spots]
-            for mine, spots in self._located(saved.entries)
-            if isinstance(mine, FakeTensor)
+            for mine, spots in self._located(saved.entries, _is_fake)
         }
         ordered = sorted(found, key=lambda key: found[key][0])
         return Places(saved.files, {key: found[key] for key in ordered})
@@ -65,9 +64,8 @@ class DcpTarget:
     def finish(self, fragments: Fragments) -> None:
         """Write what is in memory: small tensors among the values."""
         del fragments  # these folders have no room for CRCs
-        for mine, spots in self._located(folder.read(self._draft).entries):
-            if not isinstance(mine, FakeTensor):
-                self._fill(mine, spots)
+        for mine, spots in self._located(folder.read(self._draft).entries, lambda mine: not _is_fake(mine)):
+            self._fill(mine, spots)
         sync_tree(self._draft)
 
     def _fill(self, tensor: torch.Tensor, spots: Sequence[_Spot]) -> None:
@@ -84,16 +82,23 @@ class DcpTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
 
-    def _located(self, entries: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, list[_Spot]]]:
-        """The tensors of the tree that have bytes, each with where these go."""
+    def _located(
+        self, entries: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]
+    ) -> Iterator[tuple[torch.Tensor, list[_Spot]]]:
+        """The tensors of the tree that have bytes and are wanted, each with where these go."""
         for name, mine in self._flat.values.items():
             theirs = entries[name]
             if not isinstance(mine, torch.Tensor):
                 for one, found in pairs(mine, theirs):
-                    place = found.place()
-                    yield one, [(place.file, place.offset, 0, one.nbytes)]
-            elif isinstance(theirs, Chunked) and mine.nbytes:
+                    if wanted(one):
+                        place = found.place()
+                        yield one, [(place.file, place.offset, 0, one.nbytes)]
+            elif isinstance(theirs, Chunked) and mine.nbytes and wanted(mine):
                 yield mine, list(_spots(theirs))
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 def _spots(tensor: Chunked) -> Iterator[_Spot]:
