@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.dcp.draft import Draft
+from holdfast.dcp.draft import Draft, aside_of
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, UnsafePickleError
 from holdfast.formats.dcp import checksums
 from holdfast.storage.bulk import BulkReader
@@ -159,7 +159,7 @@ def fail(path: str, where: str, rank: int, before: bool) -> None:
     [
         ("torch.save", 1, True),
         ("torch.save", 0, False),
-        ("holdfast.dcp.writer._hashed", 1, False),
+        ("holdfast.dcp.writer.hashed", 1, False),
         ("holdfast.storage.local.sync_tree", 0, True),
         ("holdfast.storage.local.write_small", 0, True),
         ("holdfast.storage.local.sync_folder", 0, True),
@@ -197,6 +197,20 @@ def test_a_save_that_was_killed_leaves_no_trace_after_the_next(tmp_path: Path) -
     load(str(path), 1)
     save(str(path), 3)
     load(str(path), 3)
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_save_that_was_killed_between_two_renames(tmp_path: Path) -> None:
+    """As it may be where names cannot be exchanged: the checkpoint that was there is found again."""
+    path = tmp_path / "c"
+    save(str(path), 1)
+    Draft(path, overwrite=True).close()
+    path.rename(aside_of(path))
+    load(str(path), 1)
+    assert len(names(tmp_path)) == 2
+    shutil.copytree(path, aside_of(path))  # one that was replaced, but not removed any more
+    save(str(path), 2)
+    load(str(path), 2)
     assert names(tmp_path) == ["c"]
 
 

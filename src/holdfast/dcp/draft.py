@@ -15,6 +15,7 @@ from holdfast.layout.blocks import crc64
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders, local
 from holdfast.storage.folders import Lock
+from holdfast.upkeep import recover
 
 #: What belongs to a distributed checkpoint, and goes when another takes its place.
 _OWN = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
@@ -28,12 +29,14 @@ class Draft:
 
         What a save that died has left there is removed.
         """
-        self._final, self.folder = final, draft_of(final)
+        self._final, self.folder, self._aside = final, draft_of(final), aside_of(final)
+        recover(final.parent)
         _check(final, overwrite=overwrite)
         local.make_durable_folder(final.parent)
         if local.exists(self.folder):
             self._lock = self._hold()
             self.discard()
+        folders.remove_tree(self._aside)
         local.make_folder(self.folder)
         self._lock = self._hold()
         weakref.finalize(self, self._lock.close)  # where a planner fails, nobody tells that the save has ended
@@ -56,10 +59,9 @@ class Draft:
         if not local.exists(self._final):
             folders.publish(self.folder, self._final)
             return
-        aside = self._final.parent / _hidden(self._final).now("replaced").name
-        folders.replace(self.folder, self._final, aside)
+        folders.replace(self.folder, self._final, self._aside)
         with suppress(StorageError):  # the save is done; what is aside is hidden, and the next save removes it
-            folders.remove_tree(aside)
+            folders.remove_tree(self._aside)
 
     def discard(self) -> None:
         """Remove it; what cannot be removed stays hidden."""
@@ -75,6 +77,11 @@ class Draft:
 def draft_of(final: Path) -> Path:
     """The same on all ranks, and at each save: planners keep what they were told of the first one."""
     return final.parent / _hidden(final).name
+
+
+def aside_of(final: Path) -> Path:
+    """Where a checkpoint is for a moment that another takes the place of."""
+    return final.parent / _hidden(final).now("replaced").name
 
 
 def _hidden(final: Path) -> Hidden:

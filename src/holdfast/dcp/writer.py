@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from msgspec import structs
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.dcp.draft import Draft, check_collective, draft_of
+from holdfast.dcp.results import Written, check_all, hashed, indices, records
 from holdfast.engine.ballot import Failure
 from holdfast.errors import StorageError
 from holdfast.formats.dcp import checksums
-from holdfast.formats.dcp.checksums import Record
 from holdfast.formats.dcp.folder import METADATA
-from holdfast.layout import blocks
 from holdfast.storage import local
-from holdfast.storage.bulk import BulkReader
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells of a record: what torch keeps of it, and its CRCs."""
-
-    info: _StorageInfo
-    crcs: str
 
 
 class FileSystemWriter(StorageWriter):
@@ -120,10 +109,10 @@ class FileSystemWriter(StorageWriter):
         if lost:
             name = min(index.fqn for index in lost)
             raise StorageError(f"{name!r} and {len(lost) - 1} more were not written to {folder}: a thread failed")
-        hashed = [_hashed(folder, result) for result in results]
+        found = [hashed(folder, result) for result in results]
         for name in sorted({result.storage_data.relative_path for result in results}):
             local.sync_tree(folder / name)
-        return hashed
+        return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0: complete the folder, and give it its name."""
@@ -131,7 +120,7 @@ class FileSystemWriter(StorageWriter):
             raise StorageError(f"the save to {self.path} was not begun")
         draft, self._draft = self._draft, None
         try:
-            _check_all(results)
+            check_all(results)
             self._complete(draft.folder, metadata, {one.index: one.storage_data for row in results for one in row})
             draft.publish()
         except BaseException:
@@ -139,8 +128,8 @@ class FileSystemWriter(StorageWriter):
             raise
         draft.close()
 
-    def _complete(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, _Written]) -> None:
-        lost = next((index for index in _indices(metadata) if index not in written), None)
+    def _complete(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, Written]) -> None:
+        lost = next((index for index in indices(metadata) if index not in written), None)
         if lost is not None:
             raise StorageError(f"no rank has written {lost.fqn!r} at {list(lost.offset or ())}")
         metadata.version = CURRENT_DCP_VERSION
@@ -148,52 +137,10 @@ class FileSystemWriter(StorageWriter):
         metadata.storage_data = {index: one.info for index, one in written.items()}
         raw = pickle.dumps(metadata)
         local.write_small(folder / METADATA, raw)
-        local.write_small(folder / checksums.NAME, checksums.encode(raw, _records(written)))
+        local.write_small(folder / checksums.NAME, checksums.encode(raw, records(written)))
         local.sync_folder(folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
         """Whether this is a path of a file system."""
         return "://" not in str(checkpoint_id)
-
-
-def _check_all(results: Sequence[Sequence[WriteResult]]) -> None:
-    """Raise the error of the first rank that failed."""
-    for rank, row in enumerate(results):
-        for one in row:
-            if isinstance(one.storage_data, Failure):
-                failure = one.storage_data
-                raise structs.replace(failure, message=f"rank {rank} of {len(results)}: {failure.message}").rebuild()
-
-
-def _indices(metadata: Metadata) -> Sequence[MetadataIndex]:
-    """All that the metadata names."""
-    return [
-        index
-        for name, entry in metadata.state_dict_metadata.items()
-        for index in (
-            [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
-            if isinstance(entry, TensorStorageMetadata)
-            else [MetadataIndex(name)]
-        )
-    ]
-
-
-def _records(written: Mapping[MetadataIndex, _Written]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = {}
-    for one in written.values():
-        found.setdefault(one.info.relative_path, []).append(Record(one.info.offset, one.info.length, one.crcs))
-    return found
-
-
-def _hashed(folder: Path, result: WriteResult) -> WriteResult:
-    """A result with the CRCs of what is in the file."""
-    info = result.storage_data
-    crcs = []
-    with BulkReader(folder / info.relative_path) as reader:
-        for block in range(blocks.count(info.length)):
-            start, stop = blocks.span(block, info.length)
-            data = memoryview(bytearray(stop - start))
-            reader.read(info.offset + start, data)
-            crcs.append(blocks.crc64(data))
-    return replace(result, storage_data=_Written(info, blocks.to_hex(crcs)))
