@@ -75,9 +75,9 @@ def _in_threads(threads: int, size: int, move: Callable[[mmap.mmap, int], object
 
 
 def forget(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
+    """Take a file, or those of a folder, out of the page cache."""
     os.sync()
-    for path in folder.rglob("*"):
+    for path in [folder, *folder.rglob("*")]:
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import holdfast
 from holdfast.conversion import records
 from holdfast.errors import DamagedError, InvalidArgumentError
 from tests import dcp_matrix
-from tests.dcp_matrix import Case
+from tests.dcp_matrix import Case, equal
 from tests.pool import Ranks
 from tests.test_convert import MEMORY, save_some
 from tests.test_torch_files import run as command
@@ -102,6 +102,17 @@ def test_a_run_goes_on_from_it(saved: Path, tmp_path: Path) -> None:
     assert state["step"] == 3
     assert torch.equal(state["table"], torch.arange(40_000.0))
     assert state["scheduler"]["last_epoch"] == 3
+
+
+def test_an_optimizer_that_was_given_names_finds_them(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer)
+    path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    state = load(path, {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.named_parameters()))})
+    assert equal(state["optim"], get_optimizer_state_dict(model, optimizer))
 
 
 def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def _by_name(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
 
 
 def _named(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**group["settings"], "params": list(group["params"])}
+    """``param_names`` is asked for by optimizers that were given names, and by no others."""
+    return {**group["settings"], "params": list(group["params"]), "param_names": list(group["params"])}
 
 
 def _states(slot: str, groups: Groups) -> dict[str, dict[str, Any]]:
