@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> N
     assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
     assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+
+
+def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "all.pt") as found:
+        assert {name.partition("/")[0] for name in found.namelist()} == {"archive"}
 
 
 def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:

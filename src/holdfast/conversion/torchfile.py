@@ -23,7 +23,7 @@ from holdfast.formats.torchfile.objects import Tensor
 from holdfast.formats.torchfile.reader import TorchFileReader, read_tree
 from holdfast.storage.bulk import BulkWriter
 from holdfast.storage.folders import check_space
-from holdfast.storage.local import make_folder
+from holdfast.storage.local import created, make_folder
 
 
 class TorchTarget:
@@ -38,8 +38,8 @@ class TorchTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         make_folder(self._draft.parent)
         check_space(self._draft.parent, sum(info.nbytes for info in self._material.infos.values()))
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, self._draft)
+        with created(self._draft) as file, skip_data(materialize_fake_tensors=True):
+            torch.save(self._tree, file)  # which has a path's name inside, given one
 
     def places(self) -> Places:
         """See :class:`holdfast.conversion.target.Target`."""
