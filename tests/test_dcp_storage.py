@@ -79,8 +79,11 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [(1, {}), (2, {}), (4, {}), (2, {"thread_count": 2}), (4, {"single_file_per_rank": False})],
+    ids=str,
+)
 def test_what_is_saved_is_loaded_by_us_and_by_torch_on_any_ranks(
     ranks: Ranks, tmp_path: Path, n: int, options: dict[str, Any]
 ) -> None:

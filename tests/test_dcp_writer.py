@@ -71,7 +71,7 @@ def test_what_we_save_in_one_layout_torch_loads_in_another(
     ranks(reader.ranks, dcp_matrix.load_theirs, str(path), reader.layout, kind)
 
 
-@pytest.mark.parametrize(("writer", "reader", "kind"), SAMPLE, ids=str)
+@pytest.mark.parametrize(("writer", "reader", "kind"), SAMPLE[1::2], ids=str)
 def test_what_torch_saves_in_one_layout_we_load_in_another(
     ranks: Ranks, tmp_path: Path, seeds: Callable[[str], str], writer: Case, reader: Case, kind: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_an_optimizer_that_was_given_names_finds_them(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.named_parameters())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()  # with gradients, torch gives no state of an optimizer that has not stepped
     holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer)
     path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.named_parameters()))})
@@ -176,12 +177,14 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
 
 def test_values_of_any_form(tmp_path: Path) -> None:
     """Tensors inside of tuples are in records of their own kind: a file of torch.save with all of the tuple."""
-    inside = {"pair": (torch.arange(3000.0), {"x": (torch.tensor([1, 2]),)}), "list": [torch.ones(2), 5], "none": None}
+    shared = torch.arange(3000.0)
+    inside = {"pair": (shared, {"x": (torch.tensor([1, 2]),)}), "list": [torch.ones(2), 5, shared], "none": None}
     torch.save({"model": {"w": torch.ones(2)}, **inside}, tmp_path / "a.pt")
     path = holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(path, tmp_path / "whole.pt")
     for found in (torch.load(tmp_path / "whole.pt"), holdfast.open(path).values["user_content"]):
-        assert torch.equal(found["pair"][0], torch.arange(3000.0))
+        assert torch.equal(found["pair"][0], shared)
+        assert torch.equal(found["list"][2], shared)
         assert torch.equal(found["pair"][1]["x"][0], torch.tensor([1, 2]))
         assert torch.equal(found["list"][0], torch.ones(2))
         assert found["none"] is None

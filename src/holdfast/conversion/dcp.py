@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from holdfast.conversion.choice import Key
 from holdfast.conversion.fakes import Fakes, Groups
 from holdfast.conversion.records import Flat, write_records
 from holdfast.conversion.target import Material, Places, Spot, patch
@@ -54,10 +55,11 @@ class DcpTarget:
         saved = folder.read(self._draft)
         numbers = {file: number for number, file in enumerate(saved.files)}
         known = {id(fake): key for key, fake in self._fakes.made.items()}
-        found = {
-            known[id(mine)]: [Spot(numbers[file], *rest) for file, *rest in spots]
-            for mine, spots in self._located(saved.entries, _is_fake)
-        }
+        found: dict[Key, list[Spot]] = {}
+        for mine, located in self._located(saved.entries, _is_fake):
+            spots = [Spot(numbers[file], *rest) for file, *rest in located]
+            there = found.setdefault(known[id(mine)], [])
+            there += [spot for spot in spots if spot not in there]  # one inside of a value lies in that once more
         ordered = sorted(found, key=lambda key: found[key][0])
         return Places(saved.files, {key: found[key] for key in ordered})
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 
 from holdfast.conversion.dcp import DcpTarget
 from holdfast.conversion.shapes import lightning_meta, lightning_tensors
-from holdfast.conversion.target import Material, Places, Spot
+from holdfast.conversion.target import Material, Places
 from holdfast.conversion.torchfile import TorchTarget
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.lightning import META, LightningReader
@@ -31,11 +30,10 @@ class LightningTarget:
     def places(self) -> Places:
         """See :class:`holdfast.conversion.target.Target`."""
         first, last = self._tensors.places(), self._meta.places()
-        shifted = {
-            key: [Spot(spot.file + len(first.files), *spot[1:]) for spot in spots]
-            for key, spots in last.tensors.items()
-        }
-        return Places([*first.files, *last.files], dict(chain(first.tensors.items(), shifted.items())))
+        tensors = {key: list(spots) for key, spots in first.tensors.items()}
+        for key, spots in last.tensors.items():
+            tensors.setdefault(key, []).extend(spot._replace(file=spot.file + len(first.files)) for spot in spots)
+        return Places([*first.files, *last.files], tensors)
 
     def finish(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
