@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-full crash kill faults fuzz clean
+.PHONY: demo test lint bench bench-full crash jobs kill faults fuzz clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -45,6 +45,10 @@ faults: .venv/installed
 ## fuzz: change checkpoints of every format at random, and read them
 fuzz: .venv/installed
 	$(BIN)/python -m campaigns.fuzz
+
+## jobs: several jobs at one folder, which save, overwrite, remove and read as fast as they can
+jobs: .venv/installed
+	TMPDIR=/dev/shm $(BIN)/python -m campaigns.side_by_side
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv

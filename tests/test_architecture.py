@@ -24,6 +24,7 @@ FLOORS = [
     {"upkeep"},
     {"retention"},
     {"catalog"},
+    {"survey"},
     {"state", "formats"},
     {"engine"},
     {"storage", "layout"},

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from holdfast.catalog import CheckpointInfo, list_checkpoints
+from holdfast.catalog import list_checkpoints
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
 from holdfast.falling_back import load
@@ -26,14 +26,16 @@ from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 from holdfast.state.steady import StepGuard
 from holdfast.storage.local import local_path
+from holdfast.survey import CheckpointInfo
 
 
 class Checkpointer:
     """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
 
     ``async_save`` and ``staging`` are what saves do where they are not told.
-    ``keep`` says which checkpoints a save leaves (see :mod:`holdfast.retention`); ``max_shard_size`` is the most
-    bytes of tensors in one file (a number, or text such as ``"5GB"``);
+    ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.retention`): the run that it has loaded
+    from, or else one that it begins. ``max_shard_size`` is the most bytes of tensors in one file (a number, or text
+    such as ``"5GB"``);
     ``timeout`` the seconds that ranks wait for each other before all of them fail. Usable as a context manager.
     """
 
@@ -49,6 +51,8 @@ class Checkpointer:
         timeout: float = 600.0,
     ) -> None:
         self.path = local_path(path)
+        #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
+        self.runs: set[str] = set()
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
         self._process_group, self._timeout = process_group, timeout
         self._async, self._staging = async_save, staging
@@ -88,11 +92,21 @@ class Checkpointer:
         how = Background(staging or self._staging, staging_check)
         background = how if (self._async if async_save is None else async_save) else None
         request = SaveRequest(
-            self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept, background
+            path=self.path,
+            tag=tag,
+            training=training,
+            max_shard_size=self._max_shard_size,
+            step=step,
+            metrics=metrics or {},
+            overwrite=overwrite,
+            keep=kept,
+            background=background,
+            runs=frozenset(self.runs),
         )
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused(), save.undone_on_failure():
             save.begin()
+            self.runs.add(save.run)
             if background is None:
                 info = save.finish()
                 save.part()
@@ -153,7 +167,10 @@ class Checkpointer:
         self._guard.wait()
         # Tensors made in inference mode could never be trained.
         with _collector_paused(), torch.inference_mode(mode=False):
-            return load(request, self._current_ranks(), self._timeout)
+            restored = load(request, self._current_ranks(), self._timeout)
+        if restored.run:
+            self.runs.add(restored.run)
+        return restored
 
     def list(self) -> list[CheckpointInfo]:
         """The checkpoints in the folder, oldest first."""

@@ -43,7 +43,7 @@ class Background:
 class SaveRequest:
     """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
 
-    ``background``: ``None`` where the call returns when all is done.
+    ``background``: ``None`` where the call returns when all is done. ``runs``: the ids of those that may be continued.
     """
 
     path: Path
@@ -55,6 +55,7 @@ class SaveRequest:
     overwrite: bool = False
     keep: Retention | None = None
     background: Background | None = None
+    runs: frozenset[str] = frozenset()
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""

@@ -83,7 +83,7 @@ class NativeTarget:
         return self._draft.folder
 
     def _describe(self, files: dict[str, FileRecord]) -> Manifest:
-        source, following = self._material.reader, successor(self._final.parent)
+        source, following = self._material.reader, successor(self._final.parent, frozenset())
         of = source.manifest if isinstance(source, NativeReader) else None
         ranks = len(self._material.carried.ranks)
         return Manifest(

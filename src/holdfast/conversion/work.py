@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.catalog import latest
+from holdfast.catalog import open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
 from holdfast.conversion.dcp import DcpTarget
@@ -29,8 +29,8 @@ from holdfast.engine.stream import Heard
 from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
-from holdfast.formats.detect import is_checkpoint, open_reader
-from holdfast.formats.reader import Reader
+from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders
 
@@ -69,10 +69,7 @@ class Wish:
 
     def open(self) -> Reader:
         """The checkpoint."""
-        path = self.source
-        if path.is_dir() and not is_checkpoint(path):
-            path = latest(path).path
-        reader = open_reader(path, self.keys)
+        reader = open_latest(self.source, self.keys)
         reader.check_files()
         return reader
 
@@ -140,7 +137,7 @@ class Conversion:
         def work() -> tuple[bytes, bytes]:
             heard = Heard()
             sources = Sources(material, heard)
-            with Opened(sources.files) as opened:
+            with Opened(sources.files) as opened, as_opened(material.reader):
                 written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened)))
             read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
             return encode_fragments(checks.check_own(read)), encode_fragments(written)
@@ -150,7 +147,8 @@ class Conversion:
 
         def decide(posted: list[bytes]) -> bytes:
             sizes = [8 + int.from_bytes(raw[:8], "little") for raw in posted]
-            checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
+            with as_opened(material.reader):
+                checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
             target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
             return b""
 
