@@ -25,7 +25,7 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
         try:
             restored = attempt.run()
         except (DamagedError, StorageError, MismatchError, DisagreementError, NoCheckpointError) as error:
-            if not attempt.found.folder:
+            if not attempt.found.folder or attempt.is_applying:
                 raise
             # All ranks raise it, as they have voted; so all of them go on, and rank 0 decides to what.
             search.failed(attempt.found, attempt.filled, error)

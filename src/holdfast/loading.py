@@ -28,7 +28,7 @@ from holdfast.request import LoadRequest
 from holdfast.restored import Restored
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import Own, Saved, resized, same
-from holdfast.state.capture import STATE, Training
+from holdfast.state.capture import Training
 from holdfast.state.restore import Intake
 from holdfast.storage.local import host
 
@@ -65,8 +65,9 @@ class Load:
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
         self._search = search
         self.found = Found()
-        #: Tensors of models and optimizers that may have been filled.
+        #: The caller's tensors that may have been filled; and whether values are being put in place, the last step.
         self.filled: set[tuple[str, str]] = set()
+        self.is_applying = False
 
     def run(self) -> Restored:
         """Load, on all ranks."""
@@ -76,6 +77,7 @@ class Load:
         membership = self._tell(intake, terms)
         plan = self._plan(reader, intake, membership, terms)
         verified = self._read(reader, intake, plan)
+        self.is_applying = True
         self._session.all("putting values in place", intake.apply)
         return self._report(reader, intake, verified=verified)
 
@@ -165,7 +167,7 @@ class Load:
 
     def _check_refilled(self, intake: Intake, folder: Path) -> None:
         """Raise ``DamagedError`` where another checkpoint has filled what this one would leave as it is."""
-        left = sorted(self._search.filled - intake.targets.keys())
+        left = sorted(self._search.filled - intake.filled)
         if left:
             raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
 
@@ -194,7 +196,7 @@ class Load:
                 raise GoneError(f"{reader.path} was replaced or removed while it was read")
             return b""
 
-        self.filled = {key for key in intake.targets if key[0] not in {STATE, PER_RANK}}
+        self.filled = intake.filled
         try:
             self._session.vote("reading", work, encode_fragments, decide)
         except (DamagedError, StorageError, GoneError) as error:
