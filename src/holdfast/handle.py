@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.catalog import CheckpointInfo
 from holdfast.errors import RankTimeoutError
 from holdfast.saving import Save
+from holdfast.survey import CheckpointInfo
 
 #: Writing gives way to training: added to the niceness of its threads.
 _NICENESS = 10
@@ -75,4 +75,5 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
 def _give_way() -> None:
     """Lower the priority of this thread, and of those that it starts."""
     with suppress(OSError, AttributeError):  # not on every system are threads so many processes
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
