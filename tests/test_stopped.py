@@ -139,4 +139,5 @@ def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path:
     holdfast.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})
     with mock.patch.object(Save, "_move", stopped):
         holdfast.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, num_kept_ckpts=1)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["new"]
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["old", "new"]
+    assert holdfast.restore(tmp_path).tag == "new"

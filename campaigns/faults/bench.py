@@ -122,7 +122,7 @@ class _Bench:
             shutil.rmtree(self._run, ignore_errors=True)
             shutil.copytree(self._template, self._run)
         dist.barrier()
-        self._checkpointer = holdfast.Checkpointer(self._run, timeout=60.0)
+        self._checkpointer = trial.going_on(self._run)
         mine = self._rank == self._setting.victim and faulty is not None
         before = _descriptors()
         error: Exception | None = None

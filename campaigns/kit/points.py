@@ -71,7 +71,7 @@ SAVING = (
 
 LOADING = (
     Point("beginning a session", "holdfast.engine.ranks.Ranks.session"),
-    Point("finding", "holdfast.loading.locate", leader=True),
+    Point("finding", "holdfast.finding.Search.next", leader=True),
     Point("found", _POST, after=True, phase="finding the checkpoint"),
     Point("opening", "holdfast.loading.open_reader"),
     Point("matching", "holdfast.state.restore.Intake.match"),

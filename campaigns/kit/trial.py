@@ -80,7 +80,15 @@ def _kinds(point: Point) -> list[str]:
 
 def save(path: Path, step: int, how: str, *, background: bool = False, timeout: float = 60.0) -> None:
     """Save a step, and be done when that is all over."""
-    save_with(holdfast.Checkpointer(path, timeout=timeout), step, how, background=background)
+    save_with(going_on(path, timeout), step, how, background=background)
+
+
+def going_on(path: Path, timeout: float = 60.0) -> holdfast.Checkpointer:
+    """A ``Checkpointer`` that goes on with the run that is there, if any."""
+    checkpointer = holdfast.Checkpointer(path, timeout=timeout)
+    if holdfast.has_checkpoint(path):
+        checkpointer.load()
+    return checkpointer
 
 
 def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, background: bool = False) -> None:
@@ -109,12 +117,13 @@ def load(path: Path, timeout: float = 60.0) -> int:
 def run(rank: Rank, path: Path, case: Case, deed: str) -> str:
     """A rank's part: save step 2, or load; the victim has ``deed`` done to it at the point."""
     state.model(0)
+    checkpointer = going_on(path, TIMEOUT) if case.how else None
     rank.meet()  # from here on all are equally fast
     with ExitStack() as stack:
         if dist.get_rank() == case.victim:
             stack.enter_context(armed(case.point, getattr(rank, deed)))
-        if case.how:
-            save(path, 2, case.how, background=case.background, timeout=TIMEOUT)
+        if checkpointer is not None:
+            save_with(checkpointer, 2, case.how, background=case.background)
         else:
             load(path, TIMEOUT)
         if dist.get_rank() == case.victim:
