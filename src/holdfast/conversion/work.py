@@ -33,6 +33,7 @@ from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders
+from holdfast.storage.local import exists
 
 #: How each format is written: from what there is, into a hidden path, which will be called ``final``.
 TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
@@ -64,7 +65,7 @@ class Wish:
         source, final = self.source.resolve(), self.final.resolve()
         if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
             raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
-        if self.final.exists():
+        if exists(self.final):
             raise TagExistsError(f"there is {self.final} already; choose another path, or remove it first")
 
     def open(self) -> Reader:

@@ -49,7 +49,7 @@ class Draft:
             lock = Lock(self.folder)
         except BlockingIOError as error:
             raise busy from error
-        if not lock.held and any(self.folder.iterdir()):
+        if not lock.held and _entries(self.folder):
             lock.close()
             raise busy
         return lock
@@ -94,7 +94,7 @@ def _check(final: Path, *, overwrite: bool) -> None:
         return
     if not local.is_folder(final):
         raise TagExistsError(f"{final} is there, and no folder; choose another path")
-    others = sorted(entry.name for entry in final.iterdir() if not _OWN.fullmatch(entry.name))
+    others = [name for name in _entries(final) if not _OWN.fullmatch(name)]
     if others:
         raise TagExistsError(
             f"{final} holds {others[0]!r}, which is no part of a distributed checkpoint and would be lost; choose "
@@ -102,6 +102,11 @@ def _check(final: Path, *, overwrite: bool) -> None:
         )
     if not overwrite and local.is_file(final / METADATA):
         raise TagExistsError(f"there is a checkpoint at {final}; choose another path, or pass overwrite=True")
+
+
+def _entries(folder: Path) -> list[str]:
+    with local.reported("list", folder):
+        return sorted(entry.name for entry in folder.iterdir())
 
 
 def check_collective(*, use_collectives: bool) -> None:

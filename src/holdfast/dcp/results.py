@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from holdfast.engine.ballot import Failure
 from holdfast.formats.dcp.checksums import Record
 from holdfast.layout import blocks
-from holdfast.storage.bulk import BulkReader
+from holdfast.storage.readers import Readers
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,13 @@ def records(written: Mapping[MetadataIndex, Written]) -> dict[str, list[Record]]
     return found
 
 
-def hashed(folder: Path, result: WriteResult) -> WriteResult:
+def hashed(folder: Path, result: WriteResult, readers: Readers) -> WriteResult:
     """A result with the CRCs of what is in the file."""
     info = result.storage_data
     crcs = []
-    with BulkReader(folder / info.relative_path) as reader:
-        for block in range(blocks.count(info.length)):
-            start, stop = blocks.span(block, info.length)
-            data = memoryview(bytearray(stop - start))
-            reader.read(info.offset + start, data)
-            crcs.append(blocks.crc64(data))
+    for block in range(blocks.count(info.length)):
+        start, stop = blocks.span(block, info.length)
+        data = memoryview(bytearray(stop - start))
+        readers.read(folder / info.relative_path, info.offset + start, data)
+        crcs.append(blocks.crc64(data))
     return replace(result, storage_data=Written(info, blocks.to_hex(crcs)))

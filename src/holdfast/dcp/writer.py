@@ -24,6 +24,7 @@ from holdfast.errors import StorageError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.storage import local
+from holdfast.storage.readers import Readers
 
 
 class FileSystemWriter(StorageWriter):
@@ -109,7 +110,8 @@ class FileSystemWriter(StorageWriter):
         if lost:
             name = min(index.fqn for index in lost)
             raise StorageError(f"{name!r} and {len(lost) - 1} more were not written to {folder}: a thread failed")
-        found = [hashed(folder, result) for result in results]
+        with Readers() as readers:
+            found = [hashed(folder, result, readers) for result in results]
         for name in sorted({result.storage_data.relative_path for result in results}):
             local.sync_tree(folder / name)
         return found

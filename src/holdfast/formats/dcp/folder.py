@@ -126,7 +126,7 @@ class Folder:
 
     def _size(self, name: str) -> int:
         file = self.path / check_inside(name, str(self.path / METADATA))
-        if not file.exists():
+        if not local.exists(file):
             raise DamagedError(f"{file} is missing; the metadata names it")
         local.check_regular(file, within=(self.path,))
         return local.size_of(file)
