@@ -272,6 +272,23 @@ def test_every_flipped_byte_of_a_record_is_found(saved: Path) -> None:
     load(str(saved), 1)
 
 
+def test_metadata_and_values_are_verified_whoever_reads_them(saved: Path) -> None:
+    file = saved / "__0_0.distcp"
+    raw = file.read_bytes()
+    places = pickle.loads((saved / ".metadata").read_bytes()).storage_data  # noqa: S301
+    info = next(info for index, info in places.items() if index.fqn == "pair")
+    for at in range(info.offset, info.offset + info.length, 61):
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+        with pytest.raises(DamagedError, match=r"__0_0\.distcp is damaged: its bytes"):
+            holdfast.open(saved)
+    file.write_bytes(raw)
+    assert holdfast.open(saved).values["user_content"]["step"] == 1
+    metadata = (saved / ".metadata").read_bytes()
+    (saved / ".metadata").write_bytes(metadata.replace(b"model.rows", b"model.cows"))
+    with pytest.raises(DamagedError):
+        holdfast.open(saved)
+
+
 def test_the_metadata_of_another_save_is_found(saved: Path, tmp_path: Path) -> None:
     save(str(tmp_path / "d"), 1)
     shutil.copy(tmp_path / "d/.metadata", saved / ".metadata")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from holdfast.errors import DamagedError, FormatError
-from holdfast.formats.torchfile.zips import Reads
+from holdfast.formats.torchfile.zips import Reads, Window
 from holdfast.layout import blocks
 from holdfast.storage import local
 
@@ -102,3 +103,8 @@ class Verified:
                 )
             self._last = key, data
         return self._last[1]
+
+
+def check(window: Window, readers: Reads, folder: Path, files: Mapping[str, Sequence[Record]]) -> None:
+    """Raise ``DamagedError`` where a record does not match its CRCs."""
+    replace(window, readers=Verified(readers, folder, files)).read(0, window.size)

@@ -13,7 +13,7 @@ from holdfast.engine import woven
 from holdfast.engine.runs import Box
 from holdfast.engine.woven import Part
 from holdfast.errors import DamagedError
-from holdfast.formats.dcp import metadata
+from holdfast.formats.dcp import checksums, metadata
 from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.dcp.metadata import Metadata, Place
 from holdfast.formats.dcp.tiling import check_tiling
@@ -70,10 +70,14 @@ class Folder:
     def read(self) -> Saved:
         """See :func:`read`."""
         found, raw = self.read_metadata()
+        known = checksums.read(self.path, raw)
         entries: dict[str, Any] = {name: self.tensor(name, tensor) for name, tensor in found.tensors.items()}
         nbytes = len(raw)
         for name, place in found.values.items():
-            tree = archive.read(self.window(name, place))
+            window = self.window(name, place)
+            if known is not None:
+                checksums.check(window, self._readers, self.path, known.files)
+            tree = archive.read(window)
             entries[name] = tree.root
             nbytes += tree.nbytes
         try:
@@ -82,6 +86,7 @@ class Folder:
             raise DamagedError(f"{self.path}: {error}") from error
         sizes = sorted(self._sizes.items())
         files = [*self._metadata_files(), *(self.path / name for name, _ in sizes)]
+        files += [] if known is None else [self.path / checksums.NAME]
         return Saved(root, entries, nbytes, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
 
     def _metadata_files(self) -> list[Path]:
