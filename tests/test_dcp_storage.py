@@ -25,7 +25,10 @@ from holdfast.dcp import FileSystemReader, FileSystemWriter
 from holdfast.dcp.draft import Draft, aside_of
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, UnsafePickleError
 from holdfast.formats.dcp import checksums
+from holdfast.formats.dcp.checksums import Record, Verified
+from holdfast.layout.blocks import crc64
 from holdfast.storage.bulk import BulkReader
+from holdfast.storage.readers import Readers
 from tests.pool import Ranks
 from tests.test_pickles import EVIL
 from tests.test_torch_files import same
@@ -299,7 +302,8 @@ def test_the_metadata_of_another_save_is_found(saved: Path, tmp_path: Path) -> N
 def test_checksums_that_are_none(saved: Path) -> None:
     file = saved / checksums.NAME
     good = json.loads(file.read_bytes())
-    for change in ({"version": 2}, {"metadata": 5}, {"files": {}}):
+    unordered = {name: records[::-1] for name, records in good["files"].items()}
+    for change in ({"version": 2}, {"metadata": 5}, {"files": {}}, {"files": unordered}):
         file.write_text(json.dumps({**good, **change}))
         with pytest.raises(CheckpointException, match=r"checksums\.json"):
             load(str(saved), 1)
@@ -308,6 +312,19 @@ def test_checksums_that_are_none(saved: Path) -> None:
         load(str(saved), 1)
     file.unlink()
     load(str(saved), 1)
+
+
+def test_records_that_begin_at_the_same_byte_are_told_apart(tmp_path: Path) -> None:
+    """As only somebody else would write them."""
+    data = bytes(range(12))
+    (tmp_path / "f").write_bytes(data)
+    places = [(0, 4), (8, 4), (0, 12)]
+    records = [Record(start, size, f"{crc64(data[start : start + size]):016x}") for start, size in places]
+    verified = Verified(Readers(), tmp_path, {"f": records})
+    for start, stop in [(0, 4), (9, 12), (0, 4)]:
+        found = bytearray(stop - start)
+        verified.read(tmp_path / "f", start, memoryview(found))
+        assert found == data[start:stop]
 
 
 def test_of_a_chunk_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:

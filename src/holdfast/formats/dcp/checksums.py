@@ -71,7 +71,7 @@ class Verified:
 
     def __init__(self, readers: Reads, folder: Path, files: Mapping[str, Sequence[Record]]) -> None:
         self._readers, self._folder, self._files = readers, folder, files
-        self._last: tuple[tuple[Path, int, int], memoryview] | None = None
+        self._last: tuple[tuple[Path, Record, int], memoryview] | None = None
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fill ``into``, which lies inside a record. Raises ``DamagedError`` naming the file and the bytes."""
@@ -86,12 +86,13 @@ class Verified:
     def _record(self, path: Path, offset: int, size: int) -> Record:
         records = self._files.get(str(path.relative_to(self._folder)), [])
         number = bisect.bisect_right(records, offset, key=lambda record: record.offset) - 1
-        if number < 0 or offset + size > records[number].offset + records[number].size:
+        record = records[number] if number >= 0 else Record(0, 0, "")
+        if not record.offset <= offset <= offset + size <= record.offset + record.size:
             raise DamagedError(f"{self._folder / NAME} has no checksum of bytes {offset} to {offset + size} of {path}")
-        return records[number]
+        return record
 
     def _block(self, path: Path, record: Record, block: int) -> memoryview:
-        key = (path, record.offset, block)
+        key = (path, record, block)
         if self._last is None or self._last[0] != key:
             start, stop = blocks.span(block, record.size)
             data = memoryview(bytearray(stop - start))
