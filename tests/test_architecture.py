@@ -19,14 +19,16 @@ FLOORS = [
     {"handle", "falling_back"},
     {"saving", "loading"},
     {"agreement", "reading", "finding"},
-    {"request", "restored"},
+    {"request", "telling"},
+    {"restored"},
     {"upkeep"},
     {"retention"},
     {"catalog"},
     {"state", "formats"},
     {"engine"},
     {"storage", "layout"},
-    {"errors", "_version"},
+    {"terminal"},
+    {"errors", "events", "_version"},
 ]
 
 

@@ -8,13 +8,14 @@ from textwrap import wrap
 from typing import Any
 
 from holdfast.cli.modules import INSIDE, Module
-from holdfast.cli.output import clean, count, human_metrics, human_size, human_time
+from holdfast.cli.output import count, human_metrics, human_size, human_time
 from holdfast.cli.table import Column, Table
 from holdfast.cli.target import Target
 from holdfast.cli.values import brief, lines
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Provenance
+from holdfast.terminal import clean
 
 #: The most lines of one part of the values.
 _SHOWN = 30

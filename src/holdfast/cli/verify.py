@@ -10,8 +10,9 @@ import typer
 
 from holdfast.cli import target
 from holdfast.cli.examine import Verdict, examine
-from holdfast.cli.output import clean, console, count, human_seconds, human_size, print_json
+from holdfast.cli.output import count, human_seconds, human_size, print_json
 from holdfast.storage.local import local_path
+from holdfast.terminal import clean, console
 
 #: The most problems of one checkpoint that are printed.
 _SHOWN = 20

@@ -24,9 +24,10 @@ from holdfast.engine.ranks import Session, unanimous
 from holdfast.engine.read import read_pieces
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stream import Heard
-from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments, Moved, Piece, decode_fragments, encode_fragments
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.events import Meter, OnEvent, Progress
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.reader import Reader
 from holdfast.layout.hidden import Hidden
@@ -76,8 +77,8 @@ class Wish:
 class Conversion:
     """The steps, each of which ends in a vote."""
 
-    def __init__(self, wish: Wish, session: Session) -> None:
-        self._wish, self._session = wish, session
+    def __init__(self, wish: Wish, session: Session, on_event: OnEvent) -> None:
+        self._wish, self._session, self._on_event = wish, session, on_event
 
     def run(self, *, verify: bool) -> Path:
         """All of it; on failure nothing is left, and all ranks raise the same error."""
@@ -85,9 +86,13 @@ class Conversion:
         target = TARGETS[self._wish.to](material, draft, self._wish.final)
         try:
             pieces, places = self._prepare(target, material)
-            written = self._write(target, material, places, pieces)
+            total = sum(piece.stop - piece.start for piece in pieces) * (2 if verify else 1)
+            moved = Meter(
+                total, lambda done, total: self._on_event(Progress("convert", self._wish.final, done, total))
+            ).add
+            written = self._write(target, material, places, pieces, moved)
             if verify:
-                self._session.all("reading back", lambda: _verify(target, places, pieces, written))
+                self._session.all("reading back", lambda: _verify(target, places, pieces, written, moved))
             self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target, draft))
         except BaseException:
             if self._session.rank == LEADER:
@@ -126,7 +131,9 @@ class Conversion:
         places = self._session.all("looking at the new files", target.places)
         return list(_share(places, material, self._session)), places
 
-    def _write(self, target: Target, material: Material, places: Places, pieces: Sequence[Piece]) -> Fragments:
+    def _write(
+        self, target: Target, material: Material, places: Places, pieces: Sequence[Piece], moved: Moved
+    ) -> Fragments:
         """Write this rank's share; what was read is verified by all together."""
         tensors = list(places.tensors)
         stored = [material.chosen.sources.get(key, key) for key in tensors]
@@ -137,7 +144,7 @@ class Conversion:
             heard = Heard()
             sources = Sources(material, heard)
             with Opened(sources.files) as opened:
-                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened)))
+                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
             read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
             return encode_fragments(checks.check_own(read)), encode_fragments(written)
 
@@ -168,10 +175,10 @@ def _share(places: Places, material: Material, session: Session) -> list[Piece]:
     return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
 
 
-def _verify(target: Target, places: Places, pieces: Sequence[Piece], written: Fragments) -> None:
+def _verify(target: Target, places: Places, pieces: Sequence[Piece], written: Fragments, moved: Moved) -> None:
     """Raise ``DamagedError`` where what is in the files is not what this rank wrote."""
     target.reader()
-    found = read_pieces(places.files, pieces, lambda _: Nowhere())
+    found = read_pieces(places.files, pieces, lambda _: Nowhere(), moved)
     keys = list(places.tensors)
     for number, fragments in written.items():
         if found.get(number) != fragments:
