@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from concurrent.futures import Future
@@ -15,8 +14,6 @@ from holdfast.saving import Save
 
 #: Writing gives way to training: added to the niceness of its threads.
 _NICENESS = 10
-
-_log = logging.getLogger("holdfast")
 
 
 class SaveHandle:
@@ -61,7 +58,6 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
                 _give_way()
                 info = save.finish()
         except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
-            _log.error("the save of %s failed: %s", save.path, error)
             done.set_exception(error)
         else:
             done.set_result(info)
@@ -75,4 +71,5 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
 def _give_way() -> None:
     """Lower the priority of this thread, and of those that it starts."""
     with suppress(OSError, AttributeError):  # not on every system are threads so many processes
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
