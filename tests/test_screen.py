@@ -129,7 +129,12 @@ class TestOnATerminal:
             ["convert", one, made / "x.pt", "--to", "torch"],
             ["consolidate", one, "--output_file", made / "y.pt"],
         ]
-        calls += [["ls", made / "empty"], ["show", made / "nothing"], ["--help"], *([name, "--help"] for name in COMMANDS)]
+        calls += [
+            ["ls", made / "empty"],
+            ["show", made / "nothing"],
+            ["--help"],
+            *([name, "--help"] for name in COMMANDS),
+        ]
         terminal = Terminal("-c", CALLS, json.dumps([[str(arg) for arg in args] for args in calls]))
         terminal.end()
         found = sections(terminal.text)

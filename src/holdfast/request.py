@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.asked import Asked
 from holdfast.errors import InvalidArgumentError
+from holdfast.events import OnEvent, unheard
 from holdfast.layout.files import parse_size
 from holdfast.layout.names import check_tag, check_text, number
 from holdfast.retention import Retention
@@ -43,7 +45,7 @@ class Background:
 class SaveRequest:
     """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
 
-    ``background``: ``None`` where the call returns when all is done.
+    ``background``: ``None`` where the call returns when all is done. ``began``: by ``time.perf_counter``.
     """
 
     path: Path
@@ -55,6 +57,8 @@ class SaveRequest:
     overwrite: bool = False
     keep: Retention | None = None
     background: Background | None = None
+    on_event: OnEvent = unheard
+    began: float = field(default_factory=time.perf_counter)
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""
@@ -101,6 +105,8 @@ class LoadRequest:
     exchange: str = "auto"
     on_damage: str = "fall_back"
     keys: Mapping[str, str] = field(default_factory=dict)
+    on_event: OnEvent = unheard
+    began: float = field(default_factory=time.perf_counter)
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from holdfast._version import __version__
 from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
@@ -70,6 +69,8 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from holdfast._version import __version__  # noqa: PLC0415 - metadata of packages, which nothing else needs
+
         print(f"holdfast {__version__}")
         raise typer.Exit
 
