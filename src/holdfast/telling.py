@@ -75,7 +75,7 @@ class Telling:
 @contextmanager
 def with_a_bar(what: str, on_event: OnEvent) -> Iterator[OnEvent]:
     """A progress bar beside the listener, where stderr is a terminal and it takes longer than a second."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield on_event
         return
     from holdfast.terminal import bar  # noqa: PLC0415 - rich, which jobs without a terminal need not import

@@ -39,8 +39,7 @@ def write_stripes(
         writers = {file: stack.enter_context(BulkWriter(files[file])) for file in numbers}
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         for piece, stripe in _put_together(crossings, part_of, wire, shelf):
-            written.append(pool.submit(_write, piece, stripe, writers[piece.file], shelf))
-            written[-1].add_done_callback(lambda _, size=piece.stop - piece.start: moved(size))
+            written.append(pool.submit(_write, piece, stripe, writers[piece.file], shelf, moved))
         found = [future.result() for future in written]
         for writer in writers.values():
             writer.sync()
@@ -139,10 +138,11 @@ def _inside(buffer: Bytes, piece: Piece) -> Bytes:
     return buffer[lead : lead + piece.stop - piece.start]
 
 
-def _write(piece: Piece, buffer: Bytes, writer: BulkWriter, shelf: _Shelf) -> list[tuple[int, Fragment]]:
+def _write(piece: Piece, buffer: Bytes, writer: BulkWriter, shelf: _Shelf, moved: Moved) -> list[tuple[int, Fragment]]:
     try:
         stripe = _inside(buffer, piece)
         writer.write(piece.offset, stripe.data)
+        moved(len(stripe))
         return list(hashed(piece, stripe))
     finally:
         shelf.put_back(buffer)
