@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs bench crash clean
+.PHONY: demo test lint docs bench bench-full crash jobs kill faults fuzz clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -28,13 +28,35 @@ docs: .venv/docs
 	$(BIN)/python -m pip install --quiet --requirement requirements-docs.txt
 	touch $@
 
-## bench: side by side with PyTorch DCP and with the disk's own speed
+## bench: side by side with peers and with the disk's own speed: the cases of a few minutes, or all of them
 bench: .venv/installed
+	$(BIN)/python -m benchmarks large small start
+
+bench-full: .venv/installed
 	$(BIN)/python -m benchmarks
 
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed
 	$(BIN)/python -m campaigns.crash
+
+## kill: ranks killed and stopped at every point of a save and a load
+kill: .venv/installed
+	$(BIN)/python -m campaigns.kill
+	$(BIN)/python -m campaigns.stop
+
+## faults: every call to the file system fails once; everything changes right after an asynchronous save
+faults: .venv/installed
+	$(BIN)/python -m campaigns.faults
+	$(BIN)/python -m campaigns.torn
+	$(BIN)/python -m campaigns.torn --staging overlapped
+
+## fuzz: change checkpoints of every format at random, and read them
+fuzz: .venv/installed
+	$(BIN)/python -m campaigns.fuzz
+
+## jobs: several jobs at one folder, which save, overwrite, remove and read as fast as they can
+jobs: .venv/installed
+	TMPDIR=/dev/shm $(BIN)/python -m campaigns.side_by_side
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -42,4 +64,4 @@ crash: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv site demo_run crash_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,27 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 #: Seconds before each run, for disks that give more for a moment after a rest.
 REST = 1.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of each round."""
-
-    rounds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """The middle one."""
-        return statistics.median(self.rounds)
-
-    @property
-    def spread(self) -> float:
-        """Half the range between the quartiles, as a part of the median."""
-        first, _, third = statistics.quantiles(self.rounds, n=4)
-        return (third - first) / 2 / self.median
 
 
 @dataclass(frozen=True)
@@ -38,15 +21,80 @@ class Contender:
     prepare: Callable[[], object] = lambda: None
 
 
-def interleaved(contenders: Mapping[str, Contender], rounds: int) -> dict[str, Timing]:
-    """Time each contender once a round, in a drawn order: a disk remembers who wrote before."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+@dataclass(frozen=True)
+class Figure:
+    """What was measured in each round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Half the range between the quartiles, as a part of the median; nothing for less than three rounds."""
+        if len(self.rounds) < 3 or not self.median:  # noqa: PLR2004 - quartiles of two are no spread
+            return 0.0
+        first, _, third = statistics.quantiles(self.rounds, n=4)
+        return (third - first) / 2 / self.median
+
+
+@dataclass(frozen=True)
+class Table:
+    """One case: a figure of each contender. ``limits`` are those that no program can beat on this machine."""
+
+    title: str
+    unit: str
+    figures: Mapping[str, Figure]
+    limits: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class Clock:
+    """The seconds, and the seconds of processor time, that each contender took in each round."""
+
+    wall: dict[str, list[float]]
+    processor: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, contenders: Mapping[str, Contender]) -> Self:
+        """One that has run nothing yet."""
+        return cls({name: [] for name in contenders}, {name: [] for name in contenders})
+
+    def time(self, name: str, contender: Contender) -> None:
+        """Run a contender once."""
+        contender.prepare()
+        time.sleep(REST)
+        started, worked = time.perf_counter(), time.process_time()
+        contender.run()
+        self.wall[name].append(time.perf_counter() - started)
+        self.processor[name].append(time.process_time() - worked)
+
+    def table(self, title: str, limits: tuple[str, ...] = (), note: str = "") -> Table:
+        """The seconds of each contender, in the order in which they were named."""
+        return Table(title, "s", _figures(self.wall), limits, note)
+
+    def processor_table(self, title: str, gigabytes: float) -> Table:
+        """Seconds of processor time for each gigabyte."""
+        per_gigabyte = {name: [one / gigabytes for one in rounds] for name, rounds in self.processor.items()}
+        return Table(title, "CPU s/GB", _figures(per_gigabyte))
+
+
+def interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
+    """Time each contender once a round, in a drawn order: a disk remembers who wrote before.
+
+    A round before the first, with what is imported and allocated at first use, does not count.
+    """
     order = random.Random(0)
-    for _ in range(rounds):
+    rehearsal, clock = Clock.of(contenders), Clock.of(contenders)
+    for number in range(rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):
-            contenders[name].prepare()
-            time.sleep(REST)
-            started = time.perf_counter()
-            contenders[name].run()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: Timing(tuple(found)) for name, found in seconds.items()}
+            (clock if number else rehearsal).time(name, contenders[name])
+    return clock
+
+
+def _figures(rounds: Mapping[str, list[float]]) -> dict[str, Figure]:
+    return {name: Figure(tuple(found)) for name, found in rounds.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,16 @@ def read(path: Path, threads: int, *, direct: bool) -> None:
     os.close(fd)
 
 
+def read_share(files: Sequence[Path], part: int, parts: int, *, direct: bool) -> None:
+    """Read one part of so many of each file."""
+    for file in files:
+        fd = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        buffer = mmap.mmap(-1, CHUNK)
+        for offset in range(part * CHUNK, file.stat().st_size, parts * CHUNK):
+            os.preadv(fd, [buffer], offset)
+        os.close(fd)
+
+
 def _in_threads(threads: int, size: int, move: Callable[[mmap.mmap, int], object]) -> None:
     """Move a file chunk by chunk; each thread takes the next one."""
     offsets = iter(range(0, size, CHUNK))
@@ -64,10 +75,21 @@ def _in_threads(threads: int, size: int, move: Callable[[mmap.mmap, int], object
 
 
 def forget(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
+    """Take a file, or those of a folder, out of the page cache."""
     os.sync()
-    for path in folder.rglob("*"):
+    for path in [folder, *folder.rglob("*")]:
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+
+
+def empty(folder: Path) -> None:
+    """Remove what is in a folder."""
+    remove(folder)
+    folder.mkdir()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and all in it."""
+    shutil.rmtree(folder, ignore_errors=True)

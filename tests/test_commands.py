@@ -26,12 +26,12 @@ FORMATS = {
     "dcp": "dcp",
 }
 
-#: What each command is called with; ``OUT`` is a path where there is nothing.
+#: What each command is called with; ``OUT.safetensors`` is a path where there is nothing.
 CALLS = {
     "show": ["show", "IN"],
     "verify": ["verify", "IN"],
     "diff": ["diff", "IN", "NATIVE", "model/*"],
-    "convert": ["convert", "IN", "OUT", "--to", "safetensors"],
+    "convert": ["convert", "IN", "OUT.safetensors", "--to", "safetensors"],
     "consolidate": ["consolidate", "IN", "--output_file", "OUT.safetensors"],
 }
 
@@ -55,7 +55,6 @@ def call(name: str, made: Path, given: Path, out: Path, *more: str) -> Any:
     places = {
         "IN": given,
         "NATIVE": made / "run/step_1",
-        "OUT": out / "out",
         "OUT.safetensors": out / "out.safetensors",
     }
     result = CliRunner().invoke(app, [str(places.get(arg, arg)) for arg in CALLS[name]] + list(more))

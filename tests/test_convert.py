@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from tests.test_same_bytes import contents
 from tests.training import assert_equal, start, trained, whole
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def save_some(folder: Path) -> Path:
     """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
     run = trained("plain")
     content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
     holdfast.save_checkpoint(
-        tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
+        folder / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
     )
-    return tmp_path / "run/s"
+    return folder / "run/s"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_some(tmp_path)
 
 
 def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
@@ -54,6 +59,12 @@ def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> N
     assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
     assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+
+
+def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "all.pt") as found:
+        assert {name.partition("/")[0] for name in found.namelist()} == {"archive"}
 
 
 def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:

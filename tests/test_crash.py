@@ -54,13 +54,18 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new_one(
     assert findings.examined >= 2
 
 
+@pytest.fixture(scope="module")
+def history(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """A first save of two models by two ranks."""
+    return play(MODELS, 2, ranks, tmp_path_factory.mktemp("models"))
+
+
 @pytest.mark.parametrize(
     "name",
     ["model-00001-of-00002.safetensors", "state.json", "manifest.json", "model", "actor", ".partial", "a", "runs"],
 )
-def test_one_sync_less_is_found(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_one_sync_less_is_found(history: History, name: str) -> None:
     """Of a file's bytes, or of the names in a folder."""
-    history = play(MODELS, 2, ranks, tmp_path)
     nodes = {one.node for one in history.operations if isinstance(one, Make) and one.name.endswith(name)}
     less = [one for one in history.operations if not (isinstance(one, Sync) and one.node in nodes)]
     assert len(less) < len(history.operations)

@@ -177,7 +177,7 @@ def test_ranks_without_a_shared_file_system_are_told_so(ranks: Ranks, tmp_path: 
 def load_where_one_sees_nothing(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if rank() == 1:
-        patch.setattr("holdfast.loading.open_reader", _no_folder)
+        patch.setattr("holdfast.loading.NativeReader", _no_folder)
     try:
         holdfast.load_checkpoint(path, model={"w": torch.zeros(10)})
     finally:

@@ -33,7 +33,7 @@ SAVING = [
 ]
 LEADING = ["holdfast.saving.successor", "holdfast.engine.commit.Draft.open", "holdfast.engine.commit.Draft.publish"]
 LOADING = [
-    "holdfast.loading.open_reader",
+    "holdfast.loading.NativeReader",
     "holdfast.state.restore.Intake.match",
     "holdfast.state.restore.Intake.check",
     "holdfast.reading.plan_load",

@@ -119,6 +119,36 @@ def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_ca
     assert (found.tag, found.missing) == ("step_0", ())
 
 
+def test_values_of_the_damaged_one_are_found_whatever_they_are_called_in_it(tmp_path: Path) -> None:
+    """It has one tensor for two of ours, the sound one has it for one of them only."""
+    tied = torch.ones(64)
+    holdfast.save_checkpoint(tmp_path, "step_1", {"v": torch.zeros(64)})
+    holdfast.save_checkpoint(tmp_path, "step_2", {"v": tied, "w": tied})
+    assert holdfast.open(tmp_path).keys() == ["model/v"]
+    flip(tmp_path, 2)
+    with pytest.raises(DamagedError, match=r"step_2.*may be partly filled"):
+        holdfast.restore(tmp_path, model={"w": torch.zeros(64), "v": torch.zeros(64)}, strict=False)
+
+
+def test_where_values_cannot_be_put_in_place_no_other_ones_are_tried(tmp_path: Path) -> None:
+    """Some of them are in place by then."""
+
+    class Odd:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, _: Any) -> None:
+            tried.append(self)
+            if len(tried) == 1:
+                raise DamagedError("not this one")
+
+    tried: list[Odd] = []
+    for step in range(2):
+        holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(1)}, stateful={"odd": Odd()})
+    with pytest.raises(DamagedError, match="not this one"):
+        holdfast.restore(tmp_path, model={"w": torch.zeros(1)}, stateful={"odd": Odd()}, strict=False)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_where_no_sound_one_fits_the_damage_is_what_is_told(tmp_path: Path, strict: bool) -> None:
     """Not that nothing was changed."""

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.catalog import CheckpointInfo
 from holdfast.errors import DamagedError, FormatError, HoldfastError, UnsafeNameError
 from holdfast.layout import manifest
 from holdfast.layout.blocks import crc64
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
+from holdfast.survey import CheckpointInfo
 from tests.test_blocks import slow_crc
 
 FILE = "run/step_7/manifest.json"

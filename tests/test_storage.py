@@ -8,6 +8,7 @@ import itertools
 import os
 import stat
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -260,15 +261,43 @@ def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
     assert (tmp_path / "outside/file").exists()
 
 
-def test_folders_are_made_with_their_parents_listed_in_order_and_hidden_ones_left_out(tmp_path: Path) -> None:
+def test_folders_are_made_with_their_parents_and_their_names_are_listed(tmp_path: Path) -> None:
     for name in ("b/c", "a", ".hidden"):
         local.make_folder(tmp_path / name)
         local.make_folder(tmp_path / name)
     (tmp_path / "file").write_bytes(b"")
-    assert [path.name for path in local.subfolders(tmp_path)] == ["a", "b"]
-    assert local.subfolders(tmp_path / "absent") == []
-    assert local.subfolders(tmp_path / "file") == []
+    assert local.names(tmp_path) == {"a", "b", ".hidden", "file"}
+    assert local.names(tmp_path / "absent") == set()
+    assert local.names(tmp_path / "file") == set()
     local.sync_folder(tmp_path)
+
+
+def test_what_lacks_a_file_is_told_from_what_is_not_there(tmp_path: Path) -> None:
+    for name in ("with", "without", "folder/file"):
+        local.make_folder(tmp_path / name)
+    (tmp_path / "with/file").write_bytes(b"")
+    (tmp_path / "a file").write_bytes(b"")
+    (tmp_path / "link").symlink_to("with")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    found = {name: local.lacks(tmp_path / name, "file") for name in ("with", "link", "absent")}
+    assert found == dict.fromkeys(found, False)
+    found = {name: local.lacks(tmp_path / name, "file") for name in ("without", "folder", "a file", "dangling", "loop")}
+    assert found == dict.fromkeys(found, True)
+
+
+def test_what_is_renamed_while_it_is_looked_at_does_not_lack_anything(tmp_path: Path) -> None:
+    """Another folder may have its name meanwhile, and it may have been emptied."""
+    (tmp_path / "a").mkdir()
+    look = local._has_file
+
+    def change(*arguments: Any) -> bool:
+        (tmp_path / "a").rename(tmp_path / "b")
+        (tmp_path / "a").mkdir()
+        return look(*arguments)
+
+    with mock.patch.object(local, "_has_file", change):
+        assert not local.lacks(tmp_path / "a", "file")
 
 
 def test_a_durable_folder_is_synced_where_it_was_not_there_and_so_are_those_above_it(tmp_path: Path) -> None:

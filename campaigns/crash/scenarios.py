@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -15,6 +15,7 @@ from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from holdfast.cli.main import app
 from holdfast.engine.commit import Draft
 from holdfast.errors import HoldfastError
+from holdfast.saving import Save as Saving
 from holdfast.storage import folders
 
 #: The checkpoints of a run, oldest first: the step of each tag.
@@ -62,9 +63,19 @@ def before_it_is_published() -> AbstractContextManager[object]:
     return mock.patch.object(Draft, "publish", side_effect=Death)
 
 
-def between_two_renames() -> AbstractContextManager[object]:
+@contextmanager
+def between_two_renames() -> Iterator[None]:
     """The old checkpoint was put aside for the new one. Only where names cannot be exchanged."""
-    return mock.patch.object(folders, "sync_folder", side_effect=Death)
+
+    def die(*_: object) -> None:
+        raise Death
+
+    def sync(folder: Path) -> None:
+        next(steps)(folder)
+
+    steps = iter((folders.sync_folder, die))
+    with mock.patch.object(folders, "sync_folder", sync), mock.patch.object(folders, "_rename_new", die):
+        yield  # nothing is taken back
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Dead:
 
     def run(self, path: Path, training: Training) -> None:
         """Save, and die."""
-        with self.where(), mock.patch.object(Draft, "discard"), suppress(HoldfastError, Death):
+        with self.where(), mock.patch.object(Saving, "_discard"), suppress(HoldfastError, Death):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 

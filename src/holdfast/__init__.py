@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast._version import __version__
-    from holdfast.catalog import CheckpointInfo
     from holdfast.checkpointer import Checkpointer
     from holdfast.conversion.convert import convert
     from holdfast.data.loader import ResumableLoader
@@ -18,12 +17,13 @@ if TYPE_CHECKING:
     from holdfast.restored import Restored
     from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.stopping import Preemption, preemption
+    from holdfast.survey import CheckpointInfo
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: Where each public name lives; looked up when first used, so that importing holdfast imports no torch.
 _HOMES = {
     "Checkpoint": "holdfast.view",
-    "CheckpointInfo": "holdfast.catalog",
+    "CheckpointInfo": "holdfast.survey",
     "Checkpointer": "holdfast.checkpointer",
     "Event": "holdfast.events",
     "KeepBest": "holdfast.retention",

@@ -18,7 +18,7 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Session
 from holdfast.engine.spec import digest
 from holdfast.errors import TagExistsError
-from holdfast.formats.native import is_native
+from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, capture, merge_values, merged_bytes
@@ -93,7 +93,7 @@ def _settle(request: SaveRequest, posted: Sequence[bytes]) -> _Terms:
     """Rank 0's view of what all ranks announced."""
     final = request.path / request.tag
     there = local.exists(final)
-    if there and request.overwrite and not is_native(final):
+    if request.overwrite and local.lacks(final, manifest.NAME):
         raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
     if there and not request.overwrite:
         raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")

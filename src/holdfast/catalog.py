@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from holdfast.errors import DamagedError, FormatError, HoldfastError, NoCheckpointError, StorageError
-from holdfast.formats.native import is_native, read_manifest
+from holdfast.errors import GoneError, NoCheckpointError
+from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.formats.native import NativeReader, is_native
+from holdfast.formats.reader import Reader
 from holdfast.layout.hidden import parse
-from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
+from holdfast.survey import CheckpointInfo, look, look_strictly, put_aside, survey
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """One checkpoint of a run. ``time`` is in seconds since 1970, ``nbytes`` the size of the files its manifest names.
-
-    ``status`` is ``"complete"``, ``"damaged"`` where the manifest is, or ``"unreadable"`` where it is of a newer format
-    or may not be read. The other fields are then empty but for ``problem``, which says why.
-    """
-
-    tag: str
-    path: Path
-    status: Literal["complete", "damaged", "unreadable"] = "complete"
-    step: float | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    sequence: int = 0
-    time: float = 0.0
-    nbytes: int = 0
-    problem: str = ""
-    run: str = ""
-    id: str = ""
-
-    @classmethod
-    def of(cls, path: Path, manifest: Manifest) -> CheckpointInfo:
-        """The checkpoint in a folder, from its manifest. The folder's name is the tag, also after a rename."""
-        return cls(
-            tag=path.name,
-            path=path,
-            step=manifest.step,
-            metrics=dict(manifest.metrics),
-            sequence=manifest.sequence,
-            time=manifest.time,
-            nbytes=manifest.nbytes,
-            run=manifest.run,
-            id=manifest.id,
-        )
-
-    @property
-    def age(self) -> tuple[int, float, str]:
-        """Sorts checkpoints from the oldest to the latest; never by a file's time, so that copies stay in order."""
-        return self.sequence, self.time, self.id
+#: How often another checkpoint is tried where the latest one goes.
+_ATTEMPTS = 100
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
     """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others."""
-    return _sorted(_look(folder) for folder in _folders(path))
+    return survey(path, look)
 
 
 def every_checkpoint(path: Path) -> list[CheckpointInfo]:
@@ -68,43 +30,7 @@ def every_checkpoint(path: Path) -> list[CheckpointInfo]:
 
     Raises ``StorageError`` then.
     """
-    return _sorted(info for folder in _folders(path) for info in _look_again(folder))
-
-
-def _sorted(found: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
-
-
-def _folders(path: Path) -> list[Path]:
-    return [folder for folder in local.subfolders(path) if is_native(folder)]
-
-
-def _look(folder: Path) -> CheckpointInfo:
-    try:
-        return _read(folder)
-    except StorageError as error:
-        return CheckpointInfo(folder.name, folder, "unreadable", problem=_text(error))
-
-
-def _look_again(folder: Path) -> Iterator[CheckpointInfo]:
-    try:
-        yield _read(folder)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:  # it was removed meanwhile
-            raise
-
-
-def _read(folder: Path) -> CheckpointInfo:
-    try:
-        return CheckpointInfo.of(folder, read_manifest(folder))
-    except DamagedError as error:
-        return CheckpointInfo(folder.name, folder, "damaged", problem=_text(error))
-    except FormatError as error:
-        return CheckpointInfo(folder.name, folder, "unreadable", problem=_text(error))
-
-
-def _text(error: HoldfastError) -> str:
-    return str(error.args[-1])
+    return survey(path, look_strictly)
 
 
 def latest(path: Path) -> CheckpointInfo:
@@ -118,11 +44,36 @@ def latest(path: Path) -> CheckpointInfo:
     raise NoCheckpointError(f"there is no checkpoint in {path}")
 
 
+def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
+    """A reader for a checkpoint, or for the latest of a run's folder; where that goes meanwhile, for the next one.
+
+    ``keys`` are those of :func:`holdfast.formats.detect.open_reader`, which says what is raised.
+    """
+    for _ in range(_ATTEMPTS):
+        place = whereabouts(path)
+        with suppress(GoneError):
+            if local.is_folder(place) and not is_checkpoint(place):
+                return NativeReader(latest(place).path)
+            return open_reader(place, keys)
+    raise GoneError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
+
+
+def whereabouts(path: Path) -> Path:
+    """Where a checkpoint is that is called by its path: there, or put aside for one that has not got its name yet."""
+    if local.exists(path):
+        return path
+    aside = (path.parent / hidden.name for hidden in put_aside(local.names(path.parent)) if hidden.tag == path.name)
+    return next(aside, path)
+
+
 def find(path: Path, tag: str) -> Path:
     """The folder of one checkpoint. Raises ``NoCheckpointError`` naming those that there are."""
     if is_native(path / tag):
         return path / tag
-    tags = [info.tag for info in list_checkpoints(path)]
+    every = list_checkpoints(path)
+    if same := [info.path for info in every if info.tag == tag]:
+        return same[-1]
+    tags = [info.tag for info in every]
     there = f"there are {', '.join(tags[-5:])}" if tags else "there is none at all"
     raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {there}")
 
@@ -136,14 +87,16 @@ class Successor:
     id: str
 
 
-def successor(path: Path) -> Successor:
-    """The next checkpoint of the run in a folder; the first one draws the run's id.
+def successor(path: Path, runs: frozenset[str]) -> Successor:
+    """The next checkpoint in a run's folder, after all that are there.
 
+    It continues the newest of those ``runs`` that it may, by their ids; where none of them is there it begins another.
     Raises ``StorageError`` where the file system does not tell which there are.
     """
     complete = [info for info in every_checkpoint(path) if info.status == "complete"]
-    last = complete[-1] if complete else None
-    return Successor(last.sequence + 1 if last else 1, last.run if last else secrets.token_hex(8), secrets.token_hex(8))
+    sequence = complete[-1].sequence + 1 if complete else 1
+    own = [info.run for info in complete if info.run in runs]
+    return Successor(sequence, own[-1] if own else secrets.token_hex(8), secrets.token_hex(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +116,13 @@ class Leftover:
 
 
 def leftovers(run: Path) -> list[Leftover]:
-    """The hidden folders of saves and removals that did not end."""
+    """The hidden folders of saves and removals that did not end, but for those that are checkpoints still."""
+    aside = {hidden.name for hidden in put_aside(local.names(run))}
     found = []
     for folder in local.hidden_folders(run):
         hidden = parse(folder.name)
         with suppress(FileNotFoundError):  # it was committed or removed meanwhile
-            if hidden is not None:
+            if hidden is not None and folder.name not in aside:
                 changed = folder.stat().st_mtime
                 found.append(Leftover(folder.name, hidden.tag, folder, changed, _used(folder), hidden.state))
     return found

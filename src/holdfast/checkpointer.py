@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from holdfast.catalog import CheckpointInfo, list_checkpoints
+from holdfast.catalog import list_checkpoints
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
@@ -29,6 +29,7 @@ from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 from holdfast.state.steady import StepGuard
 from holdfast.storage.local import local_path
+from holdfast.survey import CheckpointInfo
 from holdfast.telling import with_a_bar
 
 
@@ -36,8 +37,9 @@ class Checkpointer:
     """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
 
     ``async_save`` and ``staging`` are what saves do where they are not told.
-    ``keep`` says which checkpoints a save leaves (see :mod:`holdfast.retention`); ``max_shard_size`` is the most
-    bytes of tensors in one file (a number, or text such as ``"5GB"``);
+    ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.retention`): the run that it has loaded
+    from, or else one that it begins. ``max_shard_size`` is the most bytes of tensors in one file (a number, or text
+    such as ``"5GB"``);
     ``timeout`` the seconds that ranks wait for each other before all of them fail; ``on_event`` is told what happens
     (see :mod:`holdfast.events`). Usable as a context manager.
     """
@@ -55,6 +57,8 @@ class Checkpointer:
         on_event: OnEvent | None = None,
     ) -> None:
         self.path = local_path(path)
+        #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
+        self.runs: set[str] = set()
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
         self._process_group, self._timeout = process_group, timeout
         self._async, self._staging = async_save, staging
@@ -96,9 +100,19 @@ class Checkpointer:
         how = Background(staging or self._staging, staging_check)
         background = how if (self._async if async_save is None else async_save) else None
         request = SaveRequest(
-            self.path, tag, training, self._max_shard_size, step, metrics or {}, overwrite, kept, background
+            path=self.path,
+            tag=tag,
+            training=training,
+            max_shard_size=self._max_shard_size,
+            step=step,
+            metrics=metrics or {},
+            overwrite=overwrite,
+            keep=kept,
+            background=background,
+            runs=frozenset(self.runs),
+            on_event=on_event or self._on_event,
+            began=began,
         )
-        request = replace(request, on_event=on_event or self._on_event, began=began)
         return self._at_once(request) if background is None else self._later(request)
 
     def _at_once(self, request: SaveRequest) -> SaveHandle:
@@ -106,6 +120,7 @@ class Checkpointer:
             save = Save(replace(request, on_event=on_event), self._current_ranks(), self._plans, self._timeout)
             with _collector_paused(), save.undone_on_failure():
                 save.begin()
+                self.runs.add(save.run)
                 info = save.finish()
                 save.part()
         return SaveHandle(save.path, save.telling.returned(), ended(info))
@@ -114,6 +129,7 @@ class Checkpointer:
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused(), save.undone_on_failure():
             save.begin()
+            self.runs.add(save.run)
             save.stage(self._arena)
             if not save.copied.is_set():
                 self._guard.arm(save.copied)
@@ -181,7 +197,10 @@ class Checkpointer:
             _collector_paused(),
             torch.inference_mode(mode=False),
         ):
-            return load(replace(request, on_event=heard), self._current_ranks(), self._timeout)
+            restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout)
+        if restored.run:
+            self.runs.add(restored.run)
+        return restored
 
     def list(self) -> list[CheckpointInfo]:
         """The checkpoints in the folder, oldest first."""

@@ -19,6 +19,10 @@ class NoCheckpointError(HoldfastError, FileNotFoundError):
     """There is no checkpoint where one was asked for."""
 
 
+class GoneError(NoCheckpointError):
+    """A checkpoint that another process replaced or removed while it was read."""
+
+
 class TagExistsError(HoldfastError, FileExistsError):
     """The tag is taken; a checkpoint is never overwritten by accident."""
 

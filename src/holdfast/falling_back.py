@@ -1,14 +1,14 @@
-"""Where the newest checkpoint is damaged, the newest sound one that fits is loaded."""
+"""Where the newest checkpoint is damaged, or goes while it is read, another is loaded that fits."""
 
 from __future__ import annotations
 
-import errno
 import warnings
 
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
-from holdfast.errors import DamagedError, MismatchError, NoCheckpointError, StorageError
-from holdfast.loading import Load, Tried
+from holdfast.errors import DamagedError, DisagreementError, MismatchError, NoCheckpointError, StorageError
+from holdfast.finding import Search
+from holdfast.loading import Load
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
 
@@ -16,29 +16,22 @@ from holdfast.restored import Restored
 def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
     """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
 
-    Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning.
+    Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning; where
+    another process replaces or removes it meanwhile, what is there then.
     """
-    damaged: dict[str, DamagedError | StorageError | MismatchError] = {}
-    filled: set[tuple[str, str]] = set()
+    search = Search(request, timeout)
     while True:
-        attempt = Load(request, ranks, timeout, Tried(tuple(damaged), frozenset(filled)))
+        attempt = Load(request, ranks, timeout, search)
         try:
             restored = attempt.run()
-        except (DamagedError, StorageError, MismatchError) as error:
-            # All ranks raise it, as they have voted; so all of them go on to the same next one.
-            gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-            unfit = isinstance(error, MismatchError) and bool(damaged)
-            if attempt.is_last_resort() or not (gone or unfit or isinstance(error, DamagedError)):
+        except (DamagedError, StorageError, MismatchError, DisagreementError, NoCheckpointError) as error:
+            if not attempt.found.folder or attempt.is_applying:
                 raise
-            damaged[attempt.found.id] = error
-            filled |= attempt.filled
+            # All ranks raise it, as they have voted; so all of them go on, and rank 0 decides to what.
+            search.failed(attempt.found, attempt.filled, error)
             continue
-        except NoCheckpointError:
-            if not damaged:
-                raise
-            raise next(iter(damaged.values())) from None
         if ranks.rank == LEADER and restored.fell_back_from:
-            why = "; ".join(str(error) for error in damaged.values()) or "their manifests cannot be read"
+            why = "; ".join(str(error) for error in search.damaged.values()) or "their manifests cannot be read"
             warnings.warn(
                 f"loaded {restored.tag!r}, as {', '.join(restored.fell_back_from)} in {request.path} cannot be "
                 f"loaded: {why}",

@@ -10,14 +10,13 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast import catalog
-from holdfast.catalog import CheckpointInfo
 from holdfast.checkpointer import Checkpointer
 from holdfast.events import OnEvent
 from holdfast.handle import SaveHandle
 from holdfast.restored import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
-from holdfast.upkeep import put_aside
+from holdfast.survey import CheckpointInfo
 
 #: The default instances, one for each path and what was set with it. The only module-level state there is.
 _defaults: dict[tuple[Path, int | str, float, dist.ProcessGroup | None], Checkpointer] = {}
@@ -77,7 +76,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference fails that
             save with ``TornError``.
         num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
-            committed. Nothing is removed without it.
+            committed. Nothing is removed without it. This process continues the run that it has loaded from; one
+            that has not loaded begins another, and leaves alone what others saved here, like what was renamed.
         keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
         overwrite: replace a checkpoint of this tag in one atomic step, instead of raising.
         max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
@@ -108,6 +108,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     for other in list(_defaults.values()):
         if other.path == checkpointer.path:
             other.finalize()
+        checkpointer.runs |= other.runs
     return checkpointer.save(tag, model, optimizer, scheduler, user_content, **options)
 
 
@@ -171,7 +172,7 @@ def restore(
         timeout: seconds that ranks wait for each other before all of them fail.
 
     Raises:
-        NoCheckpointError: there is none.
+        NoCheckpointError: there is none; ``GoneError`` where others replace them faster than one can be loaded.
         MismatchError: names, shapes, dtypes or groups do not match. Nothing was changed.
         DamagedError: bytes are not what was saved; names the file and tensor.
         DisagreementError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
@@ -208,8 +209,7 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
 
     Raises ``StorageError`` where that does not tell.
     """
-    folder = local_path(path)
-    return any(info.status == "complete" for info in catalog.every_checkpoint(folder)) or any(put_aside(folder))
+    return any(info.status == "complete" for info in catalog.every_checkpoint(local_path(path)))
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.catalog import CheckpointInfo
 from holdfast.errors import RankTimeoutError
 from holdfast.saving import Save
+from holdfast.survey import CheckpointInfo
 
 #: Writing gives way to training: added to the niceness of its threads.
 _NICENESS = 10

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -19,8 +18,8 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.spec import PER_RANK
 from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.errors import DamagedError, DisagreementError, NoCheckpointError
-from holdfast.finding import Found, locate
+from holdfast.errors import DamagedError, DisagreementError, GoneError, NoCheckpointError, StorageError
+from holdfast.finding import Found, Search
 from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
@@ -29,7 +28,7 @@ from holdfast.request import LoadRequest
 from holdfast.restored import Restored
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import Own, Saved, resized, same
-from holdfast.state.capture import STATE, Training
+from holdfast.state.capture import Training
 from holdfast.state.restore import Intake
 from holdfast.storage.local import host
 from holdfast.telling import Telling
@@ -57,32 +56,20 @@ _encode = msgspec.msgpack.Encoder().encode
 _Held = tuple[bytes, bytes]
 
 
-class Tried(NamedTuple):
-    """Checkpoints that were tried already: their ids, as another may have their name meanwhile, and what they filled.
-
-    ``filled`` are tensors of models and optimizers.
-    """
-
-    ids: tuple[str, ...]
-    filled: frozenset[tuple[str, str]]
-
-
 class Load:
     """The steps of one load; each ends in a vote.
 
     Until every check has passed on every rank, nothing of the caller's is changed.
     """
 
-    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, tried: Tried) -> None:
+    def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, search: Search) -> None:
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
-        self._tried = tried
+        self._search = search
         self._telling = Telling(request.path, request.on_event, is_leader=ranks.rank == LEADER, began=request.began)
         self.found = Found()
+        #: The caller's tensors that may have been filled; and whether values are being put in place, the last step.
         self.filled: set[tuple[str, str]] = set()
-
-    def is_last_resort(self) -> bool:
-        """Whether there is nothing to fall back to, or nobody wants to."""
-        return not self.found.id or self._request.tag is not None or self._request.on_damage == "raise"
+        self.is_applying = False
 
     def run(self) -> Restored:
         """Load, on all ranks."""
@@ -92,6 +79,7 @@ class Load:
         membership = self._tell(intake, terms)
         plan = self._plan(reader, intake, membership, terms)
         verified = self._read(reader, intake, plan)
+        self.is_applying = True
         self._session.all("putting values in place", intake.apply)
         restored = self._report(reader, intake, verified=verified)
         self._telling.loaded(folder, restored, plan.plan.nbytes)
@@ -110,7 +98,7 @@ class Load:
             "finding the checkpoint",
             request.asked(),
             work,
-            lambda _: _encode(locate(request, self._tried.ids)),
+            lambda _: _encode(self._search.next()),
         )
         return msgspec.msgpack.decode(found, type=Found)
 
@@ -182,14 +170,14 @@ class Load:
         return self._session.all("matching the checkpoint with what it is loaded into", work)
 
     def _check_refilled(self, intake: Intake, folder: Path) -> None:
-        """Raise ``DamagedError`` where a damaged checkpoint has filled what this one would leave as it is."""
-        left = sorted(self._tried.filled - intake.targets.keys())
+        """Raise ``DamagedError`` where another checkpoint has filled what this one would leave as it is."""
+        left = sorted(self._search.filled - intake.filled)
         if left:
-            raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of a damaged checkpoint")
+            raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
 
     def _open(self, folder: Path) -> Reader:
         try:
-            return open_reader(folder, self._request.keys)
+            return NativeReader(folder) if self.found.id else open_reader(folder, self._request.keys)
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise
@@ -209,13 +197,16 @@ class Load:
         def decide(posted: list[bytes]) -> bytes:
             if checks:
                 checks.check_shared(decode_fragments(posted))
+            elif not reader.is_current():  # nothing else tells that files of two checkpoints were read
+                raise GoneError(f"{reader.path} was replaced or removed while it was read")
             return b""
 
-        self.filled = {key for key in intake.targets if key[0] not in {STATE, PER_RANK}}
+        self.filled = intake.filled
         try:
             self._session.vote("reading", work, encode_fragments, decide)
-        except DamagedError as error:
-            raise DamagedError(f"{error}. {_partly(self._request.training)}") from error
+        except (DamagedError, StorageError, GoneError) as error:
+            *also, said = error.args
+            raise type(error)(*also, f"{said}. {_partly(self._request.training)}") from error
         return checks is not None and checks.cover(intake.targets)
 
     def _report(self, reader: Reader, intake: Intake, *, verified: bool) -> Restored:
@@ -224,7 +215,7 @@ class Load:
         return Restored(
             user_content=intake.user_content,
             rank_content=intake.rank_content,
-            tag=reader.path.name,
+            tag=self.found.tag,
             step=manifest.step if manifest else None,
             verified=verified,
             missing=tuple(intake.findings.missing),
@@ -232,6 +223,7 @@ class Load:
             exact=tuple(exact),
             rederived=tuple(rederived),
             fell_back_from=tuple(self.found.passed),
+            run=manifest.run if manifest else "",
         )
 
 

@@ -45,7 +45,8 @@ class Background:
 class SaveRequest:
     """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
 
-    ``background``: ``None`` where the call returns when all is done. ``began``: by ``time.perf_counter``.
+    ``background``: ``None`` where the call returns when all is done. ``runs``: the ids of those that may be continued.
+    ``began``: by ``time.perf_counter``.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class SaveRequest:
     overwrite: bool = False
     keep: Retention | None = None
     background: Background | None = None
+    runs: frozenset[str] = frozenset()
     on_event: OnEvent = unheard
     began: float = field(default_factory=time.perf_counter)
 

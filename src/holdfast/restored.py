@@ -20,7 +20,7 @@ class Restored:
     the checkpoint. A part that has such names is neither exact nor rederived.
 
     ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of newer
-    checkpoints that are damaged.
+    checkpoints that are damaged. ``run`` is the id of the run that saved it, where the format is holdfast's.
     """
 
     user_content: Any
@@ -33,3 +33,4 @@ class Restored:
     exact: tuple[str, ...]
     rederived: tuple[str, ...] = ()
     fell_back_from: tuple[str, ...] = ()
+    run: str = ""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.catalog import CheckpointInfo
 from holdfast.errors import InvalidArgumentError
+from holdfast.survey import CheckpointInfo
 
 _DAY = 86_400.0
 

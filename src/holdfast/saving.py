@@ -21,10 +21,10 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.agreement import Agreement, agree
-from holdfast.catalog import CheckpointInfo, Successor, successor
+from holdfast.catalog import Successor, successor
 from holdfast.engine import replicas
 from holdfast.engine.ballot import LEADER
-from holdfast.engine.commit import Draft
+from holdfast.engine.commit import Draft, Overwrite
 from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
@@ -38,6 +38,7 @@ from holdfast.errors import (
     DisagreementError,
     FormatError,
     HoldfastError,
+    NoCheckpointError,
     ReplicaMismatchError,
     StorageError,
     TagExistsError,
@@ -51,8 +52,9 @@ from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
-from holdfast.storage.folders import Lock, remove_tree
+from holdfast.storage.folders import Lock, remove, remove_tree
 from holdfast.storage.local import exists, is_folder
+from holdfast.survey import CheckpointInfo
 from holdfast.telling import Telling
 from holdfast.upkeep import clean_up, outdated, recover, retire
 
@@ -81,6 +83,9 @@ class _Report(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
+#: Where an overwritten checkpoint may be.
+_OVERWRITTEN: tuple[State, ...] = ("replaced", "partial", "removed")
+
 
 class Save:
     """The steps of one save; each ends in a vote. On failure nothing is left, and all ranks raise the same error.
@@ -107,6 +112,11 @@ class Save:
     def path(self) -> Path:
         """Where the checkpoint will be."""
         return self._request.path / self._request.tag
+
+    @property
+    def run(self) -> str:
+        """The id of the run that the checkpoint is of, once the save has begun."""
+        return self._following.run
 
     def begin(self) -> None:
         """Look at what is to be saved, plan, and open the draft."""
@@ -174,7 +184,7 @@ class Save:
 
     @property
     def _draft(self) -> Draft:
-        return Draft(self._hidden(self._following, "partial"), self._plan)
+        return Draft(self._hidden("partial"), self._plan)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
@@ -182,9 +192,10 @@ class Save:
         try:
             yield
         except BaseException as error:
-            if self._lock is not None and not self._is_committed():
-                self._discard()
+            begun = self._lock is not None
             self._close()
+            if begun and not self._is_committed():
+                self._discard()
             self.telling.failed(error)
             raise
 
@@ -192,7 +203,7 @@ class Save:
         """Remove the draft, unless it tells that the checkpoint which it was to replace has lost its name."""
         with suppress(StorageError):
             recover(self._request.path)
-            if not exists(self._hidden(self._following, "replaced")):
+            if exists(self.path) or not exists(self._hidden("replaced")):
                 self._draft.discard()
 
     def _is_committed(self) -> bool:
@@ -206,9 +217,9 @@ class Save:
         if self._lock is not None:
             self._lock.close()
 
-    def _hidden(self, following: Successor, state: State) -> Path:
+    def _hidden(self, state: State) -> Path:
         """The save's folder before it is a checkpoint, or that of the checkpoint that it replaces."""
-        return self._request.path / Hidden(self._request.tag, following.run, following.id, state).name
+        return self._request.path / Hidden(self._request.tag, self._following.run, self._following.id, state).name
 
     def _tidy(self) -> None:
         """What was replaced and what is not kept goes. The new checkpoint stands, whatever happens to the old ones."""
@@ -216,8 +227,10 @@ class Save:
             return
         path, keep, following = self._request.path, self._request.keep, self._following
         try:
-            for state in ("replaced", "partial"):
-                remove_tree(self._hidden(following, state))
+            with suppress(StorageError):  # there may be none
+                remove(self._hidden("replaced"), self._hidden("removed"))
+            for state in _OVERWRITTEN:
+                remove_tree(self._hidden(state))
             if keep is not None:
                 list(retire(outdated(path, following.run, keep)))
         except Exception as error:  # noqa: BLE001 - the checkpoint stands, whatever a policy or the disk says
@@ -241,7 +254,7 @@ class Save:
             if not replicas.agree(posted):
                 return _encode(_Opened())
             recover(self._request.path)
-            following = successor(self._request.path)
+            following = successor(self._request.path, self._request.runs)
             clean_up(self._request.path, following.run)
             self._following, self._begun = following, round(time.time(), 6)
             self._lock = self._draft.open()
@@ -284,19 +297,21 @@ class Save:
             shared = state_file(self._merged, self._captured.shared)
             small = {**self._captured.small, STATE_FILE: shared, RANKS: own}
             described = draft.complete(fragments, small, lambda files: self._describe(following, files))
-            replaced = self._hidden(following, "replaced") if self._request.overwrite else None
-            self._check_newest(described)
-            draft.publish(self.path, replaced)
+            if self._request.overwrite:
+                draft.overwrite(self.path, self._overwrite(described))
+            else:
+                draft.publish(self.path)
             return manifest.encode(described)
 
         _, raw = self._session.vote("writing", work, _encode, decide)
         return manifest.decode(raw, manifest.NAME)
 
+    def _overwrite(self, described: Manifest) -> Overwrite:
+        return Overwrite(self._hidden("replaced"), self._hidden("removed"), lambda: self._check_newest(described))
+
     def _check_newest(self, described: Manifest) -> None:
         """Only older ones are replaced: this process may have been stopped, and another job have gone on meanwhile."""
-        if not exists(self.path):
-            return
-        with suppress(DamagedError, FormatError):
+        with suppress(DamagedError, FormatError, NoCheckpointError):
             there = CheckpointInfo.of(self.path, read_manifest(self.path))
             if there.age > CheckpointInfo.of(self.path, described).age:
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from holdfast.catalog import CheckpointInfo
 from holdfast.events import Event, Loaded, Meter, OnEvent, Progress, Saved, SaveFailed
 from holdfast.restored import Restored
+from holdfast.survey import CheckpointInfo
 
 _log = logging.getLogger("holdfast")
 

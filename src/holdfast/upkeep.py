@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from holdfast.catalog import CheckpointInfo, list_checkpoints
-from holdfast.errors import StorageError
+from holdfast.catalog import list_checkpoints
+from holdfast.errors import HoldfastError, StorageError, TagExistsError
+from holdfast.formats.native import holds
 from holdfast.layout.hidden import Hidden, parse
 from holdfast.retention import Retention
-from holdfast.storage.folders import Lock, remove_tree, rename
-from holdfast.storage.local import exists, hidden_folders
+from holdfast.storage.folders import Lock, publish, remove_tree, rename
+from holdfast.storage.local import exists, hidden_folders, names
+from holdfast.survey import CheckpointInfo, put_aside
 
 
 def clean_up(path: Path, run: str | None) -> list[Path]:
@@ -25,14 +27,13 @@ def clean_up(path: Path, run: str | None) -> list[Path]:
     A folder that a living process works on is left alone, and so is one of which nobody can tell.
     """
     recover(path)
-    wanted = {hidden.id for _, hidden in put_aside(path)}
     gone = []
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
-        if hidden is None or hidden.id in wanted or run not in {None, hidden.run}:
+        if hidden is None or run not in {None, hidden.run}:
             continue
         with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
-            if _remove(folder):
+            if _remove(folder, hidden):
                 gone.append(folder)
     return gone
 
@@ -42,48 +43,55 @@ def recover(path: Path) -> None:
 
     Only where the file system cannot exchange two names is there a moment in which neither folder has it.
     """
-    for folder, hidden in put_aside(path):
-        # A living process is just about to rename, and must find the name free.
-        with suppress(OSError, StorageError), closing(Lock(path / hidden.now("partial").name)):
-            rename(folder, path / hidden.tag)
+    for hidden in put_aside(names(path)):
+        # A save that lives has the lock, and goes on by itself; whoever was faster than this has done it.
+        with suppress(OSError, HoldfastError), closing(Lock(path / hidden.now("partial").name)):
+            publish(path / hidden.name, path / hidden.tag)
 
 
-def put_aside(path: Path) -> Iterator[tuple[Path, Hidden]]:
-    """Checkpoints that were put aside for another, which did not get their name: it is there still, unpublished.
-
-    The next save or load gives them their names back.
-    """
-    for folder in hidden_folders(path):
-        hidden = parse(folder.name)
-        if hidden is None or hidden.state != "replaced" or exists(path / hidden.tag):
-            continue
-        if exists(path / hidden.now("partial").name):
-            yield folder, hidden
-
-
-def _remove(folder: Path) -> bool:
-    with closing(Lock(folder)) as lock:
-        if lock.held:
-            remove_tree(folder)
-        return lock.held
+def _remove(folder: Path, hidden: Hidden) -> bool:
+    with closing(Lock(folder)) as lock:  # from here on it is nobody's, and what is seen of it stays so
+        there = names(folder.parent)
+        waits = hidden.state == "replaced" and hidden.now("partial").name in there
+        wanted = hidden.id in {one.id for one in put_aside(there)}
+        if waits or wanted or not lock.held:
+            return False
+        remove_tree(folder)
+        return True
 
 
 def outdated(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:
-    """The checkpoints of a run, or of all runs, that a policy does not keep. Never all; damaged ones do not count."""
-    complete = [info for info in list_checkpoints(path) if info.status == "complete" and run in {None, info.run}]
+    """The checkpoints of a run, or of all runs, that a policy does not keep. Never all.
+
+    Damaged ones do not count, nor do those that somebody has copied, linked or renamed.
+    """
+    every = [info for info in list_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
+    complete = [info for info in every if run in {None, info.run}]
     kept = policy.kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]
 
 
 def retire(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
-    """Remove checkpoints, and tell of each when it is gone. What another process removed meanwhile is fine."""
+    """Remove checkpoints, and tell of each when it is gone. What another process removed or replaced is passed over."""
     for info in checkpoints:
         hidden = info.path.parent / Hidden(info.tag, info.run, secrets.token_hex(8), "removed").name
+        if not holds(info.path, info.id):
+            continue
         try:
             rename(info.path, hidden)
         except StorageError:
             if exists(info.path):
                 raise
             continue
-        remove_tree(hidden)
-        yield info
+        if holds(hidden, info.id):
+            remove_tree(hidden)
+            yield info
+        else:
+            _give_back(hidden, info.path)
+
+
+def _give_back(hidden: Path, path: Path) -> None:
+    """Another checkpoint has taken the name between two looks. It keeps it, unless one more has."""
+    with suppress(TagExistsError):
+        publish(hidden, path)
+    remove_tree(hidden)

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.catalog import latest
+from holdfast.catalog import open_latest
 from holdfast.engine.checks import Checks
 from holdfast.engine.local import LocalPart, Nowhere
 from holdfast.engine.read import read_pieces
 from holdfast.engine.transfer import Piece
 from holdfast.engine.woven import Source, Woven
-from holdfast.errors import DamagedError, InvalidArgumentError
-from holdfast.formats.detect import is_checkpoint, open_reader
-from holdfast.formats.reader import Reader
+from holdfast.errors import DamagedError, GoneError, InvalidArgumentError
+from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.blocks import BLOCK
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
@@ -55,7 +54,8 @@ class _Part(NamedTuple):
 class Checkpoint:
     """One checkpoint, open for reading. Tensors are named by their group: ``"model/layers.0.weight"``.
 
-    Whatever is read is verified against its CRCs, in whole blocks of 16 MiB.
+    Whatever is read is verified against its CRCs, in whole blocks of 16 MiB. Files are opened when they are read: where
+    another process has replaced or removed the checkpoint by then, ``GoneError`` is raised.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -126,10 +126,21 @@ class Checkpoint:
     def _decoded(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The values, and the tensors in them, by name, to be filled."""
         arrays, own = ArraysIn(self._reader.groups.get("state", {})), ArraysIn(self._reader.groups.get("ranks", {}))
-        return dict(self._reader.values(0, arrays, own).shared), arrays.tensors
+        with as_opened(self._reader):
+            return dict(self._reader.values(0, arrays, own).shared), arrays.tensors
 
     def verify(self) -> Iterator[Verified]:
-        """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised."""
+        """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised.
+
+        Raises ``GoneError`` where another process replaces or removes the checkpoint meanwhile.
+        """
+        with as_opened(self._reader):
+            for part in self._parts():
+                if part.problem is not None and not self._reader.is_current():
+                    raise GoneError(f"{self.path} was replaced or removed while it was verified")
+                yield part
+
+    def _parts(self) -> Iterator[Verified]:
         try:
             self._reader.check_files()
             self._decoded()
@@ -189,7 +200,8 @@ class Checkpoint:
         files: dict[Source, int] = {}
         pieces = [piece for part in parts for piece in self._pieces(part, files)]
         sinks = {part.tensor: LocalPart(tensor) for part, tensor in parts.items()}
-        self._checks.check_own(read_pieces(list(files), pieces, sinks.__getitem__))
+        with as_opened(self._reader):
+            self._checks.check_own(read_pieces(list(files), pieces, sinks.__getitem__))
 
     def _pieces(self, part: _Part, files: dict[Source, int]) -> Iterator[Piece]:
         for extent in self._reader.extents(*self._stored[part.tensor], part.start, part.stop):
@@ -205,7 +217,4 @@ def open(path: str | PathLike[str], keys: Mapping[str, str] | None = None) -> Ch
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
     """
-    place = local_path(path)
-    if place.is_dir() and not is_checkpoint(place):
-        place = latest(place).path
-    return Checkpoint(open_reader(place, keys))
+    return Checkpoint(open_latest(local_path(path), keys))

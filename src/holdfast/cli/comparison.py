@@ -13,7 +13,7 @@ from holdfast.cli.naming import matches
 from holdfast.cli.output import count
 from holdfast.cli.pairs import Pair
 from holdfast.cli.target import Target
-from holdfast.formats.reader import Values
+from holdfast.formats.reader import Values, as_opened
 from holdfast.layout import values
 from holdfast.terminal import progress
 
@@ -45,7 +45,7 @@ class Comparison:
 
 
 def compare(left: Target, right: Target, pattern: str | None) -> Comparison:
-    """Compare two checkpoints; with a pattern, only tensors of such names. Raises ``DamagedError``."""
+    """Compare two checkpoints; with a pattern, only tensors of such names. Raises ``DamagedError`` or ``GoneError``."""
     if pattern is None:
         plain, stored, notes = _values(left, right)
     else:
@@ -71,7 +71,8 @@ def _differing(suspect: Sequence[Pair], left: Target, right: Target) -> list[tup
     with progress("comparing", total) as done:
         from holdfast.cli.abreast import differences  # noqa: PLC0415 - torch takes its time, and all may be equal
 
-        seen = differences(suspect, left, right, done)
+        with as_opened(left.reader), as_opened(right.reader):
+            seen = differences(suspect, left, right, done)
     both = zip(suspect, seen, strict=True)
     return [
         (pair, one)

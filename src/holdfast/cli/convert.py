@@ -24,7 +24,7 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model
 def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
-    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch or lightning.")],
+    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning or lightning-folder.")],
     include: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to take. May be repeated.")
     ] = None,

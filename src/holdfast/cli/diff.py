@@ -26,7 +26,7 @@ def diff(
     Exit code 1 where any does. Tensors whose checksums agree are not read. Elements are compared bit by bit; those of
     different dtypes by value. REL is the largest |a - b| / max(|a|, |b|).
     """
-    left, right = (target.load(target.one(local_path(path))) for path in (a, b))
+    left, right = (target.load(local_path(path)) for path in (a, b))
     found = compare(left, right, pattern)
     if pattern is not None and not found.compared:
         print_error(f"no tensor of either matches {pattern!r}", "Without a pattern all are compared.")

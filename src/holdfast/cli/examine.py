@@ -12,7 +12,7 @@ from typing import Literal
 import holdfast
 from holdfast.cli.output import message
 from holdfast.cli.target import load
-from holdfast.errors import DamagedError, HoldfastError
+from holdfast.errors import DamagedError, HoldfastError, NoCheckpointError
 from holdfast.terminal import progress
 
 
@@ -40,10 +40,12 @@ class Verdict:
 
 
 def examine(path: Path) -> Verdict:
-    """Read a checkpoint from its first byte to its last."""
+    """Read a checkpoint from its first byte to its last. Raises ``NoCheckpointError`` where it is gone."""
     try:
         target = load(path)
         checksummed = sum(target.reader.crcs(group, name) is not None for group, name, _ in target.entries())
+    except NoCheckpointError:
+        raise
     except HoldfastError as error:
         status: Literal["damaged", "unreadable"] = "damaged" if isinstance(error, DamagedError) else "unreadable"
         return Verdict(path=str(path), status=status, problems=(message(error),))

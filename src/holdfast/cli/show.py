@@ -30,7 +30,7 @@ def show(
 
     No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
     """
-    found = target.load(target.one(local_path(checkpoint)))
+    found = target.load(local_path(checkpoint))
     tensors = {name: info for name, info in _tensors(found).items() if matches(name, pattern)}
     tied = {alias: name for alias, name in _tied(found).items() if matches(alias, pattern)}
     if pattern is not None and not tensors and not tied:

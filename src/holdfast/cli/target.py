@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.catalog import CheckpointInfo, latest, list_checkpoints
+from holdfast.catalog import list_checkpoints, open_latest
 from holdfast.errors import DamagedError
-from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
+from holdfast.survey import CheckpointInfo
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,13 @@ def checkpoints(path: Path) -> list[CheckpointInfo]:
     return [] if is_checkpoint(path) else list_checkpoints(path)
 
 
-def one(path: Path) -> Path:
-    """The checkpoint itself, or a run's latest. Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``."""
+def load(path: Path) -> Target:
+    """Read the metadata of a checkpoint, or of a run's latest; no tensors, and without torch.
+
+    Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
+    """
     found = checkpoints(path)
     if found and found[-1].status != "complete":
         raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
-    if path.is_dir() and not is_checkpoint(path):
-        return latest(path).path
-    if not is_checkpoint(path):
-        open_reader(path)  # says what it is instead
-    return path
-
-
-def load(path: Path) -> Target:
-    """Read a checkpoint's metadata; no tensors, and without torch. Raises ``FormatError`` and ``DamagedError``, too."""
-    reader = open_reader(path)
-    return Target(path, reader, reader.manifest if isinstance(reader, NativeReader) else None)
+    reader = open_latest(path)
+    return Target(reader.path, reader, reader.manifest if isinstance(reader, NativeReader) else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,13 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.examine import Verdict, examine
 from holdfast.cli.output import count, human_seconds, human_size, print_json
+from holdfast.errors import GoneError, NoCheckpointError
+from holdfast.formats.detect import is_checkpoint
 from holdfast.storage.local import local_path
 from holdfast.terminal import clean, console
+
+#: How often a run is looked at again where its latest checkpoint goes.
+_ATTEMPTS = 100
 
 #: The most problems of one checkpoint that are printed.
 _SHOWN = 20
@@ -28,8 +35,8 @@ def verify(
     Exit code 1 where something is. A run's checkpoints with a damaged manifest are always named, too.
     """
     verdicts = []
-    for path in _paths(local_path(checkpoint), check_all=check_all):
-        verdicts.append(examine(path))
+    for verdict in _verdicts(local_path(checkpoint), check_all=check_all):
+        verdicts.append(verdict)
         if not as_json:
             _print(verdicts[-1])
     ok = all(verdict.ok for verdict in verdicts)
@@ -38,11 +45,24 @@ def verify(
     raise typer.Exit(0 if ok else 1)
 
 
+def _verdicts(path: Path, *, check_all: bool) -> Iterator[Verdict]:
+    """What is removed before its turn is over is left out; where nothing is left, what is there then is looked at."""
+    seen = 0
+    for _ in range(_ATTEMPTS):
+        for one in _paths(path, check_all=check_all):
+            with suppress(NoCheckpointError):
+                yield examine(one)
+                seen += 1
+        if seen:
+            return
+    raise GoneError(f"the checkpoints in {path} are replaced or removed faster than one can be read")
+
+
 def _paths(path: Path, *, check_all: bool) -> list[Path]:
     """What to check; also checkpoints with a damaged manifest, as any of them may be the latest."""
     found = target.checkpoints(path)
     if not found:
-        return [target.one(path)]
+        return [path if is_checkpoint(path) else target.load(path).path]
     return [info.path for info in found if check_all or info.status != "complete" or info is found[-1]]
 
 

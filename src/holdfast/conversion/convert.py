@@ -46,8 +46,9 @@ def convert(
         src: a checkpoint of any format that holdfast reads, or a run's folder: its latest.
         dst: a path where there is nothing yet.
         to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"safetensors"`` (one such file),
-            ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"lightning"`` (one
-            ``.ckpt`` file).
+            ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
+            ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
+            and model-parallel strategies have it).
         include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
         exclude: patterns of those that are not.
         rename: a function from names to names, or regular expressions with what takes their place.

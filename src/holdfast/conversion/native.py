@@ -13,7 +13,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.catalog import successor
-from holdfast.conversion.target import Material, Places
+from holdfast.conversion.target import Material, Places, Spot
 from holdfast.engine.commit import Draft
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
@@ -55,7 +55,7 @@ class NativeTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         plan = self._draft.plan
         starts = (
-            (number, file.data_start + entry.data_offsets[0])
+            [Spot(number, file.data_start + entry.data_offsets[0], 0, entry.nbytes)]
             for number, file in enumerate(plan.files)
             for entry in file.entries.values()
         )
@@ -83,7 +83,7 @@ class NativeTarget:
         return self._draft.folder
 
     def _describe(self, files: dict[str, FileRecord]) -> Manifest:
-        source, following = self._material.reader, successor(self._final.parent)
+        source, following = self._material.reader, successor(self._final.parent, frozenset())
         of = source.manifest if isinstance(source, NativeReader) else None
         ranks = len(self._material.carried.ranks)
         return Manifest(

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from holdfast.conversion.torchfile import Groups
+from holdfast.conversion.fakes import Groups
 from holdfast.errors import InvalidArgumentError
 from holdfast.layout.names import split_state_key
-from holdfast.layout.order import ORDERED
+from holdfast.layout.order import BY_NUMBER, ORDERED
 
 #: What Lightning asks of every checkpoint, for those that it has not written itself.
 _LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
@@ -33,19 +33,96 @@ def state_dicts(groups: Groups, values: Mapping[str, Any]) -> Any:
 
 def lightning(groups: Groups, values: Mapping[str, Any]) -> Any:
     """A checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states``, and what it says of itself."""
-    if "model" not in groups:
-        raise InvalidArgumentError("a Lightning checkpoint has one model, and there is none; name it by keys")
-    own = values.get("user_content")
-    content = own if isinstance(own, dict) else {} if own is None else {"user_content": own}
-    tree = {**_LIGHTNING, **content, "state_dict": _model("model", groups, values)}
+    _check_model(groups)
+    tree = {**lightning_meta(groups, values), "state_dict": _model("model", groups, values)}
     if "optimizer" in values:
         found = _optimizer("optimizer", groups, values)
         tree["optimizer_states"] = found if isinstance(found, list) else [found]
-        tree.setdefault("lr_schedulers", [])
-    if "scheduler" in values:
-        found = _scheduler("scheduler", groups, values)
-        tree["lr_schedulers"] = found if isinstance(found, list) else [found]
     return tree
+
+
+def distributed(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What users of torch's distributed checkpoints save: ``model``, ``optim`` by name, and their own values.
+
+    Values that are not under keys, or under these, are ``user_content``.
+    """
+    tree: dict[str, Any] = {}
+    for slot in sorted({*groups, *values} - {"state", "ranks", "user_content"}):
+        kind = slot.partition("/")[0]
+        made = {**_MAKERS, "optimizer": _by_name}.get(kind, _as_it_is)(slot, groups, values)
+        _put(tree, "optim" + slot.removeprefix(kind) if kind == "optimizer" else slot, made)
+    content = _content(values)
+    return {**content, **tree} if content.keys().isdisjoint(tree) else {"user_content": content, **tree}
+
+
+def lightning_tensors(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning has in a folder's distributed checkpoint.
+
+    Its FSDP looks for the model under one key, its model-parallel strategy under another.
+    """
+    _check_model(groups)
+    model = _model("model", groups, values)
+    tree: dict[str, Any] = {"model": model, "state_dict": model}
+    if "optimizer" not in values:
+        return tree
+    if values["optimizer"].get(BY_NUMBER):
+        raise InvalidArgumentError(
+            "the source knows the optimizer's parameters by number only, and nobody but the optimizer knows which they "
+            "are: load it into the model and optimizer, and save these"
+        )
+    states = _by_name("optimizer", groups, values)["state"]
+    for number, part in enumerate(_parts(values["optimizer"]["groups"])):
+        names = [name for group in part for name in group["params"]]
+        own = {name: states[name] for name in names if name in states}
+        tree[f"optimizer_{number}"] = {"state": own, "param_groups": [_named(group) for group in part]}
+    return tree
+
+
+def lightning_meta(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What it has beside that, in ``meta.pt``."""
+    del groups
+    tree = {**_LIGHTNING, **_content(values)}
+    if "scheduler" in values:
+        found = _scheduler("scheduler", {}, values)
+        tree["lr_schedulers"] = found if isinstance(found, list) else [found]
+    elif "optimizer" in values:
+        tree.setdefault("lr_schedulers", [])
+    return tree
+
+
+def _content(values: Mapping[str, Any]) -> dict[str, Any]:
+    own = values.get("user_content")
+    return dict(own) if isinstance(own, dict) else {} if own is None else {"user_content": own}
+
+
+def _by_name(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
+    """An optimizer as ``get_optimizer_state_dict`` gives it; as ``state_dict()`` does, where nobody knows names."""
+    if values[slot].get(BY_NUMBER):
+        return _optimizer(slot, groups, values)
+    states = _states(slot, groups)
+    for group in values[slot]["groups"]:
+        for name, plain in group["state"].items():
+            states.setdefault(name, {}).update(plain)
+    return {"state": states, "param_groups": [_named(group) for group in values[slot]["groups"]]}
+
+
+def _named(group: Mapping[str, Any]) -> dict[str, Any]:
+    """``param_names`` is asked for by optimizers that were given names, and by no others."""
+    return {**group["settings"], "params": list(group["params"]), "param_names": list(group["params"])}
+
+
+def _states(slot: str, groups: Groups) -> dict[str, dict[str, Any]]:
+    """The tensors of an optimizer, by parameter and state."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, tensor in groups.get(slot, {}).items():
+        fqn, state = split_state_key(key)
+        states.setdefault(fqn, {})[state] = tensor
+    return states
+
+
+def _check_model(groups: Groups) -> None:
+    if "model" not in groups:
+        raise InvalidArgumentError("a Lightning checkpoint has one model, and there is none; name it by keys")
 
 
 def _put(tree: dict[str, Any], slot: str, value: Any) -> None:
@@ -62,11 +139,8 @@ def _model(slot: str, groups: Groups, values: Mapping[str, Any]) -> dict[str, An
 
 
 def _optimizer(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in groups.get(slot, {}).items():
-        fqn, state = split_state_key(key)
-        tensors.setdefault(fqn, {})[state] = tensor
-    found = [_state_dict(part, tensors) for part in _parts(values[slot]["groups"])]
+    tensors, named = _states(slot, groups), not values[slot].get(BY_NUMBER)
+    found = [_state_dict(part, tensors, named=named) for part in _parts(values[slot]["groups"])]
     return found[0] if len(found) == 1 else found
 
 
@@ -81,7 +155,7 @@ def _parts(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 def _state_dict(
-    groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]], *, named: bool
 ) -> dict[str, Any]:
     unordered = next((group for group in groups if not group[ORDERED]), None)
     if unordered is not None:
@@ -95,7 +169,11 @@ def _state_dict(
     return {
         "state": {number: state for number, state in states.items() if state},
         "param_groups": [
-            {**group["settings"], "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+            {
+                **group["settings"],
+                "params": [numbers[name] for name in group["params"]],
+                **({"param_names": group["params"]} if named else {}),
+            }
             for group in groups
         ],
     }

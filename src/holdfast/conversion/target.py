@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from holdfast.conversion.carried import Carried
 from holdfast.conversion.choice import Chosen, Key
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
+from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,21 @@ class Material:
         return {**self.chosen.infos, **self.carried.infos()}
 
 
+class Spot(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor go into a file, by its number, from byte ``offset`` on."""
+
+    file: int
+    offset: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Places:
-    """Files by number, and where each tensor starts: number of the file, and byte in it. All in the order of files."""
+    """Files by number, and where each tensor goes. All in the order of files."""
 
     files: Sequence[Path]
-    tensors: Mapping[Key, tuple[int, int]]
+    tensors: Mapping[Key, Sequence[Spot]]
 
 
 class Target(Protocol):
@@ -54,3 +66,11 @@ class Target(Protocol):
 
     def close(self) -> Path:
         """Rank 0, at the end: what is to get the final name."""
+
+
+def patch(writer: BulkWriter, offset: int, data: bytes) -> None:
+    """Write bytes that are in memory."""
+    lead = offset % SECTOR
+    buffer = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
+    buffer[:] = np.frombuffer(data, np.uint8)
+    writer.write(offset, buffer.data)

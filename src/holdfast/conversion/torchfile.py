@@ -5,37 +5,25 @@ torch itself writes it, with tensors that have no data; where these lie in the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.serialization import skip_data
 
-from holdfast.conversion.choice import Key
-from holdfast.conversion.target import Material, Places
+from holdfast.conversion.fakes import Fakes, Shape
+from holdfast.conversion.target import Material, Places, Spot, patch
 from holdfast.engine.local import LocalPart
-from holdfast.engine.spec import PER_RANK as RANKS
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.objects import Tensor
 from holdfast.formats.torchfile.reader import TorchFileReader, read_tree
-from holdfast.layout import values
-from holdfast.layout.files import TensorInfo
-from holdfast.state.arrays import ArraysIn
-from holdfast.state.capture import STATE
-from holdfast.state.tensors import DTYPES
-from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
+from holdfast.storage.bulk import BulkWriter
 from holdfast.storage.folders import check_space
-from holdfast.storage.local import make_folder
-
-#: Tensors by group and name.
-Groups = Mapping[str, Mapping[str, torch.Tensor]]
-
-#: Makes the tree of a file from tensors and values.
-Shape = Callable[[Groups, Mapping[str, Any]], Any]
+from holdfast.storage.local import created, make_folder
 
 
 class TorchTarget:
@@ -43,21 +31,23 @@ class TorchTarget:
 
     def __init__(self, material: Material, draft: Path, shape: Shape) -> None:
         self._material, self._draft = material, draft
-        self._fakes = _Fakes(material.infos)
-        self._tree = shape(self._groups(), values.decode(dict(material.carried.shared), self._fakes, "the values"))
+        self._fakes = Fakes(material.infos)
+        self._tree = self._fakes.tree(material, shape)
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
         make_folder(self._draft.parent)
         check_space(self._draft.parent, sum(info.nbytes for info in self._material.infos.values()))
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, self._draft)
+        with created(self._draft) as file, skip_data(materialize_fake_tensors=True):
+            torch.save(self._tree, file)  # which has a path's name inside, given one
 
     def places(self) -> Places:
         """See :class:`holdfast.conversion.target.Target`."""
         known = {id(fake): key for key, fake in self._fakes.made.items()}
         found = {known[id(mine)]: offset for mine, offset in self._pairs() if isinstance(mine, FakeTensor)}
-        return Places([self._draft], {key: (0, found[key]) for key in sorted(found, key=found.__getitem__)})
+        infos = self._material.infos
+        ordered = sorted(found, key=found.__getitem__)
+        return Places([self._draft], {key: [Spot(0, found[key], 0, infos[key].nbytes)] for key in ordered})
 
     def finish(self, fragments: Fragments) -> None:
         """Write what is in memory: small tensors among the values."""
@@ -65,7 +55,7 @@ class TorchTarget:
         with BulkWriter(self._draft) as writer:
             for mine, offset in self._pairs():
                 if not isinstance(mine, FakeTensor) and mine.nbytes:
-                    _write(writer, offset, mine)
+                    patch(writer, offset, raw(mine))
             writer.sync()
 
     def reader(self) -> Reader:
@@ -76,59 +66,26 @@ class TorchTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
 
-    def _groups(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        for group, name in self._material.chosen.infos:
-            if group not in {STATE, RANKS}:
-                groups.setdefault(group, {})[name] = self._fakes.make((group, name))
-        for group, names in self._material.chosen.tied.items():
-            for alias, name in names.items():
-                groups[group][alias] = groups[group][name]
-        return groups
-
     def _pairs(self) -> Iterator[tuple[torch.Tensor, int]]:
         """The tensors of the tree, each with the byte of the file that it starts at."""
-        return _pairs(self._tree, read_tree(self._draft).root)
+        return ((mine, theirs.place().offset) for mine, theirs in pairs(self._tree, read_tree(self._draft).root))
 
 
-class _Fakes(ArraysIn):
-    """Makes tensors without data, each once."""
-
-    def __init__(self, infos: Mapping[Key, TensorInfo]) -> None:
-        super().__init__({name: info for (group, name), info in infos.items() if group == STATE})
-        self._every, self._mode = infos, FakeTensorMode()
-        self.made: dict[Key, torch.Tensor] = {}
-
-    def make(self, key: Key) -> torch.Tensor:
-        """The tensor of a group and name."""
-        if key not in self.made:
-            info = self._every[key]
-            with self._mode:
-                self.made[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        return self.made[key]
-
-    def decode(self, tag: str, payload: Any) -> Any:
-        """See :class:`holdfast.layout.values.ArrayCodec`. Arrays become tensors, which torch loads without trust."""
-        if tag not in {"$tensor", "$array"}:
-            return super().decode(tag, payload)
-        self._info(payload)
-        return self.make((STATE, payload))
-
-
-def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, int]]:
+def pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, Tensor]]:
+    """The tensors of a tree that have bytes, with what they are in the same tree as it was read."""
     if isinstance(mine, torch.Tensor):
         if isinstance(theirs, Tensor) and theirs.info.nbytes:
-            yield mine, theirs.place().offset
+            yield mine, theirs
     elif isinstance(mine, Mapping):
         for key, value in mine.items():
-            yield from _pairs(value, theirs[key])
+            yield from pairs(value, theirs[key])
     elif isinstance(mine, list | tuple):
         for one, other in zip(mine, theirs, strict=True):
-            yield from _pairs(one, other)
+            yield from pairs(one, other)
 
 
-def _write(writer: BulkWriter, offset: int, tensor: torch.Tensor) -> None:
-    lead = offset % SECTOR
-    buffer = np.frombuffer(aligned_buffer(lead + tensor.nbytes), np.uint8)[lead:]
-    LocalPart(tensor).copy_out(0, buffer)
-    writer.write(offset, buffer.data)
+def raw(tensor: torch.Tensor) -> bytes:
+    """Its bytes, in row-major order."""
+    data = np.empty(tensor.nbytes, np.uint8)
+    LocalPart(tensor).copy_out(0, data)
+    return data.tobytes()

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.catalog import latest
+from holdfast.catalog import open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
+from holdfast.conversion.dcp import DcpTarget
+from holdfast.conversion.lightning import LightningTarget
 from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, SafetensorsTarget
-from holdfast.conversion.shapes import lightning, state_dicts
+from holdfast.conversion.shapes import distributed, lightning, state_dicts
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
 from holdfast.conversion.torchfile import TorchTarget
@@ -24,12 +26,12 @@ from holdfast.engine.ranks import Session, unanimous
 from holdfast.engine.read import read_pieces
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stream import Heard
-from holdfast.engine.transfer import Fragments, Moved, Piece, decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments, Moved, Piece, decode_fragments, encode_fragments, nbytes_of
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.events import Meter, OnEvent, Progress
-from holdfast.formats.detect import is_checkpoint, open_reader
-from holdfast.formats.reader import Reader
+from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders
 
@@ -40,6 +42,8 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "safetensors": SafetensorsTarget,
     "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
     "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
+    "lightning-folder": lambda material, draft, _: LightningTarget(material, draft),
+    "dcp": lambda material, draft, _: DcpTarget(material, draft, distributed),
 }
 
 
@@ -66,10 +70,7 @@ class Wish:
 
     def open(self) -> Reader:
         """The checkpoint."""
-        path = self.source
-        if path.is_dir() and not is_checkpoint(path):
-            path = latest(path).path
-        reader = open_reader(path, self.keys)
+        reader = open_latest(self.source, self.keys)
         reader.check_files()
         return reader
 
@@ -85,11 +86,8 @@ class Conversion:
         material, draft = self._look()
         target = TARGETS[self._wish.to](material, draft, self._wish.final)
         try:
-            pieces, places = self._prepare(target, material)
-            total = sum(piece.stop - piece.start for piece in pieces) * (2 if verify else 1)
-            moved = Meter(
-                total, lambda done, total: self._on_event(Progress("convert", self._wish.final, done, total))
-            ).add
+            pieces, places = self._prepare(target)
+            moved = self._meter(pieces, times=2 if verify else 1)
             written = self._write(target, material, places, pieces, moved)
             if verify:
                 self._session.all("reading back", lambda: _verify(target, places, pieces, written, moved))
@@ -101,6 +99,14 @@ class Conversion:
                     folders.remove_tree(draft)
             raise
         return self._wish.final
+
+    def _meter(self, pieces: Sequence[Piece], times: int) -> Moved:
+        """What is told the bytes that this rank has moved; each of them is moved so many times."""
+
+        def show(done: int, total: int) -> None:
+            self._on_event(Progress("convert", self._wish.final, done, total))
+
+        return Meter(times * nbytes_of(pieces), show).add
 
     def _look(self) -> tuple[Material, Path]:
         """Open the source, and agree that all see the same."""
@@ -120,7 +126,7 @@ class Conversion:
         material = Material(reader, choice.of(reader), carried(reader, choice), self._wish.limit)
         return material, self._wish.final.parent / name.decode()
 
-    def _prepare(self, target: Target, material: Material) -> tuple[list[Piece], Places]:
+    def _prepare(self, target: Target) -> tuple[list[Piece], Places]:
         """Make the files, and share the work."""
 
         def made(_: list[bytes]) -> bytes:
@@ -129,7 +135,7 @@ class Conversion:
 
         self._session.vote("preparing", lambda: None, lambda _: b"", made)
         places = self._session.all("looking at the new files", target.places)
-        return list(_share(places, material, self._session)), places
+        return list(_share(places, self._session)), places
 
     def _write(
         self, target: Target, material: Material, places: Places, pieces: Sequence[Piece], moved: Moved
@@ -143,7 +149,7 @@ class Conversion:
         def work() -> tuple[bytes, bytes]:
             heard = Heard()
             sources = Sources(material, heard)
-            with Opened(sources.files) as opened:
+            with Opened(sources.files) as opened, as_opened(material.reader):
                 written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
             read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
             return encode_fragments(checks.check_own(read)), encode_fragments(written)
@@ -153,7 +159,8 @@ class Conversion:
 
         def decide(posted: list[bytes]) -> bytes:
             sizes = [8 + int.from_bytes(raw[:8], "little") for raw in posted]
-            checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
+            with as_opened(material.reader):
+                checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
             target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
             return b""
 
@@ -166,11 +173,12 @@ class Conversion:
         return b""
 
 
-def _share(places: Places, material: Material, session: Session) -> list[Piece]:
+def _share(places: Places, session: Session) -> list[Piece]:
     """The share of this rank in the bytes, in the order of the files."""
     every = [
-        Piece(number, 0, material.infos[key].nbytes, 0, file, offset)
-        for number, (key, (file, offset)) in enumerate(places.tensors.items())
+        Piece(number, spot.start, spot.stop, spot.start, spot.file, spot.offset)
+        for number, spots in enumerate(places.tensors.values())
+        for spot in spots
     ]
     return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
 

@@ -5,6 +5,7 @@ A folder with its final name is complete: it appears by one rename, after everyt
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
-from holdfast.errors import DisagreementError, StorageError
+from holdfast.errors import DisagreementError, StorageError, TagExistsError
 from holdfast.layout import blocks, manifest
 from holdfast.layout.files import DataFile, index, index_path
 from holdfast.layout.manifest import FileRecord, Manifest
@@ -26,6 +27,21 @@ SmallFiles = Mapping[str, bytes]
 
 #: Makes the manifest of the files that it is given.
 Describe = Callable[[dict[str, FileRecord]], Manifest]
+
+#: How often an overwrite begins again where others change what it overwrites.
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """How a checkpoint is replaced: it is ``replaced`` before it is ``removed``, hidden names both.
+
+    ``check`` raises where what has the name now is to stay.
+    """
+
+    replaced: Path
+    removed: Path
+    check: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -44,9 +60,7 @@ class Draft:
         folders.check_space(self.folder.parent, sum(file.size for file in self.plan.files))
         lock = None
         try:
-            local.make_folder(self.folder)
-            with local.reported("lock", self.folder):
-                lock = Lock(self.folder)
+            lock = folders.claim(self.folder)
             for file in self.plan.files:
                 local.make_parents(self.folder, file.path)
                 local.allocate(self.folder / file.path, file.size)
@@ -74,12 +88,26 @@ class Draft:
             local.sync_folder(self.folder / folder)
         return described
 
-    def publish(self, final: Path, replaced: Path | None) -> None:
-        """Give the folder its final name; what had it before, where there may be something, is ``replaced`` then."""
-        if replaced is not None and local.exists(final):
-            folders.replace(self.folder, final, replaced)
-        else:
-            folders.publish(self.folder, final)
+    def publish(self, final: Path) -> None:
+        """Give the folder its final name. Raises ``TagExistsError`` where that is taken."""
+        folders.publish(self.folder, final)
+
+    def overwrite(self, final: Path, how: Overwrite) -> None:
+        """Give the folder its final name, whoever has it. Others may overwrite or remove the same checkpoint."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            how.check()
+            try:
+                if local.exists(final):
+                    folders.replace(self.folder, final, how.replaced)
+                else:
+                    folders.publish(self.folder, final)
+            except (TagExistsError, StorageError) as error:
+                changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
+                if not changed or attempt == _ATTEMPTS:
+                    raise
+                _forget(final, how)
+            else:
+                return
 
     def discard(self) -> None:
         """Remove the folder, after a failure; what cannot be removed stays hidden."""
@@ -109,6 +137,13 @@ class Draft:
                 "some rank of its mesh did not pass it to the save"
             )
         return whole
+
+
+def _forget(final: Path, how: Overwrite) -> None:
+    """What was put aside goes, if anything was, but only where another has taken its name: else it is all there is."""
+    with suppress(StorageError):
+        if local.exists(final):
+            folders.remove(how.replaced, how.removed)
 
 
 def _whole(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import DamagedError
-from holdfast.formats.reader import Extent, Values
+from holdfast.errors import DamagedError, GoneError, HoldfastError, NoCheckpointError, StorageError
+from holdfast.formats.reader import Extent, Values, as_opened
 from holdfast.formats.safetensors import FileGroup, SafetensorsFile
 from holdfast.layout import blocks, manifest, values
 from holdfast.layout.files import TensorInfo
@@ -64,10 +65,25 @@ def is_native(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint's folder."""
+    """The manifest of a checkpoint's folder. Raises ``GoneError`` where there is none, or none any more."""
     file = path / manifest.NAME
-    local.check_regular(file, within=(path,))
-    return manifest.decode(local.read_small(file), str(file))
+    try:
+        local.check_regular(file, within=(path,))
+        return manifest.decode(local.read_small(file), str(file))
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise GoneError(f"{path} was removed while it was looked at") from error
+
+
+def holds(path: Path, identity: str) -> bool:
+    """Whether a folder holds the checkpoint of this id; so it is taken to where its manifest cannot be read."""
+    try:
+        return read_manifest(path).id == identity
+    except NoCheckpointError:
+        return False
+    except HoldfastError:
+        return True
 
 
 class NativeReader:
@@ -78,7 +94,8 @@ class NativeReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self._groups = {group: FileGroup(files) for group, files in self._open_data().items()}
+        with as_opened(self):
+            self._groups = {group: FileGroup(files) for group, files in self._open_data().items()}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: found.tensors for group, found in self._groups.items()
         }
@@ -149,6 +166,10 @@ class NativeReader:
         if not _matches(data, record):
             raise DamagedError(f"{self.path / name} does not match the manifest: it is damaged")
         return data
+
+    def is_current(self) -> bool:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return holds(self.path, self.manifest.id)
 
     def check_files(self) -> None:
         """See :class:`holdfast.formats.reader.Reader`."""

@@ -6,12 +6,14 @@ files hold it, so that whatever a checkpoint's shape, any rank reads just what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.engine.woven import Source
+from holdfast.errors import DamagedError, GoneError, StorageError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
 
@@ -78,3 +80,17 @@ class Reader(Protocol):
 
     def check_files(self) -> None:
         """Verify every file that holds no tensor data. Raises ``DamagedError`` naming the file."""
+
+    def is_current(self) -> bool:
+        """Whether the path still holds the checkpoint that was opened, as far as the format tells one from another."""
+
+
+@contextmanager
+def as_opened(reader: Reader) -> Iterator[None]:
+    """What goes wrong where another process has replaced or removed the checkpoint is that, and no damage."""
+    try:
+        yield
+    except (DamagedError, StorageError) as error:
+        if reader.is_current():
+            raise
+        raise GoneError(f"{reader.path} was replaced or removed while it was read; open it again") from error

@@ -14,6 +14,9 @@ from holdfast.errors import DamagedError
 #: Whether a group lists its parameters in the order of the optimizer; else by name.
 ORDERED = "ordered"
 
+#: Whether an optimizer's parameters have no names, as in ``Optimizer.state_dict()``: they are numbered over all groups.
+BY_NUMBER = "by_number"
+
 #: For each group, the place of each parameter of the optimizer's list in the list by name; ``None`` where not known.
 Order = list[list[int] | None]
 

@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.engine.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.order import BY_NUMBER
 from holdfast.state import fsdp1, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
@@ -87,7 +88,8 @@ class Intake:
     """One load, before any byte of tensor data is read.
 
     :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name; :attr:`more` are further
-    ones for the same stored tensors. :attr:`inventory` is what this rank wants, to be told to the others.
+    ones for the same stored tensors; :attr:`filled` are the names here of those of models and optimizers, by slot.
+    :attr:`inventory` is what this rank wants, to be told to the others.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Intake:
         self.shared = ArraysIn(groups.get(STATE, {}))
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
+        self.filled: set[tuple[str, str]] = set()
         self.findings = Findings()
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
@@ -231,6 +234,7 @@ class Intake:
                 self.findings.lack(slot, name)
             elif self._fits(slot, name, tensor, stored[source]):
                 self._aim((slot, source), tensor)
+                self.filled.add((slot, name))
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
         refused = sorted(name for name in known_names if (slot, name) not in self.targets)
         self.inventory.names[f"{_KNOWN} {slot}"] = refused
@@ -263,7 +267,7 @@ class Intake:
             self.findings.lack(slot, slot)
             return
         groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
-        if self._values[slot].get("by_number"):
+        if self._values[slot].get(BY_NUMBER):
             groups = by_number(groups)
             check_order(groups, self._groups.get(slot, {}))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
@@ -272,6 +276,7 @@ class Intake:
             restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos)
             for name, tensor in restoration.targets.items():
                 self._aim((slot, name), tensor)
+                self.filled.add((slot, name))
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""

@@ -54,7 +54,19 @@ def load(parts: Sequence[Any], saved: Any) -> None:
             scheduler.clear()
             scheduler.update(one["state"])
         else:
-            scheduler.load_state_dict(one["state"])
+            scheduler.load_state_dict(_keyed_as(scheduler.state_dict(), one["state"]))
+
+
+def _keyed_as(mine: Any, saved: Any) -> Any:
+    """A saved state with numbers as keys where a scheduler's own has them: torch's DCP makes text of all keys."""
+    if isinstance(mine, list) and isinstance(saved, list) and len(mine) == len(saved):
+        return [_keyed_as(one, other) for one, other in zip(mine, saved, strict=True)]
+    if not isinstance(mine, dict) or not isinstance(saved, dict):
+        return saved
+    numbered = bool(mine) and all(type(key) is int for key in mine)
+    if numbered and all(isinstance(key, str) and key.isdecimal() for key in saved):
+        return type(mine)({int(key): value for key, value in saved.items()})
+    return type(saved)({key: _keyed_as(mine.get(key), value) for key, value in saved.items()})
 
 
 def _spread(saved: Any, number: int) -> list[Any]:

@@ -7,14 +7,22 @@ import errno
 import fcntl
 import os
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import StorageError, TagExistsError
-from holdfast.storage.local import reported, sync_folder
+from holdfast.storage.local import make_folder, reported, sync_folder
 
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
+
+#: What a rename fails with where the name is taken.
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+
+#: How often a folder is made again that others take for a dead save's, and the seconds between.
+_CLAIMS, _NAP = 100, 0.005
 
 #: What ``renameat2`` fails with where the file system does not know how.
 _UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -60,29 +68,45 @@ def _lock(fd: int) -> bool:
     return True
 
 
+def claim(folder: Path) -> Lock:
+    """Make a folder and lock it. Between the two, others may take it for a dead save's, and remove it."""
+    for _ in range(_CLAIMS):
+        make_folder(folder)
+        with reported("lock", folder), suppress(BlockingIOError, FileNotFoundError):
+            return Lock(folder)
+        time.sleep(_NAP)
+    raise StorageError(errno.EBUSY, f"{folder} was removed again and again while it was made")
+
+
 def publish(partial: Path, final: Path) -> None:
     """Give a finished folder its final name in one atomic step, and make that durable.
 
     Raises ``TagExistsError`` where the name is taken.
     """
-    with reported("rename to its final name", partial):
-        try:
-            if not _renameat2(partial, final, _NOREPLACE):
-                _rename_new(partial, final)
-        except FileExistsError:
-            raise TagExistsError(
-                f"{final} appeared while this checkpoint was being saved; it was left as it is"
-            ) from None
+    with reported("rename to its final name", partial), _free(final):
+        if not _renameat2(partial, final, _NOREPLACE):
+            _rename_new(partial, final)
     sync_folder(final.parent)
+
+
+@contextmanager
+def _free(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        raise TagExistsError(f"{final} appeared while this checkpoint was being saved; it was left as it is") from None
 
 
 def replace(partial: Path, final: Path, aside: Path) -> None:
     """Give a finished folder a name that is taken; the folder that had it is ``aside`` afterwards. Made durable.
 
     In one atomic step where the file system can exchange names, else in two: between them neither has the name, and
-    ``aside`` tells what was there. Where the second step fails, the first is taken back.
+    ``aside`` tells what was there. Where the second step fails, the first is taken back. Raises ``TagExistsError``
+    where another folder gets the name between them: what was there before stays aside then.
     """
-    with reported("rename to its final name", partial):
+    with reported("rename to its final name", partial), _free(final):
         if _renameat2(partial, final, _EXCHANGE):
             with suppress(OSError):  # it is done; what is aside goes, whatever its name
                 partial.rename(aside)
@@ -93,7 +117,8 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
                 sync_folder(final.parent)
                 partial.rename(final)
             except BaseException:
-                aside.rename(final)
+                with suppress(OSError):  # where another has the name, or it cannot be told, it stays aside
+                    _rename_new(aside, final)
                 raise
     sync_folder(final.parent)
 
@@ -103,6 +128,12 @@ def rename(source: Path, target: Path) -> None:
     with reported("rename", source):
         source.rename(target)
     sync_folder(target.parent)
+
+
+def remove(path: Path, hidden: Path) -> None:
+    """Remove a folder that others may read: at first it changes its name, so that nobody sees half of it."""
+    rename(path, hidden)
+    remove_tree(hidden)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:

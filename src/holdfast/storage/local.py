@@ -14,8 +14,15 @@ from contextlib import contextmanager
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
+
+#: What opening a folder fails with where it is none, or one that this process may not look into.
+_NO_FOLDER = {errno.ENOTDIR, errno.EACCES, errno.ELOOP}
+
+#: What looking at a file fails with where there is none, or none that this process may look at.
+_NO_FILE = {errno.ENOENT, *_NO_FOLDER}
 
 
 @contextmanager
@@ -66,6 +73,13 @@ def write_small(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def created(path: Path) -> Iterator[BinaryIO]:
+    """A new file, to be written from its start on; when that is done, its bytes are not durable yet."""
+    with reported("write", path), path.open("xb") as file:
+        yield file
 
 
 def allocate(path: Path, size: int) -> None:
@@ -153,13 +167,44 @@ def files(path: Path) -> list[Path]:
             return []
 
 
-def subfolders(path: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where there is no such folder."""
+def names(path: Path) -> set[str]:
+    """The names in a folder, as they were at one moment; none where there is no such folder."""
     with reported("list", path):
         try:
-            return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+            return {entry.name for entry in path.iterdir()}
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return set()
+
+
+def lacks(path: Path, name: str) -> bool:
+    """Whether there is something at a path that holds no such file; ``False`` where there is nothing, or not any more.
+
+    Told of one and the same folder: another may have its name meanwhile.
+    """
+    with reported("look at", path):
+        try:
+            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return path.is_symlink()
+        except OSError as error:
+            if error.errno in _NO_FOLDER:
+                return True
+            raise
+        try:
+            return not _has_file(folder, name) and os.path.samestat(os.fstat(folder), path.stat())
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(folder)
+
+
+def _has_file(folder: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=folder).st_mode)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return False
+        raise
 
 
 def files_of(path: Path) -> list[Path]:

@@ -77,6 +77,16 @@ def arrange(tree: Any, keys: Mapping[str, str], nbytes: int, source: str) -> Con
         return _arrange(tree, roles.find(tree, keys, budget), Contents(source, steps), budget)
 
 
+def kept(tree: Any, nbytes: int, source: str) -> Contents:
+    """A tree in which no models and optimizers are looked for: all of it is ``user_content``."""
+    contents = Contents(source, _STEPS * nbytes + _LEAST)
+    contents.tree["user_content"] = tree
+    budget = Budget(contents.steps)
+    with _blaming(source):
+        rebuilt(contents.tree, partial(_note, contents, budget), budget)
+    return contents
+
+
 def _arrange(tree: Any, found: roles.Roles, contents: Contents, budget: Budget) -> Contents:
     cleaners: dict[str, Callable[[str], str]] = {}
     for slot, paths in found.of("model"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.errors import DamagedError
 from holdfast.formats.arrange.stored import is_tensor
-from holdfast.layout.order import ORDERED
+from holdfast.layout.order import BY_NUMBER, ORDERED
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 _STATE, _GROUPS = "state", "param_groups"
@@ -70,7 +70,7 @@ class Optimizer:
             }
             for group in self.groups
         ]
-        return {"groups": groups, "by_number": True} if self.by_number else {"groups": groups}
+        return {"groups": groups, BY_NUMBER: True} if self.by_number else {"groups": groups}
 
 
 def is_optimizer(node: object) -> bool:

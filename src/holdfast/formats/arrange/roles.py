@@ -34,10 +34,12 @@ _KINDS = ("model", "optimizer", "scheduler")
 class Roles:
     """Where the parts are in a tree, by the slot they are for: ``model``, ``model/ema``, ``optimizer``, ``scheduler``.
 
-    A slot may have several parts: optimizers of one model, and the tensors of a model among other things.
+    A slot may have several parts: optimizers of one model, and the tensors of a model among other things. Parts that
+    are there ``again`` have no slot.
     """
 
     slots: dict[str, list[Path]] = field(default_factory=dict)
+    again: set[Path] = field(default_factory=set)
 
     def has(self, kind: str) -> bool:
         """Whether there is a part of a kind."""
@@ -48,8 +50,8 @@ class Roles:
         return ((slot, paths) for slot, paths in self.slots.items() if slot.partition("/")[0] == kind)
 
     def taken(self) -> set[Path]:
-        """All that has a slot."""
-        return {path for paths in self.slots.values() for path in paths}
+        """All that has a slot, or is what has one."""
+        return self.again | {path for paths in self.slots.values() for path in paths}
 
 
 def at(tree: Any, path: Path) -> Any:
@@ -106,6 +108,9 @@ def _look(node: dict[Any, Any], path: Path, found: Roles, budget: Budget) -> Non
     optimizers = {key: paths for key, value in rest.items() if (paths := _optimizers(value, (*path, key)))}
     rest = {key: value for key, value in rest.items() if key not in optimizers}
     named = {key: [(*path, key)] for key, value in rest.items() if key in _MODELS and _tensors(value, budget)}
+    again = [key for key in named if _is_again(key, named, rest, budget)]
+    found.again |= {(*path, key) for key in again}
+    named, rest = ({key: one for key, one in table.items() if key not in again} for table in (named, rest))
     _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
     below = [key for key, value in rest.items() if isinstance(value, dict) and value]
     if not optimizers and not named and len(path) < _LEVELS:
@@ -115,6 +120,16 @@ def _look(node: dict[Any, Any], path: Path, found: Roles, budget: Budget) -> Non
             return
     _fill(found, "optimizer", _joined(optimizers))
     _fill(found, "model", named or _unnamed(rest, path, budget))
+
+
+def _is_again(key: Any, named: Mapping[Any, Any], node: Mapping[Any, Any], budget: Budget) -> bool:
+    """Whether a model is one that came before it, under a second name: in checkpoints for those who look for either."""
+    before = list(named)[: list(named).index(key)]
+    return any(_identities(node[other], budget) == _identities(node[key], budget) for other in before)
+
+
+def _identities(node: dict[Any, Any], budget: Budget) -> list[tuple[Path, Any]]:
+    return [(path, getattr(leaf, "identity", leaf)) for path, leaf in leaves(node, budget)]
 
 
 def _fill(found: Roles, kind: str, parts: Mapping[Any, list[Path]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -23,6 +23,11 @@ class Chunked(Stored):
 
     info: TensorInfo
     parts: tuple[Part, ...]
+
+    @property
+    def identity(self) -> Hashable:
+        """See :class:`holdfast.formats.arrange.stored.Stored`. torch stores tied weights twice; we need not."""
+        return (self.info, tuple(part.near for part in self.parts)) if self.parts else id(self)
 
     @cached_property
     def _rows(self) -> Sequence[Extent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from holdfast.formats.dcp.tiling import check_tiling
 from holdfast.formats.dcp.tree import nested
 from holdfast.formats.torchfile import archive
 from holdfast.formats.torchfile.objects import Tensor
-from holdfast.formats.torchfile.zips import Window
+from holdfast.formats.torchfile.zips import Reads, Window
 from holdfast.layout.blocks import crc64
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import check_inside
@@ -40,9 +40,13 @@ def is_dcp(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """What was in a folder: the tree, the bytes that it was pickled as, the files, and a digest of what is known."""
+    """What was in a folder: the tree, the bytes that it was pickled as, the files, and a digest of what is known.
+
+    ``entries`` are what is in the tree, by the flat names of the metadata.
+    """
 
     root: dict[str, Any]
+    entries: Mapping[str, Any]
     nbytes: int
     files: Sequence[Path]
     fingerprint: str
@@ -53,78 +57,82 @@ def read(path: Path) -> Saved:
 
     Raises ``DamagedError`` where a chunk is missing, overlaps another or lies outside of its file, naming the tensor.
     """
-    return _Folder(path).read()
+    return Folder(path, Readers()).read()
 
 
-class _Folder:
-    def __init__(self, path: Path) -> None:
-        self._path, self._readers = path, Readers()
+class Folder:
+    """A folder with metadata. ``readers`` reads the records that this names."""
+
+    def __init__(self, path: Path, readers: Reads) -> None:
+        self.path, self._readers = path, readers
         self._sizes: dict[str, int] = {}
 
     def read(self) -> Saved:
-        found, raw = self._metadata()
-        entries: dict[str, Any] = {}
+        """See :func:`read`."""
+        found, raw = self.read_metadata()
+        entries: dict[str, Any] = {name: self.tensor(name, tensor) for name, tensor in found.tensors.items()}
         nbytes = len(raw)
-        for name, tensor in found.tensors.items():
-            entries[name] = self._tensor(name, tensor)
         for name, place in found.values.items():
-            tree = archive.read(self._window(name, place))
+            tree = archive.read(self.window(name, place))
             entries[name] = tree.root
             nbytes += tree.nbytes
         try:
             root = nested((found.paths.get(name, (name,)), value) for name, value in entries.items())
         except DamagedError as error:
-            raise DamagedError(f"{self._path}: {error}") from error
+            raise DamagedError(f"{self.path}: {error}") from error
         sizes = sorted(self._sizes.items())
-        files = [*self._metadata_files(), *(self._path / name for name, _ in sizes)]
-        return Saved(root, nbytes, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
+        files = [*self._metadata_files(), *(self.path / name for name, _ in sizes)]
+        return Saved(root, entries, nbytes, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
 
     def _metadata_files(self) -> list[Path]:
-        if local.is_file(self._path / METADATA):
-            return [self._path / METADATA]
-        own = {int(match[1]): file for file in local.files(self._path) if (match := _OWN.fullmatch(file.name))}
+        if local.is_file(self.path / METADATA):
+            return [self.path / METADATA]
+        own = {int(match[1]): file for file in local.files(self.path) if (match := _OWN.fullmatch(file.name))}
         return [own[rank] for rank in sorted(own)]
 
-    def _metadata(self) -> tuple[Metadata, bytes]:
+    def read_metadata(self) -> tuple[Metadata, bytes]:
+        """What the metadata says, and its bytes."""
         whole, everything = Metadata(), b""
         for file in self._metadata_files():
-            local.check_regular(file, within=(self._path,))
+            local.check_regular(file, within=(self.path,))
             raw = local.read_small(file)
             whole.merge(metadata.decode(raw, str(file)), str(file))
             everything += raw
         return whole, everything
 
-    def _tensor(self, name: str, tensor: metadata.Tensor) -> Chunked:
+    def tensor(self, name: str, tensor: metadata.Tensor) -> Chunked:
+        """A tensor, whose chunks are all of it."""
         try:
             check_tiling(list(tensor.chunks), tensor.info.shape)
         except ValueError as error:
-            raise DamagedError(f"{self._path}: tensor {name!r} is not whole: {error}") from error
+            raise DamagedError(f"{self.path}: tensor {name!r} is not whole: {error}") from error
         parts = (self._part(name, tensor.info.dtype, box, place) for box, place in tensor.chunks.items())
         return Chunked(tensor.info, tuple(parts))
 
     def _part(self, name: str, dtype: str, box: Box, place: Place) -> Part:
-        window = self._window(name, place)
-        return Part(box, partial(_find, name, TensorInfo(dtype, box.shape), window), (window.path, window.start))
+        window = self.window(name, place)
+        return Part(box, partial(chunk_of, name, TensorInfo(dtype, box.shape), window), (window.path, window.start))
 
-    def _window(self, name: str, place: Place) -> Window:
+    def window(self, name: str, place: Place) -> Window:
+        """The record of a chunk or a value."""
         if place.file not in self._sizes:
             self._sizes[place.file] = self._size(place.file)
         if place.offset + place.size > self._sizes[place.file]:
             raise DamagedError(
-                f"{self._path / place.file} has {self._sizes[place.file]} bytes, and {name!r} should lie at bytes "
+                f"{self.path / place.file} has {self._sizes[place.file]} bytes, and {name!r} should lie at bytes "
                 f"{place.offset} to {place.offset + place.size} of it: it was cut short, or is of another save"
             )
-        return Window(self._path / place.file, place.offset, place.size, self._readers)
+        return Window(self.path / place.file, place.offset, place.size, self._readers)
 
     def _size(self, name: str) -> int:
-        file = self._path / check_inside(name, str(self._path / METADATA))
+        file = self.path / check_inside(name, str(self.path / METADATA))
         if not file.exists():
             raise DamagedError(f"{file} is missing; the metadata names it")
-        local.check_regular(file, within=(self._path,))
+        local.check_regular(file, within=(self.path,))
         return local.size_of(file)
 
 
-def _find(name: str, info: TensorInfo, window: Window) -> woven.Place:
+def chunk_of(name: str, info: TensorInfo, window: Window) -> woven.Place:
     """Where the elements of a chunk lie: it is a whole file of ``torch.save`` in a file of such."""
     found = archive.read(window).root
     if not isinstance(found, Tensor) or found.info != info:

@@ -30,11 +30,15 @@ _CLASSES = (
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
 
+#: Where torch had two of these before 2.3.
+_BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
+
 #: The allow-list of metadata.
 _NAMES: Mapping[str, object] = {
     **NAMES,
     **{f"{_MODULE}.metadata.{name}": Maker(name, record(name)) for name in _CLASSES},
     f"{_MODULE}.filesystem._StorageInfo": Maker("_StorageInfo", record("_StorageInfo")),
+    **{f"{_BEFORE}.{name}": Maker(name, record(name)) for name in ("MEM_FORMAT_ENCODING", "TensorProperties")},
 }
 
 

@@ -38,7 +38,7 @@ class _Offsets(msgspec.Struct, frozen=True):
 
 def is_sharded(path: Path) -> bool:
     """Whether a folder has such files."""
-    return path.is_dir() and any(_NAME.fullmatch(file.name) for file in local.files(path))
+    return local.is_folder(path) and any(_NAME.fullmatch(file.name) for file in local.files(path))
 
 
 class ShardsReader(TreeReader):

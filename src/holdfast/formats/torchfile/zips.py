@@ -9,9 +9,9 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.errors import DamagedError, FormatError
-from holdfast.storage.readers import Readers
 
 #: The most bytes of a directory or of a small entry, and what is read at first of the end of a file.
 _LIMIT, _TAIL = 2**30, 4096
@@ -25,6 +25,13 @@ _WIDE, _NONE = 0xFFFFFFFF, 0xFFFF
 _EXTRA, _EXTRA64 = struct.Struct("<2H"), 1
 
 
+class Reads(Protocol):
+    """Reads bytes of files."""
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from ``offset`` bytes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Part of a file: a whole one, or one of several that lie in it one after another."""
@@ -32,7 +39,7 @@ class Window:
     path: Path
     start: int
     size: int
-    readers: Readers
+    readers: Reads
 
     @property
     def label(self) -> str:

@@ -1,0 +1,69 @@
+"""Memory beside the state: by how much the peak of a process rises over what it has before a save or a load.
+
+Each in a process of its own; what the kernel keeps of files that are mapped counts too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers, raw, states
+from benchmarks.measure import Figure, Table
+from benchmarks.setting import Setting
+
+
+def memory(setting: Setting) -> Iterator[Table]:
+    """One process, few large tensors."""
+    for what, measure in (("save", _saved), ("load", _loaded)):
+        found = {name: Figure((_apart(measure, setting, name),)) for name in _names(setting, what)}
+        yield Table(f"memory beside the state, {what} of {setting.gigabytes}", "MB", found)
+    raw.empty(setting.folder)
+
+
+def _names(setting: Setting, what: str) -> list[str]:
+    of = peers.saves if what == "save" else peers.loads
+    return list(of(setting.folder, {}))
+
+
+def _apart(measure: Callable[[Setting, str], float], setting: Setting, name: str) -> float:
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=_measure, args=(measure, setting, name, results))
+    process.start()
+    process.join()
+    return float(results.get())
+
+
+def _measure(measure: Callable[[Setting, str], float], setting: Setting, name: str, results: Any) -> None:
+    results.put(measure(setting, name))
+
+
+def _saved(setting: Setting, name: str) -> float:
+    warm, contender = (
+        peers.saves(setting.folder, state)[name] for state in (states.few(2**20), states.few(setting.nbytes))
+    )
+    return _rise(warm.run, contender.run, contender.prepare)
+
+
+def _loaded(setting: Setting, name: str) -> float:
+    load = peers.loads(setting.folder, states.few(setting.nbytes))[name]
+    return _rise(lambda: None, load, lambda: None)
+
+
+def _rise(warm: Callable[[], object], run: Callable[[], object], prepare: Callable[[], object]) -> float:
+    """MB by which the peak rises; what is imported at first use is there before."""
+    warm()
+    prepare()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    run()
+    return (_status("VmHWM") - before) * 1024 / 1e6
+
+
+def _status(field: str) -> int:
+    """A field of this process's status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

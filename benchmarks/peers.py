@@ -1,0 +1,125 @@
+"""Who is measured: how each system saves and loads named tensors, at its best honest setting, durable on return.
+
+DCP makes its files durable by itself. For ``torch.save``, ``safetensors`` and ``torch_checkpointing`` a sync of what
+they wrote is part of the time; the last of them cannot write past the page cache here (it fails on ext4).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch_checkpointing import CheckpointManager
+from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+import holdfast
+from benchmarks import raw
+from benchmarks.measure import Contender
+
+warnings.filterwarnings("ignore", module="torch.distributed")
+logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
+
+State = Mapping[str, torch.Tensor]
+
+#: The names under which contenders stand in tables.
+OURS, DCP, TORCH, SAFETENSORS, PEER = "holdfast", "PyTorch DCP", "torch.save", "safetensors", "torch_checkpointing"
+
+#: Threads that DCP writes with beside its default of one.
+THREADS = (2, 4)
+
+
+def dcp_saves(folder: Path, state: State) -> dict[str, Contender]:
+    """DCP with one thread, and with more."""
+    many = {f"{DCP}, {n} threads": partial(_save_dcp, state, n) for n in THREADS}
+    return {name: fresh(folder / name, run) for name, run in {DCP: partial(_save_dcp, state, 1), **many}.items()}
+
+
+def saves(folder: Path, state: State) -> dict[str, Contender]:
+    """Every system that can save the tensors of one process, each into a place of its own."""
+    every: dict[str, Callable[[Path], object]] = {
+        OURS: lambda path: holdfast.save_checkpoint(path, "s", state, rng=False),
+        TORCH: partial(_save_torch, state),
+        SAFETENSORS: partial(_save_safetensors, state),
+        PEER: partial(_save_peer, state),
+    }
+    return {**{name: fresh(folder / name, run) for name, run in every.items()}, **dcp_saves(folder, state)}
+
+
+def loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
+    """The ways back into tensors, from where :func:`saves` has saved. Only ours verifies what it reads."""
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    return {
+        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=target),
+        DCP: lambda: dcp.load(dict(target), checkpoint_id=folder / DCP),
+        "torch.load(mmap=True), copied": partial(_load_torch, folder / TORCH, target),
+        "safetensors, copied": partial(_load_safetensors, folder / SAFETENSORS, target),
+    }
+
+
+def cold(folder: Path, load: Callable[[], object]) -> Contender:
+    """A load of what is not in the page cache."""
+    return Contender(load, lambda: raw.forget(folder))
+
+
+def fresh(path: Path, run: Callable[[Path], object]) -> Contender:
+    """A save to where nothing is."""
+
+    def clear() -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+    return Contender(lambda: run(path), clear)
+
+
+def _save_dcp(state: State, threads: int, path: Path) -> None:
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
+
+
+def _save_torch(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_safetensors(state: State, path: Path) -> None:
+    save_file(dict(state), path)
+    _sync(path)
+
+
+def _save_peer(state: State, path: Path) -> None:
+    manager = CheckpointManager.Config(
+        save=SyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
+    ).build()
+    manager.save(str(path), {"model": dict(state)})
+    manager.close()
+    for file in (file for file in path.rglob("*") if file.is_file()):
+        _sync(file)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def _load_torch(path: Path, target: State) -> None:
+    for name, tensor in torch.load(path, mmap=True).items():
+        target[name].copy_(tensor)
+
+
+def _load_safetensors(path: Path, target: State) -> None:
+    with safe_open(path, "pt") as file:
+        for name in target:
+            target[name].copy_(file.get_tensor(name))

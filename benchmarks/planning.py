@@ -1,0 +1,55 @@
+"""Planning a save and a load, as one rank does it, of jobs of many simulated ranks: FSDP2 with AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from benchmarks.measure import Contender, Figure, Table, interleaved
+from benchmarks.setting import Setting
+from holdfast.engine.census import Census, Digests, digests
+from holdfast.engine.layouts import Mesh, Shard
+from holdfast.engine.membership import Membership
+from holdfast.engine.plan import plan_save
+from holdfast.engine.spec import LayoutSpec, Meshes, Spec, TensorSpec
+
+#: Parameters, each with two moments and a count of steps.
+PARAMETERS = 2000
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_RANKS = (8, 64, 512, 4096)
+_LIMIT = 5 * 10**9
+
+
+def planning(setting: Setting) -> Iterator[Table]:
+    """What rank 0 does from the moment all have said what they hold until it knows what to write."""
+    plans = {f"holdfast, {ranks} ranks": Contender(partial(plan, *held(ranks))) for ranks in _RANKS}
+    clock = interleaved(plans, setting.rounds)
+    yield clock.table(f"plan of a save, {PARAMETERS} parameters with AdamW")
+    told = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
+    yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", told)
+
+
+def held(ranks: int) -> tuple[int, Spec, Meshes]:
+    """What each of the ranks holds."""
+    shape = (8 * ranks, 1024)
+    names = [f"layers.{number}.weight" for number in range(PARAMETERS)]
+    tensors = [TensorSpec("model", name, "F32", shape, 0) for name in names]
+    tensors += [TensorSpec("optimizer", f"{name}/{key}", "F32", shape, 0) for name in names for key in _MOMENTS]
+    tensors += [TensorSpec("optimizer", f"{name}/step", "F32", ()) for name in names]
+    return ranks, Spec((LayoutSpec(0, (Shard(0),)),), tuple(tensors)), Meshes((Mesh((ranks,), tuple(range(ranks))),))
+
+
+def plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
+    posted = [Digests(*digests(spec, meshes))] * ranks
+    census = Census.take(posted)
+    told = [census.told_by(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
+    membership: Membership = census.membership(told, range(ranks))
+    plan_save(membership, ranks // 2, _LIMIT)
+
+
+def _told(ranks: int) -> int:
+    """Bytes that a rank posts when nothing has changed since the save before: digests."""
+    _, spec, meshes = held(ranks)
+    return sum(map(len, digests(spec, meshes)))

@@ -1,0 +1,146 @@
+"""``python -m benchmarks.scale``: what a save and a load cost at many ranks, from what single operations cost here.
+
+Measures votes over the key-value store, planning, and the folding of CRCs on this machine; takes the rest (disks, file
+system, network) from :data:`CLUSTER`; prints a table for ``docs/scale.md`` and draws its plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import sqrt
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.planning import PARAMETERS, held, plan
+from holdfast.engine.transfer import Fragment, decode_fragments, encode_fragments
+
+RANKS = (8, 64, 512, 2048, 16384)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A parallel file system and its clients. Bandwidths in bytes/s, latencies in s, each as its makers publish."""
+
+    write: float = 1e12
+    a_client: float = 5e9
+    creates: float = 20e3
+    latency: float = 1e-3
+    ranks_of_a_client: int = 8
+    to_host: float = 25e9
+
+
+CLUSTER = Cluster()
+
+#: Votes of a save after the first, and data files that a rank writes into.
+VOTES, FILES = 5, 2
+
+#: Bytes of state of each rank, and the mean time between failures of 16,384 ranks.
+STATE, FAILURES = 350e6, 3.09 * 3600
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of processor time: a key set and got back by rank 0, one plan, one CRC folded."""
+
+    key: float
+    plan: float
+    crc: float
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
+    options = parser.parse_args()
+    costs = measure()
+    print(f"measured: {costs.key * 1e6:.0f} us a key, {costs.plan:.2f} s a plan, {costs.crc * 1e6:.2f} us a CRC\n")
+    terms = {ranks: save_terms(ranks, costs) for ranks in RANKS}
+    names = list(next(iter(terms.values())))
+    print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
+    print("|---:|" + "---:|" * (len(names) + 2))
+    for ranks, found in terms.items():
+        stall = STATE / CLUSTER.to_host + found["votes"] / 2
+        row = [f"{seconds:.2f}" for seconds in found.values()]
+        print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {waste(stall, ranks):.2%} |")
+    draw(terms, options.plot)
+
+
+def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
+    """The seconds of each part of a save in the background, by name."""
+    total, clients = STATE * ranks, max(1, ranks / CLUSTER.ranks_of_a_client)
+    tensors = 4 * PARAMETERS
+    return {
+        "plan": costs.plan,
+        "votes": VOTES * ranks * costs.key,
+        "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
+        "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
+        "CRCs at rank 0": tensors * ranks * costs.crc,
+    }
+
+
+def waste(stall: float, ranks: int) -> float:
+    """The part of the time that stalls and lost work take at the best interval of saves (Young 1974, Daly 2006)."""
+    between = FAILURES * 16384 / ranks
+    return sqrt(2 * stall / between)
+
+
+def measure() -> Costs:
+    """What single operations cost on this machine."""
+    return Costs(_key(), _median(lambda: plan(*held(4096))), _crc())
+
+
+def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
+    """The parts of a save, one on another, by the number of ranks."""
+    import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    chart, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for name in next(iter(terms.values())):
+        axes.plot(list(terms), [found[name] for found in terms.values()], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a background save")
+    axes.grid(which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    chart.savefig(path)
+    plt.close(chart)
+
+
+def _median(work: Callable[[], object], rounds: int = 5) -> float:
+    found = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def _key(number: int = 4096) -> float:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    keys = [f"vote/{rank}" for rank in range(number)]
+
+    def vote() -> None:
+        for key in keys:
+            store.set(key, "0" * 64)
+        store.multi_get(keys)
+
+    return _median(vote) / number
+
+
+def _crc(number: int = 200_000) -> float:
+    reported = encode_fragments({tensor: [Fragment(0, 4096, tensor)] for tensor in range(number)})
+
+    def fold() -> None:
+        decode_fragments([reported])
+
+    return _median(fold) / number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""One process: large and small tensors, saved durably and loaded cold and warm, and what verification costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+import holdfast
+from benchmarks import peers, raw, states
+from benchmarks.measure import Contender, Table, interleaved
+from benchmarks.peers import DCP, OURS, SAFETENSORS, TORCH
+from benchmarks.setting import Setting
+
+_THREADS = (1, 4)
+
+
+def large(setting: Setting) -> Iterator[Table]:
+    """Eight large tensors."""
+    folder, state = setting.folder, states.few(setting.nbytes)
+    memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
+    writes = {
+        f"raw direct write, {n} thread(s)": peers.fresh(
+            folder / "raw", partial(raw.write_direct, memory=memory, threads=n)
+        )
+        for n in _THREADS
+    }
+    clock = interleaved({**peers.saves(folder, state), **writes}, setting.rounds)
+    yield clock.table(f"save, {setting.gigabytes}, one process, durable", tuple(writes))
+    yield clock.processor_table(f"processor time of that save, {setting.gigabytes}", setting.nbytes / 1e9)
+    memory.close()
+    yield from _large_loads(setting, state)
+    yield _verification(setting, state)
+    yield _one_tensor(setting, state)
+
+
+def _large_loads(setting: Setting, state: peers.State) -> Iterator[Table]:
+    folder = setting.folder
+    loads = peers.loads(folder, state)
+    file = folder / OURS / "s/model/model.safetensors"
+    reads: dict[str, Callable[[], object]] = {
+        f"raw {kind} read, {n} thread(s)": partial(raw.read, file, n, direct=kind == "direct")
+        for kind in ("direct", "buffered")
+        for n in _THREADS
+    }
+    contenders = {name: peers.cold(folder, load) for name, load in {**loads, **reads}.items()}
+    yield interleaved(contenders, setting.rounds).table(f"load, {setting.gigabytes}, one process, cold", tuple(reads))
+    contenders = {name: Contender(load) for name, load in loads.items()}
+    for contender in contenders.values():
+        contender.run()
+    yield interleaved(contenders, setting.rounds).table(f"load, {setting.gigabytes}, one process, from the page cache")
+
+
+def _verification(setting: Setting, state: peers.State) -> Table:
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+    def load(*, verify: bool) -> Contender:
+        path = setting.folder / OURS
+        return peers.cold(setting.folder, partial(holdfast.load_checkpoint, path, model=target, verify=verify))
+
+    contenders = {OURS: load(verify=True), "holdfast, verify=False": load(verify=False)}
+    return interleaved(contenders, setting.rounds).table(f"load, {setting.gigabytes}, cold, without verification")
+
+
+def _one_tensor(setting: Setting, state: peers.State) -> Table:
+    folder, name = setting.folder, "layer.5.weight"
+    target = {name: torch.zeros_like(state[name])}
+
+    def ours() -> object:
+        return holdfast.open(folder / OURS)[f"model/{name}"]
+
+    def safetensors() -> object:
+        with safe_open(folder / SAFETENSORS, "pt") as file:
+            return file.get_tensor(name).clone()
+
+    contenders = {
+        OURS: ours,
+        DCP: lambda: torch.distributed.checkpoint.load(target, checkpoint_id=folder / DCP),
+        TORCH: torch.load(folder / TORCH, mmap=True)[name].clone,
+        SAFETENSORS: safetensors,
+    }
+    cold = {name: peers.cold(folder, run) for name, run in contenders.items()}
+    return interleaved(cold, setting.rounds).table(f"one tensor of {setting.nbytes // 8 / 1e6:g} MB, cold")
+
+
+def small(setting: Setting) -> Iterator[Table]:
+    """Very many small tensors."""
+    folder, state = setting.folder, states.many()
+    yield interleaved(peers.saves(folder, state), setting.rounds).table("save, 20,000 x 4 KiB, one process")
+    loads = {name: peers.cold(folder, load) for name, load in peers.loads(folder, state).items()}
+    yield interleaved(loads, setting.rounds).table("load, 20,000 x 4 KiB, one process")
+
+
+def memory_disk(setting: Setting) -> Iterator[Table]:
+    """The same large state on a disk that is memory, where only processors cost."""
+    folder, state = Path("/dev/shm") / setting.folder.name, states.few(setting.nbytes)  # noqa: S108 - a tmpfs
+    folder.mkdir()
+    try:
+        saves = peers.saves(folder, state)
+        yield interleaved(saves, setting.rounds).table(f"save, {setting.gigabytes}, tmpfs")
+        loads = {name: Contender(load) for name, load in peers.loads(folder, state).items()}
+        yield interleaved(loads, setting.rounds).table(f"load, {setting.gigabytes}, tmpfs")
+    finally:
+        raw.remove(folder)

@@ -1,0 +1,123 @@
+"""What is saved: tensors by name, and models with an optimizer in several layouts over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+GB = 10**9
+
+#: Bytes of a parameter with AdamW, in float32: itself and two moments.
+_BYTES = 12
+
+#: Tensors of the case of many small ones, of 1024 float32 numbers each.
+SMALL = 20_000
+
+
+def few(nbytes: int) -> dict[str, torch.Tensor]:
+    """Eight large tensors."""
+    return {f"layer.{number}.weight": torch.randn(nbytes // 4 // 8) for number in range(8)}
+
+
+def many() -> dict[str, torch.Tensor]:
+    """Very many tensors of 4 KiB."""
+    return {f"tensor.{number:05d}": torch.full((1024,), float(number)) for number in range(SMALL)}
+
+
+class Block(nn.Module):
+    """The parameters of a layer of a Llama-like model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = width * 11 // 4
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
+
+
+class Llama(nn.Module):
+    """The parameters of a Llama-like model that comes, with AdamW, to about so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        width, words = 1024, max(1024, nbytes // _BYTES // 8 // 1024)
+        block = sum(parameter.numel() for parameter in Block(width).parameters())
+        layers = max(1, round((nbytes / _BYTES - 2 * words * width) / block))
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+
+_STYLES: dict[str, type[ParallelStyle]] = {
+    **dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel),
+    **dict.fromkeys(("o", "down"), RowwiseParallel),
+}
+
+
+def _fsdp2(model: Llama) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def _tensor_parallel(model: Llama) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {name: style() for name, style in _STYLES.items()})
+    return model
+
+
+def _two_dimensions(model: Llama) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], {name: style() for name, style in _STYLES.items()})
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+LAYOUTS: dict[str, Callable[[Llama], nn.Module]] = {
+    "plain": lambda model: model,
+    "DDP": DistributedDataParallel,
+    "FSDP2": _fsdp2,
+    "TP": _tensor_parallel,
+    "FSDP2 x TP": _two_dimensions,
+}
+
+
+def training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A Llama-like model and its AdamW, which has stepped; about so many bytes over all ranks."""
+    torch.manual_seed(0)  # copies must be equal
+    model = LAYOUTS[layout](Llama(nbytes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All tensors of both by name, as they are in memory: what peers are given to save."""
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    found = dict(bare.state_dict())
+    for name, parameter in bare.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def local_bytes(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank has of each tensor, as bytes."""
+    mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in mine]

@@ -1,0 +1,199 @@
+"""A file system that fails: the n-th call that this process makes to it about one folder goes wrong.
+
+Stands in for the functions of ``os`` and ``io`` (and for ``renameat2``) through which everything goes to the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+from holdfast.storage import folders
+
+#: What each call may fail with: no space where it takes some, no right where it changes something, an error of the
+#: disk. Who may not look at a file may not now and not later, which is another matter than a fault.
+ERRORS: dict[str, tuple[str, ...]] = {
+    "open": ("EACCES", "EIO"),
+    "create": ("ENOSPC", "EACCES", "EIO"),
+    "mkdir": ("ENOSPC", "EPERM", "EIO"),
+    "ftruncate": ("ENOSPC", "EIO"),
+    "pwrite": ("ENOSPC", "EIO", "short", "nothing"),
+    "write": ("ENOSPC", "EIO"),
+    "preadv": ("EIO", "short"),
+    "read": ("EIO",),
+    "fsync": ("EIO", "ENOSPC"),
+    "close": ("EIO",),
+    "rename": ("EACCES", "ENOSPC", "EIO"),
+    "renameat2": ("EACCES", "ENOSPC", "EIO"),
+    "unlink": ("EPERM", "EIO"),
+    "rmdir": ("EPERM", "EIO"),
+    "statvfs": ("EACCES", "EIO"),
+    "stat": ("EIO",),
+    "lstat": ("EIO",),
+    "fstat": ("EIO",),
+    "listdir": ("EACCES", "EIO"),
+    "scandir": ("EACCES", "EIO"),
+    "flock": ("EIO",),
+}
+
+
+@dataclass
+class Faulty:
+    """Counts calls about ``root``, and has the n-th (from 0) fail with ``fault``; with all after it, where ``forever``.
+
+    A ``fault`` is the name of an error number, ``"short"`` (half of the bytes go), ``"nothing"`` (none do), or
+    something to do before the call.
+    """
+
+    root: Path
+    nth: int = -1
+    fault: str | Callable[[], object] = ""
+    forever: bool = False
+    calls: list[str] = field(default_factory=list)
+    _names: dict[int, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def there(self) -> Iterator[Self]:
+        """Have this process go through it for a while."""
+        with ExitStack() as stack:
+            for name in ("mkdir", "rename", "unlink", "rmdir", "stat", "lstat", "listdir", "scandir", "statvfs"):
+                stack.enter_context(mock.patch.object(os, name, self._by_name(name, getattr(os, name))))
+            for name in ("ftruncate", "fsync", "fstat", "pwrite", "preadv"):
+                stack.enter_context(mock.patch.object(os, name, self._by_number(name, getattr(os, name))))
+            stack.enter_context(mock.patch.object(fcntl, "flock", self._by_number("flock", fcntl.flock)))
+            stack.enter_context(mock.patch.object(os, "open", self._open(os.open)))
+            stack.enter_context(mock.patch.object(os, "close", self._close(os.close)))
+            stack.enter_context(mock.patch.object(io, "open", self._io_open(io.open)))
+            renameat2 = self._by_name("renameat2", folders._renameat2)
+            stack.enter_context(mock.patch.object(folders, "_renameat2", renameat2))
+            yield self
+
+    def _strikes(self, call: str) -> str:
+        """Count a call; the fault that it has, if any."""
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(call)
+        if self.nth < 0 or number < self.nth or (number > self.nth and not self.forever):
+            return ""
+        if isinstance(self.fault, str):
+            return self.fault
+        self.nth = -1
+        self.fault()
+        return ""
+
+    def _check(self, call: str) -> str:
+        """Count a call, and raise the error that it has; another kind of fault is returned."""
+        fault = self._strikes(call)
+        if fault in {"", "short", "nothing"}:
+            return fault
+        raise OSError(number := getattr(errno, fault), os.strerror(number))
+
+    def _path(self, path: Any, dir_fd: int | None) -> str:
+        """The name of what a call is about; empty where that is not below the root."""
+        if isinstance(path, int):
+            return self._names.get(path, "")
+        name = os.fsdecode(path)
+        if dir_fd is not None:
+            name = os.path.join(self._names.get(dir_fd, ""), name)  # noqa: PTH118 - as the system takes it
+        return name if name == str(self.root) or name.startswith(f"{self.root}/") else ""
+
+    def _by_name(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any = ".", *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
+            if self._path(path, dir_fd):
+                self._check(call)
+            if dir_fd is not None:
+                options["dir_fd"] = dir_fd
+            return real(path, *args, **options)
+
+        return wrapped
+
+    def _by_number(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(fd: int, *args: Any) -> Any:
+            if fd not in self._names:
+                return real(fd, *args)
+            fault = self._check(call)
+            if fault == "nothing":
+                return 0
+            return real(fd, *(_half(call, args) if fault == "short" else args))
+
+        return wrapped
+
+    def _open(self, real: Callable[..., int]) -> Callable[..., int]:
+        def wrapped(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            name = self._path(path, dir_fd)
+            if name:
+                self._check("create" if flags & os.O_CREAT else "open")
+            fd = real(path, flags, mode, dir_fd=dir_fd)
+            if name:
+                self._names[fd] = name
+            return fd
+
+        return wrapped
+
+    def _close(self, real: Callable[[int], None]) -> Callable[[int], None]:
+        def wrapped(fd: int) -> None:
+            known = self._names.pop(fd, "")
+            real(fd)  # a file is closed, whatever the call says
+            if known:
+                self._check("close")
+
+        return wrapped
+
+    def _io_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            if not self._path(path, None):
+                return real(path, mode, *args, **options)
+            self._check("open" if mode == "rb" else "create")
+            file = real(path, mode, *args, **options)
+            self._names[file.fileno()] = str(path)
+            return _File(file, self)
+
+        return wrapped
+
+
+def _half(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Half of the bytes, in whole sectors where they are that many: direct I/O moves no less."""
+    data, offset = args
+    whole = data[0] if call == "preadv" else data
+    size = len(whole) // 2
+    half = whole[: size // 512 * 512 or max(1, size)]
+    return ([half] if call == "preadv" else half), offset
+
+
+class _File:
+    """A file object each write and read of which is a call."""
+
+    def __init__(self, file: Any, faulty: Faulty) -> None:
+        self._file, self._faulty = file, faulty
+
+    def write(self, data: Any) -> int:
+        self._faulty._check("write")
+        return int(self._file.write(data))
+
+    def read(self, *size: int) -> Any:
+        self._faulty._check("read")
+        return self._file.read(*size)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._faulty._names.pop(self._file.fileno(), "")
+        self._file.close()
+        self._faulty._check("close")

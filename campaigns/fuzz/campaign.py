@@ -1,0 +1,92 @@
+"""One case after another: a checkpoint is copied, changed, sometimes sealed again, and read."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from campaigns.fuzz import seeds
+from campaigns.fuzz.judge import Judge
+from campaigns.fuzz.metadata import edited
+from campaigns.fuzz.mutations import mutated
+from tests.test_hostile import reseal
+
+
+class Violation(NamedTuple):
+    """A case that was treated wrongly; kind, seed and number make it again."""
+
+    kind: str
+    case: str
+    problem: str
+
+
+class Fuzzer:
+    """Makes cases of sound checkpoints, by kind. The same seed and number give the same case."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+        self.sound: Mapping[str, Path] = seeds.make(folder / "seeds")
+        self.judge = Judge()
+
+    def case(self, kind: str, number: int) -> tuple[Path, Violation | None]:
+        """Make one, and judge it; returns where it is."""
+        chance = random.Random(f"{self._seed}/{kind}/{number}")
+        path = self._copy(kind)
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        file = chance.choice(files)
+        raw = file.read_bytes()
+        by_class = file.name == ".metadata" and chance.random() < 0.6
+        file.write_bytes(edited(raw, chance) if by_class else mutated(raw, file.name, chance))
+        if kind == "native" and file.name != "manifest.json" and chance.random() < 0.7:
+            reseal(path)
+        problem = self.judge.problem(path)
+        return path, Violation(kind, f"{self._seed}/{number} {file.name}", problem) if problem else None
+
+    def _copy(self, kind: str) -> Path:
+        sound = self.sound[kind]
+        place = self._folder / "case"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        copied = shutil.copytree if sound.is_dir() else shutil.copy
+        return Path(copied(sound, place / sound.name))
+
+    def cases(self, first: int, kinds: list[str] | None = None) -> Iterator[tuple[Path, Violation | None]]:
+        """Cases without end, of all kinds in turn."""
+        for number in count(first):
+            for kind in kinds or list(self.sound):
+                yield self.case(kind, number)
+
+
+def main() -> int:
+    """Run for some minutes. 1 where anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="(default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case (default: 0)")
+    parser.add_argument("--kind", action="append", help="only checkpoints of this kind; may be repeated")
+    options = parser.parse_args()
+    ends, wrong, done = time.monotonic() + 60 * options.minutes, 0, 0
+    with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
+        fuzzer = Fuzzer(Path(folder), options.seed)
+        for path, violation in fuzzer.cases(options.first, options.kind):
+            done += 1
+            if violation is not None:
+                wrong += 1
+                print(f"WRONG: {violation.kind} {violation.case}: {violation.problem}", flush=True)
+                _keep(path, Path("fuzz_violations") / f"{wrong}")
+            if time.monotonic() > ends:
+                break
+    print(f"{done} checkpoints: {fuzzer.judge.read} read, {fuzzer.judge.refused} refused, {wrong} treated wrongly")
+    return int(bool(wrong))
+
+
+def _keep(path: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(path.parent, place)

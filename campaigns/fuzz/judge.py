@@ -1,0 +1,91 @@
+"""Whether a changed checkpoint is read, or refused by an error of ours; with no code run, and little memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import holdfast
+from holdfast.dcp import FileSystemReader
+from holdfast.errors import HoldfastError
+from tests.test_hostile import little_memory
+
+#: What Python tells its auditors when code from outside could run.
+_EVENTS = frozenset(
+    {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pickle.find_class"}
+)
+
+#: Seconds of the processor that a checkpoint of a few kilobytes may take.
+_SECONDS = 5.0
+
+
+class Judge:
+    """Keeps count of what came of the cases, and hears of code that runs."""
+
+    def __init__(self) -> None:
+        self.read = self.refused = 0
+        self._listening, self._heard = False, ""
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, _: tuple[Any, ...]) -> None:
+        if self._listening and event in _EVENTS:
+            self._heard = event
+
+    def problem(self, path: Path) -> str | None:
+        """What is wrong with how this checkpoint was treated, if anything is."""
+        start, self._heard, self._listening = time.process_time(), "", True
+        try:
+            with little_memory():
+                _use(path)
+            self.read += 1
+        except HoldfastError as error:
+            self.refused += 1
+            if str(path.name) not in str(error) and path.parent.name not in str(error):
+                return f"the error does not name the file: {error}"
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._listening = False
+        if self._heard:
+            return f"code was run: {self._heard}"
+        taken = time.process_time() - start
+        return f"it took {taken:.1f} s" if taken > _SECONDS else None
+
+
+def _use(path: Path) -> None:
+    """Read all there is, in all ways."""
+    opened = holdfast.open(path)
+    for name in opened:
+        opened[name]
+    _ = opened.values
+    for _ in opened.verify():
+        pass
+    if (path / ".metadata").exists():
+        _read_by_dcp(path)
+
+
+def _read_by_dcp(path: Path) -> None:
+    """As ``dcp.load`` has a reader do it, each chunk whole."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    items, targets = [], {}
+    for index in metadata.storage_data:
+        entry = metadata.state_dict_metadata[index.fqn]
+        kind, sizes = LoadItemType.BYTE_IO, torch.Size([0])
+        if isinstance(entry, TensorStorageMetadata):
+            kind = LoadItemType.TENSOR
+            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+            targets[index] = torch.empty(sizes, dtype=entry.properties.dtype)
+        start = torch.Size([0] * len(sizes))
+        items.append(ReadItem(kind, index, start, index, start, sizes))
+    planner = mock.Mock(resolve_tensor=lambda item: targets[item.storage_index])
+    reader.read_data(LoadPlan(items), planner)

@@ -1,0 +1,64 @@
+"""What is changed: a sound checkpoint of each format that holdfast reads."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import holdfast
+from holdfast.dcp import FileSystemWriter
+from tests.test_pickles import EVIL
+
+
+def make(folder: Path) -> dict[str, Path]:
+    """One checkpoint of each kind, by the kind's name."""
+    warnings.filterwarnings("ignore")
+    native = _native(folder / "run")
+    made = {"native": native}
+    for to, options in CONVERTED.items():
+        name = "c.safetensors" if to == "safetensors" else "c.ckpt"
+        made[to] = holdfast.convert(native, folder / to / name, to=to, **options)
+    made["dcp+checksums"] = folder / "dcp+checksums/c"
+    dcp.save(_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
+    made["safetensors shards"] = folder / "shards/c"
+    writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
+    dcp.save({name: tensor for name, tensor in _state()["model"].items() if tensor.ndim}, storage_writer=writer)
+    for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
+        made[name] = folder / name / "c.pt"
+        made[name].parent.mkdir()
+        tree = {**_state(), "evil": EVIL["a shell"]} if name == "evil" else _state()
+        torch.save(tree, made[name], **options)
+    return made
+
+
+#: Formats that are made by a conversion, with what is asked of it.
+CONVERTED: dict[str, dict[str, Any]] = {
+    "hf": {"max_shard_size": 300},
+    "safetensors": {},
+    "torch": {},
+    "dcp": {"max_shard_size": 400},
+    "lightning": {},
+    "lightning-folder": {"max_shard_size": 400},
+}
+
+
+def _native(run: Path) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
+    holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, rank_content={"own": torch.ones(3)})
+    return run / "s"
+
+
+def _state() -> dict[str, Any]:
+    tensors = {"w": torch.arange(35.0).view(7, 5), "b": torch.ones(7).bfloat16(), "n": torch.tensor(3)}
+    return {"model": tensors, "step": 3, "list": [1, {"a": torch.ones(2)}], "pair": (torch.arange(9), "x")}

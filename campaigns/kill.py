@@ -1,0 +1,192 @@
+"""``python -m campaigns.kill``: ranks of a job are killed (SIGKILL) at every point of a save and a load, and at random.
+
+After each kill: those that are left raise an error that names the dead rank, or the store that died with it, within the
+timeout and two seconds; every checkpoint that is visible is old or new, bit for bit; and a job that is started
+again, on another number of ranks, goes on from the latest. Exits with 1 where anything else is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from campaigns.kit import points, state, table, trial
+from campaigns.kit.job import STORES, Job, Rank
+from campaigns.kit.state import ViolationError
+from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
+
+#: Kills of one chain: a run that is killed again and again.
+CHAIN = 5
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What came of a kill. ``seconds``: until the last of the others had raised; nothing where none was left."""
+
+    reached: bool
+    seconds: float | None = None
+    committed: bool | None = None
+    violation: str = ""
+
+
+def at_point(case: Case, scratch: Path) -> Killed:
+    """Kill a rank at a point, and look at what is left."""
+    path = trial.make_run(scratch.parent / "template", scratch / "run")
+    try:
+        return _at_point(case, scratch, path)
+    except ViolationError as error:
+        return Killed(True, violation=str(error))
+
+
+def _at_point(case: Case, scratch: Path, path: Path) -> Killed:
+    with Job(case.size, case.store, scratch, trial.run, path, case, "die", backend=case.backend) as job:
+        job.wait(lambda: job.is_over() or (job.is_over(case.victim) and (case.victim, "killed") in job.told), PATIENCE)
+        killed = job.told.get((case.victim, "killed"))
+        if killed is None:
+            return Killed(False, violation=trial.missed(job, case))
+        seconds, ends = trial.check_survivors(job, case, killed)
+    committed = trial.check_disk(path, case, ends) if case.how else None
+    check_resumed(path, scratch, str(case), 2 if committed else 1)
+    return Killed(True, seconds, committed)
+
+
+def check_resumed(path: Path, scratch: Path, what: str, step: int) -> None:
+    """A job on some other number of ranks goes on from ``step``, and leaves the folder tidy."""
+    size = 1 + sum(map(ord, what)) % 3
+    with Job(size, "agent", scratch, trial.resume, path) as job:
+        job.wait(lambda: len(job.ends) == size, PATIENCE)
+        found = {rank: end.result if not end.error else f"{end.error}: {end.message}" for rank, end in job.ends.items()}
+    if found != dict.fromkeys(range(size), step):
+        raise ViolationError(f"{what}: the job that goes on from step {step} found {found}")
+    if state.visible(path) != {f"step_{step + 1}": step + 1} or state.hidden(path):
+        raise ViolationError(f"{what}: after the next save there are {state.visible(path)} and {state.hidden(path)}")
+
+
+def go_on(rank: Rank, path: Path, seed: int) -> None:
+    """A rank's part in a run that saves as fast as it can, in all ways, until it is killed."""
+    step = trial.load(path)
+    rank.tell(f"at {step}")
+    while True:
+        step += 1
+        how = ("new", "overwrite", "retention")[(step + seed) % 3]
+        trial.save(path, step, how, background=step % 2 == 0, timeout=TIMEOUT)
+        rank.tell(f"at {step}")
+
+
+def chain(seed: int, scratch: Path, kills: int = CHAIN) -> list[Killed]:
+    """A run that is killed again and again at random moments: one rank, or all at once."""
+    draw = random.Random(seed)
+    path = trial.make_run(scratch / "template", scratch / f"chain{seed}")
+    done = 1
+    found: list[Killed] = []
+    for number in range(kills):
+        size = draw.choice([2, 3])
+        victims = [draw.randrange(size)] if number % 2 else list(range(size))
+        try:
+            killed, done = _at_random(path, draw, size, victims, done)
+        except ViolationError as error:
+            return [*found, Killed(True, violation=f"chain {seed}, kill {number}: {error}")]
+        found.append(killed)
+    return found
+
+
+def _at_random(path: Path, draw: random.Random, size: int, victims: Sequence[int], done: int) -> tuple[Killed, int]:
+    scratch = path.parent
+    with Job(size, draw.choice(STORES), scratch, go_on, path, draw.randrange(3)) as job:
+        job.wait(lambda: len(job.told) >= size or bool(job.ends), PATIENCE)
+        if job.ends or not job.told:
+            raise ViolationError(f"the run could not go on after step {done}: {job.ends}")
+        begun = min(_steps(job))
+        job.wait(lambda: bool(job.ends), draw.uniform(0.0, 0.7))
+        since = min(job.signal(victim, signal.SIGKILL) for victim in victims)
+        job.wait(lambda: job.is_over(*victims), PATIENCE)
+        seconds = _check_others(job, size, victims, since)
+        reached = max(_steps(job))
+    # A step is told of when its save is over, for all ranks.
+    if not done - 1 <= begun <= reached:
+        raise ViolationError(f"it went on from step {begun}, after step {done} was saved")
+    if max(state.visible(path).values()) < reached:
+        raise ViolationError(f"step {reached} was saved, and there is {state.visible(path)}")
+    return Killed(True, seconds), reached
+
+
+def _steps(job: Job) -> list[int]:
+    return [int(what.removeprefix("at ")) for _, what in job.told if what.startswith("at ")]
+
+
+def _check_others(job: Job, size: int, victims: Sequence[int], since: float) -> float | None:
+    others = [rank for rank in range(size) if rank not in victims]
+    for rank in others:
+        end = job.ends.get(rank)
+        if end is None:
+            raise ViolationError(f"rank {rank} of {size} hangs after rank {victims[0]} was killed")
+        if not (end.typed and trial.names(end.message, victims[0])):
+            raise ViolationError(
+                f"rank {victims[0]} of {size} was killed, and {rank} raised {end.error}: {end.message}"
+            )
+        if end.when - since > TIMEOUT + SLACK:
+            raise ViolationError(f"rank {rank} of {size} raised {end.when - since:.1f} s after a kill: {end.message}")
+    return max((job.ends[rank].when - since for rank in others), default=None)
+
+
+def main() -> int:
+    """Run it all, and print tables."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.kill", description=__doc__)
+    parser.add_argument("--scratch", type=Path, help="where runs are saved; a temporary folder when left out")
+    parser.add_argument("--together", type=int, default=4, help="how many jobs run at a time (default: 4)")
+    parser.add_argument("--chains", type=int, default=12, help=f"runs that are killed {CHAIN} times (default: 12)")
+    parser.add_argument("--only", default="", help="only the points with this in their names")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        scratch = Path(folder)
+        trial.make_run(scratch / "template", scratch / "first")
+        started = time.monotonic()
+        found: list[tuple[str, Case, Killed]] = []
+        for name, about, saves in (("save", points.SAVING, True), ("load", points.LOADING, False)):
+            chosen = [case for case in trial.cases(about, saves=saves) if options.only in case.point.name]
+            work = partial(_numbered, scratch, name)
+            results = list(table.run(list(enumerate(chosen)), work, options.together))
+            found += [(name, case, result) for (_, case), result in results]
+        chains = list(table.run(range(options.chains), partial(chain, scratch=scratch), options.together))
+        report(found, [killed for _, one in chains for killed in one])
+        print(f"{time.monotonic() - started:.0f} s")
+        violations = [killed.violation for *_, killed in found] + [one.violation for _, all_ in chains for one in all_]
+        return table.verdict([violation for violation in violations if violation])
+
+
+def _numbered(scratch: Path, name: str, numbered: tuple[int, Case]) -> Killed:
+    number, case = numbered
+    folder = scratch / f"{name}{number}"
+    folder.mkdir()
+    return at_point(case, folder)
+
+
+def report(found: Iterable[tuple[str, Case, Killed]], at_random: Sequence[Killed]) -> None:
+    """Print what came of the kills."""
+    rows: dict[tuple[str, str], list[Killed]] = {}
+    for name, case, killed in found:
+        rows.setdefault((name, case.point.name), []).append(killed)
+    body = [(f"{call}: {point}", *_summary(killed)) for (call, point), killed in rows.items()]
+    body.append(("at random, one rank or all", *_summary(at_random)))
+    print(table.markdown(("killed when", "kills", "committed", "slowest error, s"), body))
+    count = Counter(killed.reached for killed in [*(one for _, _, one in found), *at_random])
+    print(f"\n{count[True]} kills; {count[False]} cases in which the rank never came by the point")
+
+
+def _summary(killed: Sequence[Killed]) -> tuple[object, ...]:
+    seconds = [one.seconds for one in killed if one.seconds is not None]
+    committed = sum(bool(one.committed) for one in killed)
+    return sum(one.reached for one in killed), committed, f"{max(seconds):.2f}" if seconds else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What several campaigns use: jobs whose ranks can be killed, a state to save, moments of a save, tables."""

@@ -1,0 +1,90 @@
+"""The state that campaigns save: a function of the step, so that whoever reads it knows what must be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from holdfast.layout.hidden import parse
+
+#: Rows are one run of each rank, columns many short ones, which are exchanged; a copy is what all ranks have.
+_SHARDED = {"rows": (120, 500, 0), "left": (60, 600, 1), "middle": (60, 600, 1), "right": (60, 600, 1)}
+_COPIED = {"copy": (20_000,), "scalar": ()}
+
+
+class ViolationError(Exception):
+    """Something that must never be."""
+
+
+def expected(step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a step, whole."""
+    shapes = {name: shape[:2] for name, shape in _SHARDED.items()} | _COPIED
+    return {name: _value(name, shape, step) for name, shape in shapes.items()}
+
+
+def _value(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    count = 1
+    for size in shape:
+        count *= size
+    return (torch.arange(count, dtype=torch.float32) + 1e5 * step + len(name)).reshape(shape)
+
+
+def model(step: int) -> dict[str, torch.Tensor]:
+    """What this rank has of a step's tensors."""
+    whole = expected(step)
+    if not dist.is_initialized():
+        return whole
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False)
+    for name, (*_, dim) in _SHARDED.items():
+        mine = whole[name].chunk(size, dim)[rank].contiguous()
+        whole[name] = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
+    return whole
+
+
+def content(step: int) -> dict[str, Any]:
+    """The user content of a step."""
+    return {"step": step, "history": list(range(step)), "blob": torch.full((2000,), float(step))}
+
+
+def is_exact(found: dict[str, torch.Tensor], step: int) -> bool:
+    """Whether this rank's tensors are those of a step, bit for bit."""
+    return all(torch.equal(_local(found[name]), _local(tensor)) for name, tensor in model(step).items())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def visible(run: Path) -> dict[str, int]:
+    """The step of each checkpoint by tag, read without holdfast. Raises ``ViolationError`` where one is not whole."""
+    folders = sorted(entry for entry in run.iterdir() if parse(entry.name) is None)
+    return {folder.name: _step(folder) for folder in folders}
+
+
+def _step(folder: Path) -> int:
+    try:
+        step = json.loads((folder / "state.json").read_bytes())["user_content"]["step"]
+        tensors = load_file(folder / "model/model.safetensors")
+        (blob,) = load_file(folder / "state.safetensors").values()
+        json.loads((folder / "manifest.json").read_bytes())
+    except Exception as error:
+        raise ViolationError(f"{folder} is visible, and not whole: {error!r}") from error
+    whole = expected(step)
+    if tensors.keys() != whole.keys() or not all(torch.equal(tensors[name], whole[name]) for name in whole):
+        raise ViolationError(f"{folder} is torn: it says step {step}, and has other tensors")
+    if not torch.equal(blob, torch.full((2000,), float(step))):
+        raise ViolationError(f"{folder} is torn: it says step {step}, and has another step's content")
+    return int(step)
+
+
+def hidden(run: Path) -> list[str]:
+    """The hidden folders that saves have left."""
+    return sorted(entry.name for entry in run.iterdir() if parse(entry.name) is not None)

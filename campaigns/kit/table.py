@@ -1,0 +1,42 @@
+"""What a campaign did, as a table; the cases run a few at a time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+#: Violations that are printed.
+MOST = 40
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+def run(cases: Sequence[C], trial: Callable[[C], R], together: int) -> Iterator[tuple[C, R]]:
+    """Try all cases, some together, and give each with its result, in order; says on stderr how far it is."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(together) as pool:
+        for number, (case, result) in enumerate(zip(cases, pool.map(trial, cases), strict=True), 1):
+            print(f"\r{number}/{len(cases)}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+            if violation := getattr(result, "violation", ""):
+                print(f"\n{violation}", file=sys.stderr)
+            yield case, result
+    print(file=sys.stderr)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; numbers to the right."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join(lines)
+
+
+def verdict(violations: Sequence[str]) -> int:
+    """Print what must never be and was, the first of it at least; the exit code."""
+    for violation in violations[:MOST]:
+        print("VIOLATION:", violation)
+    print(f"{len(violations)} violations")
+    return 1 if violations else 0

@@ -1,0 +1,190 @@
+"""One save or load of a job to one of whose ranks something happens at a point, and what the others say of it."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+from campaigns.kit import state
+from campaigns.kit.job import STORES, End, Job, Rank
+from campaigns.kit.points import Point, armed
+from campaigns.kit.state import ViolationError
+
+#: Seconds that ranks wait for each other, and that an error may come later.
+TIMEOUT, SLACK = 3.0, 2.0
+
+#: Seconds in which anything that does not hang is over.
+PATIENCE = 90.0
+
+#: How the checkpoint of step 2 comes beside, or instead of, that of step 1.
+HOW: dict[str, dict[str, Any]] = {
+    "new": {},
+    "overwrite": {"overwrite": True},
+    "retention": {"num_kept_ckpts": 1},
+    "two renames": {"overwrite": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to whom, and in which kind of save. A load where there is no ``how``."""
+
+    point: Point
+    victim: int
+    size: int
+    store: str
+    how: str = ""
+    background: bool = False
+
+    def __str__(self) -> str:
+        call = f"{self.how} {'asynchronous' if self.background else 'synchronous'} save" if self.how else "load"
+        return f"{self.point.name}: rank {self.victim} of {self.size}, {call}, store of {self.store}"
+
+    @property
+    def backend(self) -> str:
+        """One over which CPU memory goes only by a group of its own, where that is to be made."""
+        return "cuda:gloo" if self.point.needs == "a group beside" else "gloo"
+
+
+def cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
+    """Every point for every rank that comes by it, saves both ways; the rest of each case is drawn, always alike."""
+    draw = random.Random(0)
+    for point in points:
+        for victim in (0,) if point.leader else (0, 1, 2):
+            for background in (False, True) if saves else (False,):
+                if point.needs == "asynchronous" and not background:
+                    continue
+                how = draw.choice(_kinds(point)) if saves else ""
+                yield Case(point, victim, draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), how, background)
+
+
+def _kinds(point: Point) -> list[str]:
+    if point.needs == "no exchange of names":
+        return ["two renames"]
+    if point.needs == "retention":
+        return ["retention"]
+    return ["overwrite", "retention"] if point.needs == "old ones go" else ["new", "overwrite", "retention"]
+
+
+def save(path: Path, step: int, how: str, *, background: bool = False, timeout: float = 60.0) -> None:
+    """Save a step, and be done when that is all over."""
+    save_with(holdfast.Checkpointer(path, timeout=timeout), step, how, background=background)
+
+
+def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, background: bool = False) -> None:
+    """The same with a ``Checkpointer`` that may have saved before."""
+    tag = "last" if "overwrite" in HOW[how] else f"step_{step}"
+    with ExitStack() as stack:
+        if how == "two renames":
+            stack.enter_context(mock.patch("holdfast.storage.folders._renameat2", return_value=False))
+        stack.enter_context(checkpointer)
+        checkpointer.save(
+            tag, state.model(step), user_content=state.content(step), step=step, async_save=background, **HOW[how]
+        )
+
+
+def load(path: Path, timeout: float = 60.0) -> int:
+    """Load the latest, however that is read, and return its step. Raises ``ViolationError`` where it is not exact."""
+    found = state.model(0)
+    restored = holdfast.restore(path, model=found, exchange="always", timeout=timeout)
+    step = restored.user_content["step"]
+    exact = state.is_exact(found, step) and restored.user_content["history"] == list(range(step))
+    if not exact or not torch.equal(restored.user_content["blob"], state.content(step)["blob"]):
+        raise ViolationError(f"{restored.tag} in {path} is torn: it says step {step}, and holds something else")
+    return int(step)
+
+
+def run(rank: Rank, path: Path, case: Case, deed: str) -> str:
+    """A rank's part: save step 2, or load; the victim has ``deed`` done to it at the point."""
+    state.model(0)
+    rank.meet()  # from here on all are equally fast
+    with ExitStack() as stack:
+        if dist.get_rank() == case.victim:
+            stack.enter_context(armed(case.point, getattr(rank, deed)))
+        if case.how:
+            save(path, 2, case.how, background=case.background, timeout=TIMEOUT)
+        else:
+            load(path, TIMEOUT)
+        if dist.get_rank() == case.victim:
+            for thread in threading.enumerate():
+                if not thread.daemon and thread is not threading.current_thread():
+                    thread.join()  # the last point is beyond what a handle tells
+    return "done"
+
+
+def resume(rank: Rank, path: Path) -> int:
+    """A rank's part in the job that goes on: load, save the next step, load that; returns the first step."""
+    del rank
+    step = load(path)
+    save(path, step + 1, "retention")
+    if load(path) != step + 1:
+        raise ViolationError(f"what was saved last in {path} is not the latest")
+    return step
+
+
+def make_run(template: Path, path: Path) -> Path:
+    """A run whose only checkpoint is of step 1."""
+    if not template.exists():
+        save(template, 1, "overwrite")
+    shutil.copytree(template, path)
+    return path
+
+
+def check_survivors(job: Job, case: Case, since: float) -> tuple[float, list[End]]:
+    """Raise ``ViolationError`` unless all but the victim have ended as they should; the seconds of the slowest."""
+    ends = [end for rank, end in sorted(job.ends.items()) if rank != case.victim]
+    if len(ends) != case.size - 1:
+        raise ViolationError(f"{case}: only {len(ends)} of {case.size - 1} others ended: the rest hang")
+    seconds = max(end.when - since for end in ends)
+    for end in ends:
+        if end.error and not (end.typed and names(end.message, case.victim)):
+            raise ViolationError(f"{case}: {end.error} does not name the rank: {end.message}")
+    if seconds > TIMEOUT + SLACK:
+        raise ViolationError(f"{case}: the others waited {seconds:.1f} s: {[end.message for end in ends]}")
+    return seconds, ends
+
+
+def missed(job: Job, case: Case) -> str:
+    """What is wrong where a rank never came by its point: that is only for ranks that have nothing to do there."""
+    if len(job.ends) != case.size:
+        return f"{case}: hangs before the point"
+    errors = [f"{end.error}: {end.message}" for end in job.ends.values() if end.error]
+    return f"{case}: failed before the point: {errors}" if errors else ""
+
+
+def names(message: str, rank: int) -> bool:
+    """Whether a message names a rank, or the store that may be in its process."""
+    listed = re.findall(r"\branks? ([\d, ]+)", message)
+    return any(str(rank) in re.findall(r"\d+", one) for one in listed)
+
+
+def check_disk(path: Path, case: Case, ends: Sequence[End], *, woken: bool = False) -> bool:
+    """Raise ``ViolationError`` unless what is visible is old or new as it may be; whether the save is committed.
+
+    Rank 0 may still commit when it is ``woken``: all that the others had to do was done.
+    """
+    there = state.visible(path)
+    tag = "last" if "overwrite" in HOW[case.how] else "step_2"
+    committed = there.get(tag) == 2
+    rest = {name: step for name, step in there.items() if not (committed and name == tag)}
+    may_go = committed and case.how == "retention"
+    may_be_aside = case.point.needs == "no exchange of names"
+    if rest != {"last": 1} and not (rest == {} and ((tag == "last" and (committed or may_be_aside)) or may_go)):
+        raise ViolationError(f"{case}: what is visible is {there}")
+    if committed and not case.point.late and not (woken and case.victim == 0):
+        raise ViolationError(f"{case}: committed without a rank that has not written or reported")
+    if not committed and any(not end.error for end in ends):
+        raise ViolationError(f"{case}: some rank was told that it is saved, and it is not")
+    return committed

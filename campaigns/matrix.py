@@ -1,0 +1,56 @@
+"""``python -m campaigns.matrix``: checkpoints of holdfast and of DCP, loaded by each other in every pair of layouts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import holdfast
+from tests import dcp_matrix
+from tests.dcp_matrix import CASES, OPTIMIZERS, Case
+from tests.pool import Ranks
+
+
+def main() -> int:
+    """Run all of it, or some. 1 where a load failed, or gave other bits."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help="(default: all)")
+    parser.add_argument("--writer", action="append", help="only these, such as fsdp_tp4 (default: all)")
+    options = parser.parse_args()
+    writers = [case for case in CASES if not options.writer or str(case) in options.writer]
+    wrong = done = 0
+    ranks = Ranks()
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        for kind, writer in product(options.optimizer or OPTIMIZERS, writers):
+            for name, error in _loads(ranks, Path(folder), kind, writer):
+                done += 1
+                wrong += error is not None
+                if error is not None:
+                    print(f"WRONG: {name}: {error!r}", flush=True)
+            print(f"{kind}, written by {writer}: {done} loads so far, {wrong} wrong", flush=True)
+    ranks.close()
+    return int(bool(wrong))
+
+
+def _loads(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
+    """Every reader, in both directions."""
+    seed = folder / f"{kind}.seed"
+    if not seed.exists():
+        dcp_matrix.write_seed(str(seed), kind)
+    ours, theirs = (folder / f"{kind}-{writer}-{name}" for name in ("ours", "theirs"))
+    ranks(writer.ranks, dcp_matrix.write_ours, str(ours), writer.layout, kind, str(seed))
+    ranks(writer.ranks, dcp_matrix.write_theirs, str(theirs), writer.layout, kind, str(seed))
+    converted = holdfast.convert(ours, folder / f"{kind}-{writer}-dcp", to="dcp")
+    for reader in CASES:
+        for load, path in ((dcp_matrix.load_theirs, converted), (dcp_matrix.load_ours, theirs)):
+            found = ranks.outcomes(reader.ranks, load, str(path), reader.layout, kind)
+            errors = (one for one in found if isinstance(one, BaseException))
+            yield f"{kind}: {writer} to {reader}, {load.__name__}", next(errors, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

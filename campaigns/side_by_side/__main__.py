@@ -1,0 +1,42 @@
+"""Play every scene in turn: ``python -m campaigns.side_by_side --seconds 600``. Fastest with ``TMPDIR=/dev/shm``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from campaigns.side_by_side.scenes import SCENES, judge, play
+from tests.pool import Ranks
+
+
+def main() -> int:
+    """Run the campaign. 1 where anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=180, help="in all (default: 180)")
+    options = parser.parse_args()
+    ranks, ends = Ranks(), time.monotonic() + options.seconds
+    try:
+        while time.monotonic() < ends:
+            for name, scene in SCENES.items():
+                with tempfile.TemporaryDirectory(prefix="holdfast-") as path:
+                    seen = ranks(len(scene.acts), play, path, name, 10.0)
+                    judge(Path(path), name, seen)
+                    print(f"{name}: {' | '.join(map(_text, seen))}", flush=True)
+    except AssertionError as why:  # also one that a job has raised
+        print(f"{name}: {why.__cause__ or why}")
+        return 1
+    finally:
+        ranks.close()
+    return 0
+
+
+def _text(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {what}" for what, number in counts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""``python -m campaigns.stop``: a rank is stopped (SIGSTOP) at every point of a save and of a load, and woken later.
+
+While it is stopped the others raise an error that names it, or the store that is in its process, within the timeout and
+two seconds. In half of the cases another job then goes on in the same folder. The rank that is woken ends too, with a
+typed error or with what it was asked for; what the other job saved is untouched, and all that is visible is whole.
+Exits with 1 where anything else is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from campaigns.kit import points, state, table, trial
+from campaigns.kit.job import End, Job, Rank
+from campaigns.kit.state import ViolationError
+from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
+
+#: Step of what another job saves meanwhile.
+OTHER = 5
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What came of it. ``seconds``: until the last of the others had ended; ``woken``: how the victim did, how fast."""
+
+    reached: bool
+    seconds: float = 0.0
+    committed: bool = False
+    woken: str = ""
+    woken_seconds: float = 0.0
+    violation: str = ""
+
+
+def at_point(case: Case, scratch: Path, *, meanwhile: bool) -> Stopped:
+    """Stop a rank at a point, let another job go on where ``meanwhile``, wake the rank, and look at what is left."""
+    path = trial.make_run(scratch.parent / "template", scratch / "run")
+    try:
+        return _at_point(case, scratch, path, meanwhile=meanwhile)
+    except ViolationError as error:
+        return Stopped(True, violation=str(error))
+
+
+def _at_point(case: Case, scratch: Path, path: Path, *, meanwhile: bool) -> Stopped:
+    victim = case.victim
+    with Job(case.size, case.store, scratch, trial.run, path, case, "stop", backend=case.backend) as job:
+        job.wait(lambda: job.is_over() or (job.is_over(victim) and (victim, "stopped") in job.told), PATIENCE)
+        stopped = job.told.get((victim, "stopped"))
+        if stopped is None:
+            return Stopped(False, violation=trial.missed(job, case))
+        seconds, ends = trial.check_survivors(job, case, stopped)
+        before = trial.check_disk(path, case, ends) if case.how else None
+        if meanwhile:
+            _let_another_go_on(path, scratch, case, 2 if before else 1)
+        woken = job.signal(victim, signal.SIGCONT)
+        if not job.wait(lambda: victim in job.ends, PATIENCE):
+            raise ViolationError(f"{case}: the woken rank hangs")
+        end = job.ends[victim]
+    if end.error and not end.typed:
+        raise ViolationError(f"{case}: the woken rank raised {end.error}: {end.message}")
+    if end.when - woken > TIMEOUT + SLACK:
+        raise ViolationError(f"{case}: the woken rank took {end.when - woken:.1f} s: {end.error} {end.message}")
+    committed = _check_disk(path, case, [*ends, end], meanwhile=meanwhile)
+    return Stopped(True, seconds, committed, end.error or "done", end.when - woken)
+
+
+def _let_another_go_on(path: Path, scratch: Path, case: Case, step: int) -> None:
+    """Another job loads, and replaces what it finds: on whose place the stopped rank may have its eyes."""
+    with Job(2, "agent", scratch, go_on, path, case.how or "overwrite", step) as other:
+        other.wait(lambda: len(other.ends) == 2, PATIENCE)
+        wrong = [end for end in other.ends.values() if end.error]
+    if wrong or len(other.ends) != 2:
+        raise ViolationError(f"{case}: another job could not go on meanwhile: {wrong}")
+
+
+def go_on(rank: Rank, path: Path, how: str, step: int) -> None:
+    """A rank's part in the other job: load what is there, and save a later step in the same way."""
+    del rank
+    if trial.load(path) != step:
+        raise ViolationError(f"{path} has another step than {step}")
+    trial.save(path, OTHER, how)
+
+
+def _check_disk(path: Path, case: Case, ends: list[End], *, meanwhile: bool) -> bool:
+    """Everything visible is whole, and the other job's is the latest; whether the save is committed."""
+    if not case.how:
+        return False
+    if not meanwhile:
+        return trial.check_disk(path, case, ends, woken=True)
+    there = state.visible(path)
+    if OTHER not in there.values():
+        raise ViolationError(f"{case}: what another job saved meanwhile is gone: {there}")
+    if (latest := trial.load(path)) != OTHER:
+        raise ViolationError(f"{case}: the latest is step {latest}, not what another job saved meanwhile: {there}")
+    return 2 in there.values()
+
+
+def main() -> int:
+    """Run it all, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.stop", description=__doc__)
+    parser.add_argument("--scratch", type=Path, help="where runs are saved; a temporary folder when left out")
+    parser.add_argument("--together", type=int, default=4, help="how many jobs run at a time (default: 4)")
+    parser.add_argument("--only", default="", help="only the points with this in their names")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        scratch = Path(folder)
+        trial.make_run(scratch / "template", scratch / "first")
+        started = time.monotonic()
+        found = []
+        for name, about, saves in (("save", points.SAVING, True), ("load", points.LOADING, False)):
+            chosen = [case for case in trial.cases(about, saves=saves) if options.only in case.point.name]
+            results = table.run(list(enumerate(chosen)), partial(_numbered, scratch, name), options.together)
+            found += [(name, case, stopped) for (_, case), stopped in results]
+        report(found)
+        print(f"{time.monotonic() - started:.0f} s")
+        return table.verdict([stopped.violation for *_, stopped in found if stopped.violation])
+
+
+def _numbered(scratch: Path, name: str, numbered: tuple[int, Case]) -> Stopped:
+    number, case = numbered
+    folder = scratch / f"{name}{number}"
+    folder.mkdir()
+    return at_point(case, folder, meanwhile=number % 2 == 1)
+
+
+def report(found: Iterable[tuple[str, Case, Stopped]]) -> None:
+    """Print what came of it, by point."""
+    rows: dict[tuple[str, str], list[Stopped]] = {}
+    for name, case, stopped in found:
+        rows.setdefault((name, case.point.name), []).append(stopped)
+    body = []
+    for (name, point), all_ in rows.items():
+        reached = [one for one in all_ if one.reached]
+        woken = sorted({one.woken for one in reached if one.woken})
+        slowest = [f"{max((number(one) for one in reached), default=0):.2f}" for number in (_seconds, _woken_seconds)]
+        committed = sum(one.committed for one in reached)
+        body.append((f"{name}: {point}", len(reached), committed, *slowest, ", ".join(woken)))
+    head = ("stopped when", "stops", "committed", "others' error, s", "woken's end, s", "the woken rank's ends")
+    print(table.markdown(head, body))
+    print(f"\n{sum(one.reached for *_, one in found)} stops")
+
+
+def _seconds(one: Stopped) -> float:
+    return one.seconds
+
+
+def _woken_seconds(one: Stopped) -> float:
+    return one.woken_seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

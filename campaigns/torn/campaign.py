@@ -1,0 +1,65 @@
+"""``python -m campaigns.torn``: everything that was passed to an asynchronous save changes when the call returns.
+
+Parameters (in place, by an optimizer's step, by new memory), states of optimizers and the scalars among them, learning
+rates, schedulers, user content down to nested lists, arrays and tensors, and what other objects hand out. With
+``--staging overlapped``, parameters and states change only by the next step of their optimizer. Each checkpoint is then
+read again, its tensors without holdfast: it is the state at the call, bit for bit. Exits with 1 where it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from campaigns.kit import table
+from campaigns.kit.job import Job, Rank
+from campaigns.torn.layouts import LAYOUTS
+from campaigns.torn.subject import Subject
+
+#: Seconds that a thousand saves may take.
+PATIENCE = 1800.0
+
+
+def saves(rank: Rank, path: Path, layout: str, staging: str, number: int) -> list[str]:
+    """A rank's part: save so many times, and tell what was torn."""
+    del rank
+    run = Subject(layout)
+    return [torn for step in range(number) for torn in run.save_and_change(path, step, staging)]
+
+
+def campaign(
+    layouts: Sequence[str], staging: str, number: int, scratch: Path
+) -> dict[str, tuple[int, float, list[str]]]:
+    """Run it over some layouts. Of each: the saves, the seconds they took, and what was torn, on any rank."""
+    found = {}
+    for layout in layouts:
+        size = LAYOUTS[layout].ranks
+        started = time.monotonic()
+        with Job(size, "agent", scratch, saves, scratch / layout, layout, staging, number) as job:
+            if not job.wait(lambda: len(job.ends) == size, PATIENCE):  # noqa: B023 - it is over before the next one
+                raise TimeoutError(f"{layout}: the ranks hang")
+            torn = [
+                f"{layout}: {one}" for end in job.ends.values() for one in end.result or [end.message] * bool(end.error)
+            ]
+        found[layout] = (number, time.monotonic() - started, torn)
+    return found
+
+
+def main() -> int:
+    """Run it, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.torn", description=__doc__)
+    parser.add_argument("--scratch", type=Path, help="where to save; a temporary folder when left out")
+    parser.add_argument("--saves", type=int, default=200, help="in each of the layouts (default: 200)")
+    parser.add_argument("--staging", default="eager", choices=["eager", "overlapped"], help="when the copy is made")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        found = campaign(list(LAYOUTS), options.staging, options.saves, Path(folder))
+    body = [
+        (layout, LAYOUTS[layout].ranks, number, len(torn), f"{seconds:.0f}")
+        for layout, (number, seconds, torn) in found.items()
+    ]
+    print(table.markdown(("layout", "ranks", "saves", "torn", "s"), body))
+    return table.verdict([one for *_, torn in found.values() for one in torn])

@@ -1,0 +1,125 @@
+"""The oracle: a copy of a run's state, made by torch's and Python's own means, and what of a checkpoint differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import holdfast
+
+
+class Kept:
+    """An object whose state dict is no copy: the live state itself."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"mean": torch.zeros(500), "counts": [0, 0], "table": np.zeros((3, 7))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.state = state
+
+
+class Run(Protocol):
+    """What a checkpoint is made of."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its optimizer."""
+
+    @property
+    def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """That of the learning rate."""
+
+    tracker: Kept
+    loader: Kept
+    content: dict[str, Any]
+
+
+class Snapshot:
+    """A copy of all of a run's state, made by torch's and Python's own means."""
+
+    def __init__(self, run: Run) -> None:
+        names = {id(p): name for name, p in run.model.named_parameters()}
+        live = {f"model/{name}": tensor.detach() for name, tensor in run.model.state_dict().items()}
+        for p, states in run.optimizer.state.items():
+            live |= {f"optimizer/{names[id(p)]}/{name}": value for name, value in states.items()}
+        self._live = live
+        self._tensors = {name: local(tensor).clone() for name, tensor in live.items()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+        self._values = copy.deepcopy(
+            {
+                "groups": groups,
+                "scheduler": run.scheduler.state_dict(),
+                "user_content": run.content,
+                "stateful": {"tracker": run.tracker.state},
+            }
+        )
+        self._own = copy.deepcopy({"content": run.content, "dataloader": run.loader.state})
+        self._rng = torch.get_rng_state()
+
+    def differing(self, folder: Path) -> Iterator[str]:
+        """The names of what a checkpoint has otherwise."""
+        model, optimizer = (
+            load_file(folder / "model/model.safetensors"),
+            load_file(folder / "optimizer/optimizer.safetensors"),
+        )
+        found = {f"model/{name}": tensor for name, tensor in model.items()}
+        found |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
+        yield from found.keys() ^ self._tensors.keys()
+        for name in found.keys() & self._tensors.keys():
+            if not torch.equal(_part(found[name], self._live[name]), self._tensors[name]):
+                yield name
+        restored = holdfast.restore(folder, dataloader=(loader := Kept()), stateful={"tracker": Kept()}, rng=True)
+        values = dict(holdfast.open(folder).values)
+        groups = [group["settings"] for group in values.pop("optimizer")["groups"]]
+        values |= {"groups": groups, "scheduler": values["scheduler"]["state"]}
+        yield from (name for name in self._values if not _same(self._values[name], values[name]))
+        own = {"content": restored.rank_content, "dataloader": loader.state}
+        yield from (f"a rank's {name}" for name in own if not _same(self._own[name], own[name]))
+        if not torch.equal(torch.get_rng_state(), self._rng):
+            yield "the state of the random generator"
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two trees are equal, types included."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
+
+
+def _part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part that this rank has of a tensor that is laid out as another."""
+    if not isinstance(like, DTensor):
+        return whole
+    mine: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return mine
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    mine: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mine

@@ -1,0 +1,121 @@
+"""A run with everything in its state that can change under a save."""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import holdfast
+from campaigns.torn.layouts import LAYOUTS, WIDTH, Net
+from campaigns.torn.snapshot import Kept, Snapshot, local
+
+
+class Subject:
+    """A run in one layout, which saves and changes."""
+
+    def __init__(self, layout: str) -> None:
+        torch.manual_seed(0)
+        made = LAYOUTS[layout]
+        self.model = made.wrap(Net())
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = made.optimizer([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.01}], lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.9)
+        self.tracker = Kept()
+        self.loader = Kept()
+        self.content: dict[str, Any] = {
+            "step": 0,
+            "nested": [[0], {"deep": [{"x": 0}], "set": {0}}],
+            "ordered": OrderedDict(a=[0]),
+            "bytes": bytearray(b"00"),
+            "tensor": torch.zeros(3000),
+            "scalar": torch.zeros((), dtype=torch.float64),
+            "array": np.zeros((20, 30), np.int32),
+        }
+        self._step()
+
+    def save_and_change(self, path: Path, step: int, staging: str) -> Iterator[str]:
+        """Save asynchronously, change everything, and tell what of the checkpoint is not as it was at the call."""
+        expected = Snapshot(self)
+        holdfast.save_checkpoint(
+            path,
+            f"step_{step}",
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.content,
+            dataloader=self.loader,
+            stateful={"tracker": self.tracker},
+            rank_content=self.content,
+            async_save=True,
+            staging=staging,
+        )
+        self._scribble(step)
+        if staging == "eager":
+            self._change_tensors(step)
+        else:
+            self._step()
+        holdfast.finalize()
+        yield from (f"step {step}: {name}" for name in expected.differing(path / f"step_{step}"))
+        _everybody()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(path / f"step_{step}")
+
+    def _change_tensors(self, step: int) -> None:
+        """Each in its own way, before and after a real step."""
+        with torch.no_grad():
+            for tensor in self.model.parameters():
+                local(tensor).add_(1)
+            for states in self.optimizer.state.values():
+                for value in states.values():
+                    local(value).add_(1)
+        self._step()
+        if step % 3 == 0:
+            self._move()
+
+    def _scribble(self, step: int) -> None:
+        """Change values, the deepest first, and tensors that are no optimizer's."""
+        content = self.content
+        content["nested"][1]["deep"][0]["x"] += 1
+        content["nested"][1]["set"].add(step)
+        content["nested"][0].append(step)
+        del content["nested"][0][:-5]
+        content["ordered"]["a"][0] += 1
+        content["bytes"][0] = step % 256
+        kept = self.tracker.state, self.loader.state
+        for tensor in (content["tensor"], content["scalar"], *(one["mean"] for one in kept), *self.model.buffers()):
+            local(tensor).add_(1)
+        for array in (content["array"], *(one["table"] for one in kept)):
+            np.add(array, 1, out=array)
+        self.tracker.state["counts"][0] += 1
+        self.loader.state["counts"][1] += 1
+        content["step"] = step + 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 1.01
+            group["betas"] = (group["betas"][0], 0.5 + step % 7 / 100)
+        torch.rand(3)
+
+    def _step(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.model(torch.rand(4, WIDTH, generator=generator)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def _move(self) -> None:
+        """States get other memory, and what they had is used for something else."""
+        for states in self.optimizer.state.values():
+            for name, value in list(states.items()):
+                states[name] = value.clone()
+                local(value).fill_(-1)
+
+
+def _everybody() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,110 @@
+"""The hidden folder that a save writes into, and how it takes the name of what was there before."""
+
+from __future__ import annotations
+
+import errno
+import re
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
+from holdfast.formats.dcp import checksums
+from holdfast.formats.dcp.folder import METADATA
+from holdfast.layout.blocks import crc64
+from holdfast.layout.hidden import Hidden
+from holdfast.storage import folders, local
+from holdfast.storage.folders import Lock
+from holdfast.upkeep import recover
+
+#: What belongs to a distributed checkpoint, and goes when another takes its place.
+_OWN = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
+
+
+class Draft:
+    """Rank 0's hold of the folder. All ranks know its name from the final one."""
+
+    def __init__(self, final: Path, *, overwrite: bool) -> None:
+        """Make it. Raises ``TagExistsError`` where something is in the way, ``StorageError`` where a save is under way.
+
+        What a save that died has left there is removed.
+        """
+        self._final, self.folder, self._aside = final, draft_of(final), aside_of(final)
+        recover(final.parent)
+        _check(final, overwrite=overwrite)
+        local.make_durable_folder(final.parent)
+        if local.exists(self.folder):
+            self._lock = self._hold()
+            self.discard()
+        folders.remove_tree(self._aside)
+        local.make_folder(self.folder)
+        self._lock = self._hold()
+        weakref.finalize(self, self._lock.close)  # where a planner fails, nobody tells that the save has ended
+
+    def _hold(self) -> Lock:
+        busy = StorageError(
+            errno.EBUSY, f"{self.folder} is there: another process saves to {self._final}; if none does, remove it"
+        )
+        try:
+            lock = Lock(self.folder)
+        except BlockingIOError as error:
+            raise busy from error
+        if not lock.held and any(self.folder.iterdir()):
+            lock.close()
+            raise busy
+        return lock
+
+    def publish(self) -> None:
+        """Give it its final name; what had that is gone then."""
+        if not local.exists(self._final):
+            folders.publish(self.folder, self._final)
+            return
+        folders.replace(self.folder, self._final, self._aside)
+        with suppress(StorageError):  # the save is done; what is aside is hidden, and the next save removes it
+            folders.remove_tree(self._aside)
+
+    def discard(self) -> None:
+        """Remove it; what cannot be removed stays hidden."""
+        with suppress(StorageError):
+            folders.remove_tree(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._lock.close()
+
+
+def draft_of(final: Path) -> Path:
+    """The same on all ranks, and at each save: planners keep what they were told of the first one."""
+    return final.parent / _hidden(final).name
+
+
+def aside_of(final: Path) -> Path:
+    """Where a checkpoint is for a moment that another takes the place of."""
+    return final.parent / _hidden(final).now("replaced").name
+
+
+def _hidden(final: Path) -> Hidden:
+    name = f"{crc64(final.name.encode()):016x}"
+    return Hidden(final.name, name, name, "partial")
+
+
+def _check(final: Path, *, overwrite: bool) -> None:
+    if not local.exists(final):
+        return
+    if not local.is_folder(final):
+        raise TagExistsError(f"{final} is there, and no folder; choose another path")
+    others = sorted(entry.name for entry in final.iterdir() if not _OWN.fullmatch(entry.name))
+    if others:
+        raise TagExistsError(
+            f"{final} holds {others[0]!r}, which is no part of a distributed checkpoint and would be lost; choose "
+            "another path, or move it away"
+        )
+    if not overwrite and local.is_file(final / METADATA):
+        raise TagExistsError(f"there is a checkpoint at {final}; choose another path, or pass overwrite=True")
+
+
+def check_collective(*, use_collectives: bool) -> None:
+    """Raise ``InvalidArgumentError`` where ranks do not tell each other when all is written."""
+    if not use_collectives:
+        raise InvalidArgumentError("a checkpoint in one step needs all ranks to agree: leave use_collectives=True")

@@ -1,0 +1,125 @@
+"""A folder that is open for reading: its records, each of which is a chunk of a tensor or a value."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from holdfast.errors import MismatchError
+from holdfast.formats.arrange.contents import kept
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.dcp import checksums, metadata
+from holdfast.formats.dcp.checksums import Verified
+from holdfast.formats.dcp.folder import Folder, chunk_of
+from holdfast.formats.dcp.metadata import Place
+from holdfast.formats.torchfile import archive
+from holdfast.formats.torchfile.zips import Reads, Window
+from holdfast.layout.dtypes import width
+from holdfast.layout.files import TensorInfo
+from holdfast.state.tensors import DTYPES
+from holdfast.storage.readers import Readers
+from holdfast.view import Checkpoint
+
+#: What tells records apart: a flat name and, for a chunk, where in its tensor it begins.
+_Key = tuple[str, tuple[int, ...] | None]
+
+
+class _Record(NamedTuple):
+    """What is in it, where that is a chunk, and where it lies."""
+
+    info: TensorInfo | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a folder holds by its metadata, and what reads it."""
+
+    folder: Folder
+    found: metadata.Metadata
+    readers: Reads
+    records: Mapping[_Key, _Record]
+
+    @classmethod
+    def of(cls, path: Path, *, verify: bool) -> Opened:
+        """Raises ``DamagedError`` where the metadata is none, or not that of the checksums."""
+        plain = Readers()
+        found, raw = Folder(path, plain).read_metadata()
+        known = checksums.read(path, raw) if verify else None
+        readers: Reads = plain if known is None else Verified(plain, path, known.files)
+        return cls(Folder(path, readers), found, readers, dict(_records(found)))
+
+    def metadata(self) -> Metadata:
+        """As torch has it. Raises ``DamagedError`` where it is not whole, or the files are not what it says."""
+        entries: dict[str, Any] = {}
+        for name, place in self.found.values.items():
+            self.folder.window(name, place)
+            entries[name] = BytesStorageMetadata()
+        for name, tensor in self.found.tensors.items():
+            self.folder.tensor(name, tensor)
+            chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in tensor.chunks]
+            properties = TensorProperties(DTYPES[tensor.info.dtype])
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.info.shape), chunks)
+        places = {
+            MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo(*record.place)
+            for (name, offset), record in self.records.items()
+        }
+        return Metadata(entries, dict(self.found.paths), places)
+
+    def place(self, item: ReadItem) -> Place:
+        """Where what is to be read lies."""
+        return self._record(item).place
+
+    def tensor(self, item: ReadItem) -> torch.Tensor:
+        """A box of a chunk: the bytes from its first element to its last are read, and seen as it."""
+        name, info = item.storage_index.fqn, self._record(item).info
+        if info is None:
+            raise MismatchError(f"{name!r} is a tensor here, and none in {self.folder.path}")
+        there, size = chunk_of(name, info, self.window(item)), width(info.dtype)
+        first = there.offset + sum(map(mul, item.storage_offsets, there.strides))
+        reach = sum((length - 1) * stride for length, stride in zip(item.lengths, there.strides, strict=True)) + size
+        data = torch.empty(reach if item.lengths.numel() else 0, dtype=torch.uint8)
+        self.readers.read(there.file, first, data.numpy().data)
+        return data.view(DTYPES[info.dtype]).as_strided(item.lengths, [stride // size for stride in there.strides])
+
+    def value(self, item: ReadItem) -> bytes:
+        """The pickle of a value of plain types: ours, as torch will run what it is given."""
+        window = self.window(item)
+        window.read(0, window.size)  # all of it is verified, where there are checksums
+        tree = archive.read(window)
+        reader = TreeReader(window.path, "dcp", [], "", kept(tree.root, tree.nbytes, window.label))
+        stream = io.BytesIO()
+        torch.save(Checkpoint(reader).values["user_content"], stream)
+        return stream.getvalue()
+
+    def window(self, item: ReadItem) -> Window:
+        """The record of what is to be read."""
+        return self.folder.window(item.storage_index.fqn, self.place(item))
+
+    def _record(self, item: ReadItem) -> _Record:
+        index = item.storage_index
+        return self.records[index.fqn, None if index.offset is None else tuple(index.offset)]
+
+
+def _records(found: metadata.Metadata) -> Iterator[tuple[_Key, _Record]]:
+    for name, place in found.values.items():
+        yield (name, None), _Record(None, place)
+    for name, tensor in found.tensors.items():
+        for box, place in tensor.chunks.items():
+            yield (name, box.offset), _Record(TensorInfo(tensor.info.dtype, box.shape), place)

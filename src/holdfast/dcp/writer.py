@@ -1,0 +1,146 @@
+"""A ``StorageWriter``: what torch's writes, in a folder that appears when it is complete and durable."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast.dcp.draft import Draft, check_collective, draft_of
+from holdfast.dcp.results import Written, check_all, hashed, indices, records
+from holdfast.engine.ballot import Failure
+from holdfast.errors import StorageError
+from holdfast.formats.dcp import checksums
+from holdfast.formats.dcp.folder import METADATA
+from holdfast.storage import local
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes what torch's ``FileSystemWriter`` writes, for ``dcp.save`` and ``dcp.async_save``.
+
+    The folder appears, or takes the place of the one before, in one step, when all ranks have written and all is
+    durable. A crash, or a rank that fails, leaves what was there before, and a hidden folder that the next save to the
+    same path removes. ``checksums.json`` beside the files has their CRCs; torch itself does not look at it.
+
+    Args:
+        path: the folder; ``checkpoint_id`` of a save takes its place.
+        single_file_per_rank: one file for each thread of a rank, or one for each tensor and value.
+        thread_count: threads of a rank that write.
+        per_thread_copy_ahead: bytes that are copied from an accelerator ahead of being written.
+        overwrite: whether a checkpoint that is there is replaced; else ``TagExistsError``.
+
+    Errors of any rank come out of ``dcp.save`` as torch's ``CheckpointException``, with those of holdfast in it.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        single_file_per_rank: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+    ) -> None:
+        self.path, self.overwrite = local.local_path(path), overwrite
+        self._options: dict[str, Any] = {
+            "single_file_per_rank": single_file_per_rank,
+            "thread_count": thread_count,
+            "per_thread_copy_ahead": per_thread_copy_ahead,
+            "sync_files": False,  # torch's sync comes before its last bytes
+        }
+        self._draft: Draft | None = None
+        self._save_id = str(uuid4())
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder's path."""
+        return str(self.path)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """A new save begins."""
+        if checkpoint_id:
+            self.path = local.local_path(checkpoint_id)
+        self._save_id = str(uuid4())
+        if self._draft is not None:  # of a save that failed on another rank
+            self._draft.discard()
+            self._draft = None
+
+    def storage_meta(self) -> StorageMeta:
+        """What the metadata says of the save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch's ``StorageWriter``, here and below."""
+        del is_coordinator, args
+        check_collective(use_collectives=kwargs.get("use_collectives", True))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing is to be done before all ranks have a plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Rank 0: make the folder."""
+        self._draft = Draft(self.path, overwrite=self.overwrite)
+        return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files, make them durable, and hash them."""
+        found: Future[list[WriteResult]] = Future()
+        try:
+            found.set_result(self._write(draft_of(self.path), plan, planner))
+        except Exception as error:  # noqa: BLE001 - rank 0 is to hear of it, who has the folder to remove
+            found.set_result([WriteResult(MetadataIndex(""), 0, Failure.of(error))])
+        return found
+
+    def _write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results = filesystem.FileSystemWriter(folder, **self._options).write_data(plan, planner).wait()
+        lost = {item.index for item in plan.items} - {result.index for result in results}
+        if lost:
+            name = min(index.fqn for index in lost)
+            raise StorageError(f"{name!r} and {len(lost) - 1} more were not written to {folder}: a thread failed")
+        found = [hashed(folder, result) for result in results]
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            local.sync_tree(folder / name)
+        return found
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0: complete the folder, and give it its name."""
+        if self._draft is None:
+            raise StorageError(f"the save to {self.path} was not begun")
+        draft, self._draft = self._draft, None
+        try:
+            check_all(results)
+            self._complete(draft.folder, metadata, {one.index: one.storage_data for row in results for one in row})
+            draft.publish()
+        except BaseException:
+            draft.discard()
+            raise
+        draft.close()
+
+    def _complete(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, Written]) -> None:
+        lost = next((index for index in indices(metadata) if index not in written), None)
+        if lost is not None:
+            raise StorageError(f"no rank has written {lost.fqn!r} at {list(lost.offset or ())}")
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {index: one.info for index, one in written.items()}
+        raw = pickle.dumps(metadata)
+        local.write_small(folder / METADATA, raw)
+        local.write_small(folder / checksums.NAME, checksums.encode(raw, records(written)))
+        local.sync_folder(folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Whether this is a path of a file system."""
+        return "://" not in str(checkpoint_id)

@@ -1,0 +1,104 @@
+"""CRCs of a distributed checkpoint's records, in a file beside them: torch does not look at it, and holdfast verifies.
+
+A record is what the metadata has an offset and a length of; each block of 16 MiB of one has a CRC.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.torchfile.zips import Reads
+from holdfast.layout import blocks
+from holdfast.storage import local
+
+NAME = "checksums.json"
+
+_FORMAT, _VERSION = "holdfast-dcp-checksums", 1
+
+
+class Record(NamedTuple):
+    """Bytes ``[offset, offset + size)`` of a file; ``crcs`` is one CRC after another, in hexadecimal digits."""
+
+    offset: int
+    size: int
+    crcs: str
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """The CRC of the metadata, and the records of each file, in their order."""
+
+    format: str
+    version: int
+    metadata: str
+    files: dict[str, list[Record]]
+
+
+def encode(metadata: bytes, files: Mapping[str, Sequence[Record]]) -> bytes:
+    """The contents of the file."""
+    found = {name: sorted(records) for name, records in sorted(files.items())}
+    return msgspec.json.encode(Checksums(_FORMAT, _VERSION, f"{blocks.crc64(metadata):016x}", found))
+
+
+def read(folder: Path, metadata: bytes) -> Checksums | None:
+    """What a folder has of them, if any. Raises ``DamagedError`` where they are of another checkpoint."""
+    file = folder / NAME
+    if not local.is_file(file):
+        return None
+    local.check_regular(file, within=(folder,))
+    try:
+        found = msgspec.json.decode(local.read_small(file), type=Checksums)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{file} holds no checksums: {error}") from error
+    if (found.format, found.version) != (_FORMAT, _VERSION):
+        raise FormatError(f"{file} is of version {found.version} of {found.format!r:.40}, which is not known here")
+    if found.metadata != f"{blocks.crc64(metadata):016x}":
+        raise DamagedError(
+            f"{folder / '.metadata'} does not match {NAME}: it is damaged, or torch has written another checkpoint "
+            f"into the folder; remove {NAME} if that is so"
+        )
+    return found
+
+
+class Verified:
+    """Reads records of a folder in whole blocks, each of which must match its CRC."""
+
+    def __init__(self, readers: Reads, folder: Path, files: Mapping[str, Sequence[Record]]) -> None:
+        self._readers, self._folder, self._files = readers, folder, files
+        self._last: tuple[tuple[Path, int, int], memoryview] | None = None
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill ``into``, which lies inside a record. Raises ``DamagedError`` naming the file and the bytes."""
+        record = self._record(path, offset, len(into))
+        at, end = offset - record.offset, offset - record.offset + len(into)
+        for block in range(at // blocks.BLOCK, blocks.count(end)):
+            start, stop = blocks.span(block, record.size)
+            data = self._block(path, record, block)
+            low, high = max(at, start), min(end, stop)
+            into[low - at : high - at] = data[low - start : high - start]
+
+    def _record(self, path: Path, offset: int, size: int) -> Record:
+        records = self._files.get(str(path.relative_to(self._folder)), [])
+        number = bisect.bisect_right(records, offset, key=lambda record: record.offset) - 1
+        if number < 0 or offset + size > records[number].offset + records[number].size:
+            raise DamagedError(f"{self._folder / NAME} has no checksum of bytes {offset} to {offset + size} of {path}")
+        return records[number]
+
+    def _block(self, path: Path, record: Record, block: int) -> memoryview:
+        key = (path, record.offset, block)
+        if self._last is None or self._last[0] != key:
+            start, stop = blocks.span(block, record.size)
+            data = memoryview(bytearray(stop - start))
+            self._readers.read(path, record.offset + start, data)
+            if f"{blocks.crc64(data):016x}" != record.crcs[block * blocks.DIGITS : (block + 1) * blocks.DIGITS]:
+                first = record.offset + start
+                raise DamagedError(
+                    f"{path} is damaged: its bytes {first} to {first + len(data)} do not match their CRC"
+                )
+            self._last = key, data
+        return self._last[1]

@@ -1,0 +1,53 @@
+"""Ranks that are killed or stopped: the short forms of ``campaigns.kill`` and ``campaigns.stop``."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from campaigns import kill, stop
+from campaigns.kit import points, table, trial
+from campaigns.kit.trial import Case
+
+SAVING = {point.name: point for point in points.SAVING}
+LOADING = {point.name: point for point in points.LOADING}
+
+KILLS = [
+    Case(SAVING["writing"], 0, 2, "rank 0", "overwrite"),
+    Case(SAVING["waiting for a stripe"], 2, 3, "file", "new", background=True),
+    Case(SAVING["renamed"], 0, 2, "agent", "retention"),
+    Case(LOADING["reading"], 1, 2, "agent"),
+]
+STOPS = [
+    Case(SAVING["writing small files"], 0, 2, "rank 0", "overwrite"),
+    Case(SAVING["receiving a stripe"], 1, 3, "agent", "new", background=True),
+    Case(SAVING["reported"], 0, 3, "agent", "new"),
+    Case(SAVING["making a group to exchange over"], 1, 2, "agent", "new"),
+    Case(LOADING["checking"], 0, 2, "rank 0"),
+]
+
+
+def test_who_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    trial.make_run(tmp_path / "template", tmp_path / "first")
+    for case, killed in table.run(KILLS, partial(_in_a_folder, kill.at_point, tmp_path), 4):
+        assert killed.reached, case
+        assert not killed.violation
+
+
+def test_a_run_that_is_killed_again_and_again_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    killed = kill.chain(0, tmp_path, kills=3)
+    assert len(killed) == 3
+    assert not [one.violation for one in killed if one.violation]
+
+
+def test_who_is_stopped_is_named_and_does_no_harm_when_it_is_woken(tmp_path: Path) -> None:
+    trial.make_run(tmp_path / "template", tmp_path / "first")
+    work = partial(stop.at_point, meanwhile=True)
+    for case, stopped in table.run(STOPS, partial(_in_a_folder, work, tmp_path), 5):
+        assert stopped.reached, case
+        assert not stopped.violation
+
+
+def _in_a_folder(work: Any, path: Path, case: Case) -> Any:
+    folder = path / str(abs(hash(case)))
+    folder.mkdir()
+    return work(case, folder)
