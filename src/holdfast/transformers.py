@@ -99,7 +99,7 @@ class Checkpoints(_Base):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
         for one in (*self.callback_handler.callbacks, self.control):
             if isinstance(one, ExportableState):
-                known = self.state.stateful_callbacks
+                known: Any = self.state.stateful_callbacks
                 name = type(one).__name__
                 if isinstance(known[name], list):
                     known[name].append(one.state())
