@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-full crash jobs kill faults fuzz clean
+.PHONY: demo test lint docs bench bench-full crash jobs kill faults fuzz clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -19,6 +19,14 @@ lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+## docs: the site, in site/; any broken link is an error
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+.venv/docs: requirements-docs.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --requirement requirements-docs.txt
+	touch $@
 
 ## bench: side by side with peers and with the disk's own speed: the cases of a few minutes, or all of them
 bench: .venv/installed
@@ -56,4 +64,4 @@ jobs: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

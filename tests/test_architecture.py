@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src/holdfast"
 #: From the top of the house to its foundation.
 FLOORS = [
     {"__main__"},
-    {"lightning"},
+    {"lightning", "transformers"},
     {"cli"},
     {"dcp"},
     {"functions", "view", "data", "stopping", "conversion"},
@@ -20,7 +20,8 @@ FLOORS = [
     {"handle", "falling_back"},
     {"saving", "loading"},
     {"agreement", "reading", "finding"},
-    {"request", "restored"},
+    {"request", "telling"},
+    {"restored"},
     {"upkeep"},
     {"retention"},
     {"catalog"},
@@ -28,7 +29,8 @@ FLOORS = [
     {"state", "formats"},
     {"engine"},
     {"storage", "layout"},
-    {"errors", "_version"},
+    {"terminal"},
+    {"errors", "events", "_version"},
 ]
 
 

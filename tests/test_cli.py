@@ -411,10 +411,6 @@ class TestCalls:
     def test_wrong_arguments_are_exit_2(self, args: list[str]) -> None:
         assert "Usage" in call(*args, code=2).stderr
 
-    @pytest.mark.parametrize("command", ["ls", "show", "verify"])
-    def test_help_has_an_example(self, command: str) -> None:
-        assert f"holdfast {command} runs/a" in call(command, "--help").stdout
-
     def test_version(self) -> None:
         assert call("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
@@ -439,7 +435,7 @@ class TestCalls:
 class TestProgress:
     SCRIPT = """
 import sys, time
-from holdfast.cli.progress import progress
+from holdfast.terminal import progress
 with progress("verifying a", 4_000_000_000) as done:
     for _ in range(3):
         time.sleep(float(sys.argv[1]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from holdfast._version import __version__
-
 if TYPE_CHECKING:
+    from holdfast._version import __version__
     from holdfast.checkpointer import Checkpointer
     from holdfast.conversion.convert import convert
     from holdfast.data.loader import ResumableLoader
     from holdfast.data.workers import shield_worker
+    from holdfast.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.handle import SaveHandle
     from holdfast.restored import Restored
@@ -25,15 +25,21 @@ _HOMES = {
     "Checkpoint": "holdfast.view",
     "CheckpointInfo": "holdfast.survey",
     "Checkpointer": "holdfast.checkpointer",
+    "Event": "holdfast.events",
     "KeepBest": "holdfast.retention",
     "KeepEvery": "holdfast.retention",
     "KeepLast": "holdfast.retention",
     "KeepNewerThan": "holdfast.retention",
     "KeepTags": "holdfast.retention",
+    "Loaded": "holdfast.events",
     "Preemption": "holdfast.stopping",
+    "Progress": "holdfast.events",
     "Restored": "holdfast.restored",
     "ResumableLoader": "holdfast.data.loader",
+    "SaveFailed": "holdfast.events",
     "SaveHandle": "holdfast.handle",
+    "__version__": "holdfast._version",
+    "Saved": "holdfast.events",
     "convert": "holdfast.conversion.convert",
     "finalize": "holdfast.functions",
     "has_checkpoint": "holdfast.functions",
@@ -50,15 +56,20 @@ __all__ = [
     "Checkpoint",
     "CheckpointInfo",
     "Checkpointer",
+    "Event",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
     "KeepNewerThan",
     "KeepTags",
+    "Loaded",
     "Preemption",
+    "Progress",
     "Restored",
     "ResumableLoader",
+    "SaveFailed",
     "SaveHandle",
+    "Saved",
     "__version__",
     "convert",
     "finalize",

@@ -1,3 +1,8 @@
-"""The version of this package."""
+"""The version of the package that is installed; it is taken from the repository's tags when it is built."""
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("holdfast")
+except PackageNotFoundError:  # the source itself, on the path
+    __version__ = "0+unknown"

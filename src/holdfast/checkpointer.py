@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.catalog import list_checkpoints
+from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
+from holdfast.events import OnEvent, unheard
 from holdfast.falling_back import load
 from holdfast.handle import SaveHandle, ended, in_background
 from holdfast.request import Background, LoadRequest, SaveRequest
@@ -27,6 +30,7 @@ from holdfast.state.restore import Policy
 from holdfast.state.steady import StepGuard
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
+from holdfast.telling import with_a_bar
 
 
 class Checkpointer:
@@ -36,7 +40,8 @@ class Checkpointer:
     ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.retention`): the run that it has loaded
     from, or else one that it begins. ``max_shard_size`` is the most bytes of tensors in one file (a number, or text
     such as ``"5GB"``);
-    ``timeout`` the seconds that ranks wait for each other before all of them fail. Usable as a context manager.
+    ``timeout`` the seconds that ranks wait for each other before all of them fail; ``on_event`` is told what happens
+    (see :mod:`holdfast.events`). Usable as a context manager.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Checkpointer:
         max_shard_size: int | str = "5GB",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
+        on_event: OnEvent | None = None,
     ) -> None:
         self.path = local_path(path)
         #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
@@ -56,6 +62,7 @@ class Checkpointer:
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
         self._process_group, self._timeout = process_group, timeout
         self._async, self._staging = async_save, staging
+        self._on_event = on_event or unheard
         self._guard = StepGuard()
         self._arena = Arena()
         self._flight: SaveHandle | None = None
@@ -82,9 +89,10 @@ class Checkpointer:
         staging: str | None = None,
         staging_check: str = "sampled",
         rng: bool = True,
+        on_event: OnEvent | None = None,
     ) -> SaveHandle:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
-        started = time.perf_counter()
+        began = time.perf_counter()
         self.finalize()
         training = Training(model, optimizer, scheduler, user_content, rank_content, stateful, dataloader, rng)
         own = num_kept_ckpts is None and keep is None
@@ -102,21 +110,37 @@ class Checkpointer:
             keep=kept,
             background=background,
             runs=frozenset(self.runs),
+            on_event=on_event or self._on_event,
+            began=began,
         )
+        return self._at_once(request) if background is None else self._later(request)
+
+    def _at_once(self, request: SaveRequest) -> SaveHandle:
+        with self._watched(f"saving {request.tag}", request.on_event) as on_event:
+            save = Save(replace(request, on_event=on_event), self._current_ranks(), self._plans, self._timeout)
+            with _collector_paused(), save.undone_on_failure():
+                save.begin()
+                self.runs.add(save.run)
+                info = save.finish()
+                save.part()
+        return SaveHandle(save.path, save.telling.returned(), ended(info))
+
+    def _later(self, request: SaveRequest) -> SaveHandle:
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused(), save.undone_on_failure():
             save.begin()
             self.runs.add(save.run)
-            if background is None:
-                info = save.finish()
-                save.part()
-                return SaveHandle(save.path, time.perf_counter() - started, ended(info))
             save.stage(self._arena)
             if not save.copied.is_set():
                 self._guard.arm(save.copied)
+            stall = save.telling.returned()
             done = in_background(save)
-        self._flight = SaveHandle(save.path, time.perf_counter() - started, done)
+        self._flight = SaveHandle(save.path, stall, done)
         return self._flight
+
+    def _watched(self, what: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """The listener, with a bar on the terminal of the first rank."""
+        return with_a_bar(what, on_event) if self._current_ranks().rank == LEADER else nullcontext(on_event)
 
     def finalize(self) -> None:
         """Wait for the save under way. Raises what went wrong with it, once."""
@@ -152,6 +176,7 @@ class Checkpointer:
         exchange: str = "auto",
         on_damage: str = "fall_back",
         keys: Mapping[str, str] | None = None,
+        on_event: OnEvent | None = None,
     ) -> Restored:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
         request = LoadRequest(
@@ -163,11 +188,16 @@ class Checkpointer:
             exchange=exchange,
             on_damage=on_damage,
             keys=keys or {},
+            on_event=on_event or self._on_event,
         )
         self._guard.wait()
         # Tensors made in inference mode could never be trained.
-        with _collector_paused(), torch.inference_mode(mode=False):
-            restored = load(request, self._current_ranks(), self._timeout)
+        with (
+            self._watched(f"loading {tag or self.path.name}", request.on_event) as heard,
+            _collector_paused(),
+            torch.inference_mode(mode=False),
+        ):
+            restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout)
         if restored.run:
             self.runs.add(restored.run)
         return restored

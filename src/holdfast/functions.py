@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from holdfast import catalog
 from holdfast.checkpointer import Checkpointer
+from holdfast.events import OnEvent
 from holdfast.handle import SaveHandle
 from holdfast.restored import Restored
 from holdfast.retention import Retention
@@ -42,6 +43,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     rng: bool = True,
+    on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle:
@@ -80,6 +82,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         overwrite: replace a checkpoint of this tag in one atomic step, instead of raising.
         max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
         rng: keep the states of the random number generators, per rank.
+        on_event: is told what happens: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
         process_group: the ranks that save together; the default group, or this process alone where there is none.
         timeout: seconds that ranks wait for each other before all of them fail.
 
@@ -100,7 +103,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
     options |= {"dataloader": dataloader, "stateful": stateful}
     options |= {"async_save": async_save, "staging": staging, "staging_check": staging_check}
-    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite}
+    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite, "on_event": on_event}
     checkpointer = _default(path, max_shard_size, process_group, timeout)
     for other in list(_defaults.values()):
         if other.path == checkpointer.path:
@@ -140,6 +143,7 @@ def restore(
     rng: bool | None = None,
     map_dtype: bool = False,
     keys: Mapping[str, str] | None = None,
+    on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> Restored:
@@ -163,6 +167,7 @@ def restore(
         map_dtype: cast where dtypes differ, instead of raising.
         keys: where a checkpoint of another system has its parts, if they are not found by their names:
             ``{"model": "app.net", "optimizer": "app.opt"}``.
+        on_event: is told what happens: :class:`Progress` and :class:`Loaded`.
         process_group: the ranks that load together.
         timeout: seconds that ranks wait for each other before all of them fail.
 
@@ -182,6 +187,7 @@ def restore(
         "rng": rng,
         "map_dtype": map_dtype,
         "keys": keys,
+        "on_event": on_event,
     }
     return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from concurrent.futures import Future
@@ -15,8 +14,6 @@ from holdfast.survey import CheckpointInfo
 
 #: Writing gives way to training: added to the niceness of its threads.
 _NICENESS = 10
-
-_log = logging.getLogger("holdfast")
 
 
 class SaveHandle:
@@ -61,7 +58,6 @@ def in_background(save: Save) -> Future[CheckpointInfo]:
                 _give_way()
                 info = save.finish()
         except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
-            _log.error("the save of %s failed: %s", save.path, error)
             done.set_exception(error)
         else:
             done.set_result(info)

@@ -31,6 +31,7 @@ from holdfast.state.belongings import Own, Saved, resized, same
 from holdfast.state.capture import Training
 from holdfast.state.restore import Intake
 from holdfast.storage.local import host
+from holdfast.telling import Telling
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +65,7 @@ class Load:
     def __init__(self, request: LoadRequest, ranks: Ranks, timeout: float, search: Search) -> None:
         self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
         self._search = search
+        self._telling = Telling(request.path, request.on_event, is_leader=ranks.rank == LEADER, began=request.began)
         self.found = Found()
         #: The caller's tensors that may have been filled; and whether values are being put in place, the last step.
         self.filled: set[tuple[str, str]] = set()
@@ -79,7 +81,9 @@ class Load:
         verified = self._read(reader, intake, plan)
         self.is_applying = True
         self._session.all("putting values in place", intake.apply)
-        return self._report(reader, intake, verified=verified)
+        restored = self._report(reader, intake, verified=verified)
+        self._telling.loaded(folder, restored, plan.plan.nbytes)
+        return restored
 
     def _find(self) -> Found:
         """The checkpoint that rank 0 finds is the one that all ranks load."""
@@ -184,9 +188,10 @@ class Load:
     def _read(self, reader: Reader, intake: Intake, reading: Reading) -> bool:
         """Fill the targets. Returns whether every byte was verified."""
         checks = Checks(reader, reading.numbered) if self._request.verify else None
+        moved = self._telling.moving("load", reading.plan.nbytes).add
 
         def work() -> Fragments:
-            found = reading.run(self._ranks, self._session)
+            found = reading.run(self._ranks, self._session, moved)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:

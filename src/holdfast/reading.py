@@ -14,7 +14,7 @@ from holdfast.engine.ranks import Ranks, Session
 from holdfast.engine.read import read_pieces
 from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
-from holdfast.engine.transfer import Fragments, Piece
+from holdfast.engine.transfer import Fragments, Moved, Piece
 from holdfast.engine.wire import Wire
 from holdfast.engine.woven import Source
 from holdfast.formats.reader import Reader
@@ -78,14 +78,14 @@ class Reading:
             exchange=exchange,
         )
 
-    def run(self, ranks: Ranks, session: Session) -> Fragments:
+    def run(self, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
         """Read. Returns what was hashed here."""
         found: Fragments = {}
         if self.exchange:
             with Wire(ranks.gloo(session.timeout), session) as wire:
-                found = read_shared(self.files, self.plan.shared, self.parts.__getitem__, wire)
-        found |= read_stripes(self.files, self.plan.alone, self.parts.__getitem__)
-        found |= read_pieces(self.files, self.plan.pieces, self.parts.__getitem__)
+                found = read_shared(self.files, self.plan.shared, self.parts.__getitem__, wire, moved)
+        found |= read_stripes(self.files, self.plan.alone, self.parts.__getitem__, moved)
+        found |= read_pieces(self.files, self.plan.pieces, self.parts.__getitem__, moved)
         for target, pieces in self.more:
             sinks = {piece.tensor: target for piece in pieces}
             for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__).items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.asked import Asked
 from holdfast.errors import InvalidArgumentError
+from holdfast.events import OnEvent, unheard
 from holdfast.layout.files import parse_size
 from holdfast.layout.names import check_tag, check_text, number
 from holdfast.retention import Retention
@@ -44,6 +46,7 @@ class SaveRequest:
     """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
 
     ``background``: ``None`` where the call returns when all is done. ``runs``: the ids of those that may be continued.
+    ``began``: by ``time.perf_counter``.
     """
 
     path: Path
@@ -56,6 +59,8 @@ class SaveRequest:
     keep: Retention | None = None
     background: Background | None = None
     runs: frozenset[str] = frozenset()
+    on_event: OnEvent = unheard
+    began: float = field(default_factory=time.perf_counter)
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""
@@ -102,6 +107,8 @@ class LoadRequest:
     exchange: str = "auto"
     on_damage: str = "fall_back"
     keys: Mapping[str, str] = field(default_factory=dict)
+    on_event: OnEvent = unheard
+    began: float = field(default_factory=time.perf_counter)
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""

@@ -55,6 +55,7 @@ from holdfast.state.steady import steady
 from holdfast.storage.folders import Lock, remove, remove_tree
 from holdfast.storage.local import exists, is_folder
 from holdfast.survey import CheckpointInfo
+from holdfast.telling import Telling
 from holdfast.upkeep import clean_up, outdated, recover, retire
 
 
@@ -104,6 +105,8 @@ class Save:
         self._staged: Staged | None = None
         #: Set when nothing of the training objects is needed any more.
         self.copied = threading.Event()
+        #: What is told of it.
+        self.telling = Telling(self.path, request.on_event, is_leader=self._session.rank == LEADER, began=request.began)
 
     @property
     def path(self) -> Path:
@@ -169,9 +172,11 @@ class Save:
         """Write, commit, and remove what is no longer kept."""
         committed = self._write(self._draft, self._following)
         self._close()
+        info = CheckpointInfo.of(self.path, committed)
+        self.telling.saved(info)
         if self._request.keep is not None or self._request.overwrite:
             self._session.all("removing old checkpoints", self._tidy)
-        return CheckpointInfo.of(self.path, committed)
+        return info
 
     def part(self) -> None:
         """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
@@ -186,11 +191,12 @@ class Save:
         """Leave no draft where a step fails. What is committed stays."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             begun = self._lock is not None
             self._close()
             if begun and not self._is_committed():
                 self._discard()
+            self.telling.failed(error)
             raise
 
     def _discard(self) -> None:
@@ -312,13 +318,14 @@ class Save:
 
     def _move(self, files: Sequence[Path], plan: SavePlan) -> Fragments:
         """Write this rank's stripes and pieces."""
+        moved = self.telling.moving("save", plan.nbytes).add
         if self._staged is not None:
-            return write_pieces(files, self._staged.pieces, self._staged.part_of)
+            return write_pieces(files, self._staged.pieces, self._staged.part_of, moved)
         found: Fragments = {}
         if plan.exchanges:
             with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
-                found = write_stripes(files, plan.crossings, self._part_of, wire)
-        return found | write_pieces(files, plan.pieces, self._part_of)
+                found = write_stripes(files, plan.crossings, self._part_of, wire, moved)
+        return found | write_pieces(files, plan.pieces, self._part_of, moved)
 
     def _describe(self, following: Successor, files: dict[str, FileRecord]) -> Manifest:
         step, metrics = self._request.numbers()

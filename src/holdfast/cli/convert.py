@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.output import clean, console, human_size, print_json
+from holdfast.cli.output import human_size, print_json
 from holdfast.errors import InvalidArgumentError
+from holdfast.events import Event, Progress
 from holdfast.storage.local import files_of, local_path
+from holdfast.terminal import bar, clean, console
 
 #: What a file's ending says of its format; anything else is Lightning's.
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -23,13 +25,23 @@ def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
     to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning or lightning-folder.")],
-    include: Annotated[list[str] | None, typer.Option(help="Parameters to take: a pattern. May be repeated.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Parameters to leave out. May be repeated.")] = None,
-    rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the model: bfloat16, float16, float32, …")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to take. May be repeated.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to leave out. May be repeated.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX=TEXT", help="Other names for them. May be repeated.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of the model: bfloat16, float16, float32, …")
+    ] = None,
     model_only: _Only = False,
-    key: Annotated[list[str] | None, typer.Option(help="Where a part is: model=app.net. May be repeated.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in one file.")] = "5GB",
+    key: Annotated[
+        list[str] | None, typer.Option(metavar="PART=PATH", help="Where a part is: model=app.net. May be repeated.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of tensors in one file.")] = "5GB",
     verify: Annotated[bool, typer.Option(help="Read back what was written.")] = True,
     as_json: _Json = False,
 ) -> None:
@@ -57,7 +69,13 @@ def consolidate(
 def _convert(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) -> None:
     from holdfast.conversion.convert import convert as work  # noqa: PLC0415 - torch takes its time, --help does not
 
-    work(src, dst, **options)
+    with bar(f"converting {src.name}") as show:
+
+        def tell(event: Event) -> None:
+            if isinstance(event, Progress):
+                show(event.done, event.total)
+
+        work(src, dst, on_event=tell, **options)
     size = sum(path.stat().st_size for path in files_of(dst))
     if as_json:
         print_json({"path": str(dst), "to": options["to"], "bytes": size})

@@ -18,10 +18,12 @@ _LETTERS |= {"float16": "e", "float32": "f", "float64": "d", "complex64": "ff", 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Described:
-    """Stands for a tensor or an array."""
+    """Stands for a tensor or an array: called ``key`` in its group, or with its bytes in ``inline``, in base64."""
 
     kind: str
     info: TensorInfo
+    key: str = ""
+    inline: str = ""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.info.dtype} {list(self.info.shape)}"
@@ -53,10 +55,10 @@ class Describing:
         if tag in {"$tensor", "$array"}:
             if payload not in self._infos:
                 raise DamagedError(f"a value refers to the tensor {payload!r}, which is not in the checkpoint")
-            return Described(tag[1:], self._infos[payload])
+            return Described(tag[1:], self._infos[payload], key=payload)
         if tag == "$inline":
-            dtype, shape, _ = payload
-            return Described("tensor", TensorInfo(dtype, tuple(shape)))
+            dtype, shape, data = payload
+            return Described("tensor", TensorInfo(dtype, tuple(shape)), inline=data)
         if tag == "$numpy":
             return _number(*payload)
         if tag == "$size":

@@ -11,9 +11,9 @@ from typing import Literal
 
 import holdfast
 from holdfast.cli.output import message
-from holdfast.cli.progress import progress
 from holdfast.cli.target import load
 from holdfast.errors import DamagedError, HoldfastError, NoCheckpointError
+from holdfast.terminal import progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

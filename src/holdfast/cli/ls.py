@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from holdfast.catalog import Leftover, leftovers, list_checkpoints
-from holdfast.cli.output import clean, console, count, human_metrics, human_size, human_time, print_error, print_json
+from holdfast.cli.output import count, human_metrics, human_size, human_time, print_error, print_json
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
+from holdfast.terminal import clean, console
 
 
 def ls(

@@ -1,6 +1,6 @@
 """``holdfast``: its commands, and the one place where errors become messages and exit codes.
 
-Exit codes: 0, 1 (it found something wrong), 2 (it was called wrongly).
+Exit codes: 0, 1 (it found something wrong or different), 2 (it was called wrongly), 130 (it was interrupted).
 """
 
 from __future__ import annotations
@@ -11,17 +11,33 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from holdfast._version import __version__
-from holdfast.cli import convert, ls, prune, show, verify
-from holdfast.cli.output import print_error
+from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
 #: Errors that the caller can mend by calling otherwise.
 _MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
 
+#: What shells give for a program that SIGINT has ended.
+_INTERRUPTED = 130
+
 
 class Commands(TyperGroup):
     """Catches what any command raises, so that none prints a traceback for what the user did or the disk has."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = Lazily()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, none of them imported."""
+        del ctx
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The part of ``--help`` that lists the commands, none of them imported."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an expected error ends it with a message and the fitting exit code."""
@@ -30,28 +46,31 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             raise
         except (HoldfastError, OSError) as error:
-            print_error(error)
+            _say(error)
             raise typer.Exit(2 if isinstance(error, _MISUSE) else 1) from None
+        except KeyboardInterrupt:
+            _say("interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+def _say(error: Exception | str) -> None:
+    from holdfast.cli.output import print_error  # noqa: PLC0415 - rich takes its time, and --help needs none of it
+
+    print_error(error)
 
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0, 1 (it found something wrong) or 2 (it was called wrongly).",
+    epilog="Exit codes: 0, 1 (something is wrong or different), 2 (called wrongly), 130 (interrupted).",
+    **SETTINGS,
 )
-app.command(epilog="Example: holdfast ls runs/a --all")(ls.ls)
-app.command(epilog="Example: holdfast show runs/a 'model/*.bias'")(show.show)
-app.command(epilog="Example: holdfast verify runs/a/step_1000")(verify.verify)
-app.command(epilog="Example: holdfast convert runs/a out --to hf --dtype bfloat16")(convert.convert)
-app.command(epilog="Example: holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt")(convert.consolidate)
-app.command(epilog="Example: holdfast prune runs/a --keep 5 --leftovers --dry-run")(prune.prune)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from holdfast._version import __version__  # noqa: PLC0415 - metadata of packages, which nothing else needs
+
         print(f"holdfast {__version__}")
         raise typer.Exit
 
@@ -62,7 +81,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of distributed PyTorch training, check them, convert them, and tidy up."""
+    """Look at checkpoints of distributed PyTorch training, check, compare and convert them, and tidy up."""
 
 
 def main() -> None:

@@ -48,12 +48,11 @@ def _parts(group: str, sizes: list[tuple[tuple[str, ...], int]], depth: int) -> 
     for path, nbytes in sizes:
         below.setdefault(path[:depth], []).append((path, nbytes))
     found = []
+    everything = sum(nbytes for _, nbytes in sizes)
     for path, inside in below.items():
         whole = _total(group, ".".join(path), inside)
         deeper = []
-        if whole.nbytes > _TELLING * sum(nbytes for _, nbytes in sizes) and all(
-            len(own) > depth + 1 for own, _ in inside
-        ):
+        if whole.nbytes > _TELLING * everything and all(len(own) > depth + 1 for own, _ in inside):
             deeper = _parts(group, inside, depth + 1)
         found += deeper if 0 < len(deeper) <= _MOST else [whole]
     return found

@@ -7,24 +7,13 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from rich.console import Console
-
 from holdfast.errors import FormatError, NoCheckpointError
+from holdfast.terminal import clean, console
 
 _HINTS = {
     NoCheckpointError: "Name a checkpoint's folder or file, or the folder of a run that has one.",
     FormatError: "Name a checkpoint's folder or file, or the folder of a run.",
 }
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: names in a checkpoint may look like markup."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def clean(text: str) -> str:
-    """Text from a checkpoint with what could steer a terminal escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def human_size(nbytes: float) -> str:

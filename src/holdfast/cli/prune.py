@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from holdfast.catalog import Leftover, leftovers
-from holdfast.cli.output import clean, console, count, human_size, print_json
+from holdfast.cli.output import count, human_size, print_json
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.retention import KeepLast
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
+from holdfast.terminal import clean, console
 from holdfast.upkeep import clean_up, outdated, retire
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from textwrap import wrap
 from typing import Any
 
 from holdfast.cli.modules import INSIDE, Module
-from holdfast.cli.output import clean, count, human_metrics, human_size, human_time
+from holdfast.cli.output import count, human_metrics, human_size, human_time
 from holdfast.cli.table import Column, Table
 from holdfast.cli.target import Target
 from holdfast.cli.values import brief, lines
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Provenance
+from holdfast.terminal import clean
 
 #: The most lines of one part of the values.
 _SHOWN = 30
 
-#: The width of an optimizer's settings, in characters.
+#: The width of an optimizer's settings, and of metrics, in characters.
 _ROOM = 60
 
 
@@ -35,7 +36,7 @@ def header(found: Target) -> Table:
             ("sequence", str(manifest.sequence)),
             ("saved", human_time(manifest.time) + (f" by {count(by.world_size, 'rank')}" if by.world_size else "")),
             ("with", _versions(by)),
-            ("metrics", human_metrics(manifest.metrics)),
+            *zip(chain(["metrics"], repeat("")), wrap(human_metrics(manifest.metrics), _ROOM), strict=False),
         ]
     rows.append(("size", f"{human_size(sum(files.values()))} in {count(len(files), 'file')}"))
     return Table([Column("", style="bold"), Column("")], [(name, clean(text)) for name, text in rows if text])

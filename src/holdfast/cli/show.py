@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Annotated
 
 import typer
@@ -10,12 +9,14 @@ import typer
 from holdfast.cli import sections, target
 from holdfast.cli.described import Describing
 from holdfast.cli.modules import INSIDE, modules
-from holdfast.cli.output import console, print_error, print_json
+from holdfast.cli.naming import matches
+from holdfast.cli.output import print_error, print_json
 from holdfast.cli.target import Target
 from holdfast.cli.values import plain
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.storage.local import local_path
+from holdfast.terminal import console
 
 
 def show(
@@ -30,8 +31,8 @@ def show(
     No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
     """
     found = target.load(local_path(checkpoint))
-    tensors = {name: info for name, info in _tensors(found).items() if _matches(name, pattern)}
-    tied = {alias: name for alias, name in _tied(found).items() if _matches(alias, pattern)}
+    tensors = {name: info for name, info in _tensors(found).items() if matches(name, pattern)}
+    tied = {alias: name for alias, name in _tied(found).items() if matches(alias, pattern)}
     if pattern is not None and not tensors and not tied:
         print_error(f"no tensor of {found.path} matches {pattern!r}", "Without a pattern all are shown.")
         raise typer.Exit(1)
@@ -59,13 +60,6 @@ def _tensors(found: Target) -> dict[str, TensorInfo]:
 def _tied(found: Target) -> dict[str, str]:
     tied = found.reader.tied.items()
     return {f"{group}/{alias}": f"{group}/{name}" for group, names in tied for alias, name in names.items()}
-
-
-def _matches(name: str, pattern: str | None) -> bool:
-    """A glob is for the whole name, with or without its group; anything else for a part of it."""
-    if pattern is None or not any(c in pattern for c in "*?["):
-        return (pattern or "") in name
-    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2], pattern)
 
 
 def _values(found: Target) -> Values:

@@ -12,10 +12,11 @@ import typer
 
 from holdfast.cli import target
 from holdfast.cli.examine import Verdict, examine
-from holdfast.cli.output import clean, console, count, human_seconds, human_size, print_json
+from holdfast.cli.output import count, human_seconds, human_size, print_json
 from holdfast.errors import GoneError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.storage.local import local_path
+from holdfast.terminal import clean, console
 
 #: How often a run is looked at again where its latest checkpoint goes.
 _ATTEMPTS = 100

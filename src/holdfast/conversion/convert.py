@@ -14,6 +14,7 @@ from holdfast.conversion.choice import Choice, Rename
 from holdfast.conversion.work import Conversion, Wish
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError
+from holdfast.events import OnEvent, unheard
 from holdfast.layout.files import parse_size
 from holdfast.state.tensors import NAMES
 from holdfast.storage.local import local_path
@@ -32,6 +33,7 @@ def convert(
     keys: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
     verify: bool = True,
+    on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> Path:
@@ -55,6 +57,7 @@ def convert(
         keys: where another system's checkpoint has what is not found by its name: ``{"model": "app.net"}``.
         max_shard_size: the most bytes of tensors in one file, where the format has several.
         verify: read back what was written. What is read is always verified where its format has checksums.
+        on_event: is told how far it is: see :class:`holdfast.Progress`.
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
 
@@ -69,7 +72,8 @@ def convert(
     model_only = model_only or to in {"hf", "safetensors"}
     choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
     wish = Wish(local_path(src), local_path(dst), to, choice, keys or {}, parse_size(max_shard_size))
-    return Conversion(wish, Ranks(process_group).session(timeout)).run(verify=verify)
+    session = Ranks(process_group).session(timeout)
+    return Conversion(wish, session, on_event or unheard).run(verify=verify)
 
 
 def _listed(patterns: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -26,9 +26,10 @@ from holdfast.engine.ranks import Session, unanimous
 from holdfast.engine.read import read_pieces
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stream import Heard
-from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments, Moved, Piece, decode_fragments, encode_fragments, nbytes_of
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.events import Meter, OnEvent, Progress
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.hidden import Hidden
@@ -78,8 +79,8 @@ class Wish:
 class Conversion:
     """The steps, each of which ends in a vote."""
 
-    def __init__(self, wish: Wish, session: Session) -> None:
-        self._wish, self._session = wish, session
+    def __init__(self, wish: Wish, session: Session, on_event: OnEvent) -> None:
+        self._wish, self._session, self._on_event = wish, session, on_event
 
     def run(self, *, verify: bool) -> Path:
         """All of it; on failure nothing is left, and all ranks raise the same error."""
@@ -87,9 +88,10 @@ class Conversion:
         target = TARGETS[self._wish.to](material, draft, self._wish.final)
         try:
             pieces, places = self._prepare(target)
-            written = self._write(target, material, places, pieces)
+            moved = self._meter(pieces, times=2 if verify else 1)
+            written = self._write(target, material, places, pieces, moved)
             if verify:
-                self._session.all("reading back", lambda: _verify(target, places, pieces, written))
+                self._session.all("reading back", lambda: _verify(target, places, pieces, written, moved))
             self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target, draft))
         except BaseException:
             if self._session.rank == LEADER:
@@ -98,6 +100,14 @@ class Conversion:
                     folders.remove_tree(draft)
             raise
         return self._wish.final
+
+    def _meter(self, pieces: Sequence[Piece], times: int) -> Moved:
+        """What is told the bytes that this rank has moved; each of them is moved so many times."""
+
+        def show(done: int, total: int) -> None:
+            self._on_event(Progress("convert", self._wish.final, done, total))
+
+        return Meter(times * nbytes_of(pieces), show).add
 
     def _look(self) -> tuple[Material, Path]:
         """Open the source, and agree that all see the same."""
@@ -128,7 +138,9 @@ class Conversion:
         places = self._session.all("looking at the new files", target.places)
         return list(_share(places, self._session)), places
 
-    def _write(self, target: Target, material: Material, places: Places, pieces: Sequence[Piece]) -> Fragments:
+    def _write(
+        self, target: Target, material: Material, places: Places, pieces: Sequence[Piece], moved: Moved
+    ) -> Fragments:
         """Write this rank's share; what was read is verified by all together."""
         tensors = list(places.tensors)
         stored = [material.chosen.sources.get(key, key) for key in tensors]
@@ -139,7 +151,7 @@ class Conversion:
             heard = Heard()
             sources = Sources(material, heard)
             with Opened(sources.files) as opened, as_opened(material.reader):
-                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened)))
+                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
             read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
             return encode_fragments(checks.check_own(read)), encode_fragments(written)
 
@@ -172,10 +184,10 @@ def _share(places: Places, session: Session) -> list[Piece]:
     return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
 
 
-def _verify(target: Target, places: Places, pieces: Sequence[Piece], written: Fragments) -> None:
+def _verify(target: Target, places: Places, pieces: Sequence[Piece], written: Fragments, moved: Moved) -> None:
     """Raise ``DamagedError`` where what is in the files is not what this rank wrote."""
     target.reader()
-    found = read_pieces(places.files, pieces, lambda _: Nowhere())
+    found = read_pieces(places.files, pieces, lambda _: Nowhere(), moved)
     keys = list(places.tensors)
     for number, fragments in written.items():
         if found.get(number) != fragments:

@@ -11,7 +11,7 @@ from holdfast.engine.parts import part
 from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone, as_it_lies
 from holdfast.engine.shares import in_tensor, split_evenly
 from holdfast.engine.stripes import is_narrow
-from holdfast.engine.transfer import Chunk, Piece, tensor_chunks
+from holdfast.engine.transfer import Chunk, Piece, nbytes_of, tensor_chunks
 
 
 class Copied(NamedTuple):
@@ -33,6 +33,12 @@ class LoadPlan:
     pieces: list[Piece] = field(default_factory=list)
     alone: list[Owned] = field(default_factory=list)
     shared: list[Crossing | Copied] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank reads or takes in."""
+        stripes = sum(nbytes_of(stripe.pieces) for stripe in self.alone)
+        return nbytes_of(self.pieces) + stripes + sum(_nbytes(item) for item in self.shared)
 
 
 #: Where the bytes of tensor number n lie.
@@ -71,6 +77,12 @@ def _copied(holders: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[Copie
     for place, owner in enumerate(holders):
         share = [piece for piece in split_evenly(ordered, place, len(holders), in_tensor) if piece.start < piece.stop]
         yield from (Copied(owner, holders, chunk) for chunk in tensor_chunks(share))
+
+
+def _nbytes(item: Crossing | Copied) -> int:
+    if isinstance(item, Copied):
+        return item.chunk.size
+    return nbytes_of(item.pieces) if isinstance(item, Owned) else item.cut.size
 
 
 def _order(item: Crossing | Copied) -> tuple[int, int]:

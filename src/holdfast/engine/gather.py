@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.engine.local import Bytes, LocalPart
 from holdfast.engine.routes import Crossing, Cut, Owned, Passed
 from holdfast.engine.stripes import STRIPE, Share
-from holdfast.engine.transfer import THREADS, Fragments, PartOf, Piece, gather
+from holdfast.engine.transfer import THREADS, Fragments, Moved, PartOf, Piece, gather, untold
 from holdfast.engine.wire import Wire, Works
 from holdfast.layout.blocks import BLOCK, Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
@@ -24,7 +24,9 @@ from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
 AHEAD = 3
 
 
-def write_stripes(files: Sequence[Path], crossings: Sequence[Crossing], part_of: PartOf, wire: Wire) -> Fragments:
+def write_stripes(
+    files: Sequence[Path], crossings: Sequence[Crossing], part_of: PartOf, wire: Wire, moved: Moved = untold
+) -> Fragments:
     """Pass on what others put together, put together and write what this rank owns, and return what it hashed.
 
     A rank that cannot write goes on passing bytes to the others before it raises, so that none waits for it.
@@ -37,7 +39,7 @@ def write_stripes(files: Sequence[Path], crossings: Sequence[Crossing], part_of:
         writers = {file: stack.enter_context(BulkWriter(files[file])) for file in numbers}
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         for piece, stripe in _put_together(crossings, part_of, wire, shelf):
-            written.append(pool.submit(_write, piece, stripe, writers[piece.file], shelf))
+            written.append(pool.submit(_write, piece, stripe, writers[piece.file], shelf, moved))
         found = [future.result() for future in written]
         for writer in writers.values():
             writer.sync()
@@ -136,10 +138,11 @@ def _inside(buffer: Bytes, piece: Piece) -> Bytes:
     return buffer[lead : lead + piece.stop - piece.start]
 
 
-def _write(piece: Piece, buffer: Bytes, writer: BulkWriter, shelf: _Shelf) -> list[tuple[int, Fragment]]:
+def _write(piece: Piece, buffer: Bytes, writer: BulkWriter, shelf: _Shelf, moved: Moved) -> list[tuple[int, Fragment]]:
     try:
         stripe = _inside(buffer, piece)
         writer.write(piece.offset, stripe.data)
+        moved(len(stripe))
         return list(hashed(piece, stripe))
     finally:
         shelf.put_back(buffer)

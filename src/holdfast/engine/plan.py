@@ -11,7 +11,7 @@ from holdfast.engine.parts import part
 from holdfast.engine.routes import Crossing, Locate, Owned, Routes, as_it_lies
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stripes import is_narrow
-from holdfast.engine.transfer import Piece
+from holdfast.engine.transfer import Piece, nbytes_of
 from holdfast.layout.files import DataFile, TensorInfo, pack
 
 
@@ -39,6 +39,12 @@ class SavePlan:
     crossings: Sequence[Crossing]
     replicas: Mapping[tuple[int, ...], Sequence[Replica]]
     exchanges: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank writes."""
+        stripes = (crossing.pieces for crossing in self.crossings if isinstance(crossing, Owned))
+        return nbytes_of(self.pieces) + sum(nbytes_of(pieces) for pieces in stripes)
 
 
 #: The plan of a save of nothing.

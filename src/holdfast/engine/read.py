@@ -11,17 +11,19 @@ from holdfast.engine.transfer import (
     Buffers,
     Chunk,
     Fragments,
+    Moved,
     Piece,
     SinkOf,
     gather,
     in_threads,
     tensor_chunks,
+    untold,
 )
 from holdfast.engine.woven import Source
 from holdfast.layout.blocks import Fragment, crc64
 
 
-def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf) -> Fragments:
+def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf, moved: Moved = untold) -> Fragments:
     """Read pieces of files into this rank's parts of tensors and return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
@@ -29,7 +31,13 @@ def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkO
     ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
     buffers = Buffers(CHUNK)
     with Opened(files) as opened:
-        found = in_threads(lambda chunk: _read(chunk, sink_of, buffers, opened), tensor_chunks(ordered))
+
+        def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
+            fragments = _read(chunk, sink_of, buffers, opened)
+            moved(chunk.size)
+            return fragments
+
+        found = in_threads(work, tensor_chunks(ordered))
     return gather(found)
 
 

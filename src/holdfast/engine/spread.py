@@ -17,7 +17,17 @@ from holdfast.engine.local import Bytes, Sink
 from holdfast.engine.opened import Opened
 from holdfast.engine.routes import Crossing, Cut, Owned, Passed
 from holdfast.engine.stripes import STRIPE, Share
-from holdfast.engine.transfer import THREADS, Buffers, Fragments, Piece, SinkOf, gather, in_threads
+from holdfast.engine.transfer import (
+    THREADS,
+    Buffers,
+    Fragments,
+    Moved,
+    Piece,
+    SinkOf,
+    gather,
+    in_threads,
+    untold,
+)
 from holdfast.engine.wire import Wire, Works
 from holdfast.engine.woven import Source
 from holdfast.errors import HoldfastError
@@ -26,7 +36,9 @@ from holdfast.layout.blocks import Fragment
 _Found = list[tuple[int, Fragment]]
 
 
-def read_stripes(files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf) -> Fragments:
+def read_stripes(
+    files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf, moved: Moved = untold
+) -> Fragments:
     """Read stripes whole, keep this rank's cut of each, and return what was hashed. Other ranks play no part in it."""
     buffers = Buffers(STRIPE)
     with Opened(files) as opened:
@@ -37,6 +49,7 @@ def read_stripes(files: Sequence[Source], stripes: Sequence[Owned], sink_of: Sin
             found = _read(stripe.pieces, data, opened)
             for cut, place in stripe.cuts:
                 _keep(cut, place, data, sink_of(stripe.pieces[0].tensor))
+            moved(size)
             return found
 
         return _apart(in_threads(work, stripes))
@@ -50,7 +63,9 @@ def _apart(found: Sequence[_Found]) -> Fragments:
     return result
 
 
-def read_shared(files: Sequence[Source], items: Sequence[Crossing | Copied], sink_of: SinkOf, wire: Wire) -> Fragments:
+def read_shared(
+    files: Sequence[Source], items: Sequence[Crossing | Copied], sink_of: SinkOf, wire: Wire, moved: Moved = untold
+) -> Fragments:
     """Read what this rank is the reader of and pass it on, take in what others read; return what was hashed here.
 
     A rank that cannot read goes on passing bytes, of whatever value, before it raises, so that none waits for it.
@@ -59,7 +74,7 @@ def read_shared(files: Sequence[Source], items: Sequence[Crossing | Copied], sin
     with ExitStack() as stack:
         opened = stack.enter_context(Opened(files))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        relay = _Relay(opened, sink_of, wire, pool)
+        relay = _Relay(opened, sink_of, wire, pool, moved)
         for item in items:
             if len(flying) == AHEAD:
                 relay.land(flying.popleft())
@@ -108,6 +123,7 @@ class _Relay:
     sink_of: SinkOf
     wire: Wire
     pool: ThreadPoolExecutor
+    moved: Moved
     found: list[_Found] = field(default_factory=list)
     errors: list[HoldfastError] = field(default_factory=list)
 
@@ -130,6 +146,7 @@ class _Relay:
             flight.works = list(self._pass_on(flight.item, flight.data))
         self.wire.wait(flight.works)
         self._take_in(flight.item, flight.data)
+        self.moved(len(flight.data))
 
     def _room(self, item: Crossing | Copied) -> Bytes:
         """Where an item goes: in place where it can, else into memory of its own."""

@@ -44,6 +44,11 @@ class Piece(NamedTuple):
         )
 
 
+def nbytes_of(pieces: Iterable[Piece]) -> int:
+    """The size of pieces together."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
 class Chunk(NamedTuple):
     """A contiguous range of one file of at most :data:`CHUNK` bytes, and the pieces that it consists of."""
 
@@ -69,8 +74,16 @@ OriginOf = Callable[[int], Origin]
 #: Where the bytes of tensor number n go.
 SinkOf = Callable[[int], Sink]
 
+#: Is told how many bytes have just been moved; from several threads.
+Moved = Callable[[int], None]
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def untold(nbytes: int) -> None:
+    """Nobody wants to know what has been moved."""
+    del nbytes
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -12,12 +12,14 @@ from holdfast.engine.transfer import (
     Buffers,
     Chunk,
     Fragments,
+    Moved,
     Origin,
     OriginOf,
     Piece,
     file_chunks,
     gather,
     in_threads,
+    untold,
 )
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkWriter
@@ -26,7 +28,7 @@ from holdfast.storage.bulk import SECTOR, BulkWriter
 _SLICE = 256 * 2**10
 
 
-def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: OriginOf) -> Fragments:
+def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: OriginOf, moved: Moved = untold) -> Fragments:
     """Write this rank's pieces into files that exist, make them durable, and return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
@@ -36,9 +38,13 @@ def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: Origin
         writers = {
             file: stack.enter_context(BulkWriter(files[file])) for file in sorted({piece.file for piece in pieces})
         }
-        found = in_threads(
-            lambda chunk: _write(chunk, part_of, buffers.get(), writers[chunk.file]), file_chunks(pieces)
-        )
+
+        def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
+            fragments = _write(chunk, part_of, buffers.get(), writers[chunk.file])
+            moved(chunk.size)
+            return fragments
+
+        found = in_threads(work, file_chunks(pieces))
         for writer in writers.values():
             writer.sync()
     return gather(found)

@@ -8,6 +8,12 @@ from typing import Any
 from holdfast.errors import InvalidArgumentError
 from holdfast.layout.names import check_tag
 
+#: Wrappers by name, as Accelerate need not be there, and where they have what they wrap.
+_WRAPPERS = {
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.scheduler.AcceleratedScheduler": "scheduler",
+}
+
 
 def by_slot(kind: str, given: Any, is_one: Callable[[Any], bool]) -> dict[str, list[Any]]:
     """The parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
@@ -31,4 +37,10 @@ def _name(kind: str, name: object) -> str:
 
 
 def _parts(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return [_inner(one) for one in given] if isinstance(given, list | tuple) else [_inner(given)]
+
+
+def _inner(given: Any) -> Any:
+    """What is inside of Accelerate's wrappers, which would go by their own class."""
+    attribute = _WRAPPERS.get(f"{type(given).__module__}.{type(given).__qualname__}")
+    return given if attribute is None else getattr(given, attribute)

@@ -1,0 +1,60 @@
+"""Which commands there are. Each is imported when it is called: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: the function of its name in ``module``, what it does in a line, and how it is called."""
+
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "ls": Command("ls", "List the checkpoints of a run.", "holdfast ls runs/a --all"),
+    "show": Command("show", "Show what is in a checkpoint.", "holdfast show runs/a 'model/*.bias'"),
+    "verify": Command("verify", "Read every byte, check every CRC.", "holdfast verify runs/a/step_1000"),
+    "diff": Command("diff", "Tell two checkpoints apart.", "holdfast diff runs/a/step_1000 runs/b/step_1000"),
+    "convert": Command(
+        "convert", "Write a checkpoint in another format.", "holdfast convert runs/a out --to hf --dtype bfloat16"
+    ),
+    "consolidate": Command(
+        "convert",
+        "Make one file of a checkpoint.",
+        "holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt",
+    ),
+    "prune": Command("prune", "Remove old checkpoints.", "holdfast prune runs/a --keep 5 --leftovers --dry-run"),
+}
+
+#: How every command speaks. Plain help: rich's takes as long to import as all the rest.
+SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class Lazily(Mapping[str, Any]):
+    """The commands by name, each made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        command = COMMANDS[name]
+        function = getattr(import_module(f"holdfast.cli.{command.module}"), name)
+        alone = typer.Typer(add_completion=False, **SETTINGS)
+        alone.command(name, epilog=f"Example: {command.example}")(function)
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)

@@ -1,0 +1,90 @@
+"""What is told of one save or load: to Python's ``logging``, to who listens, and on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from holdfast.events import Event, Loaded, Meter, OnEvent, Progress, Saved, SaveFailed
+from holdfast.restored import Restored
+from holdfast.survey import CheckpointInfo
+
+_log = logging.getLogger("holdfast")
+
+
+class Telling:
+    """One save or load into or from ``path``, that ``began`` at a time of ``time.perf_counter``.
+
+    A listener that raises is logged, and harms nothing.
+    """
+
+    def __init__(self, path: Path, on_event: OnEvent, *, is_leader: bool, began: float) -> None:
+        self._path, self._on_event, self._began = path, on_event, began
+        # One rank's word is enough where thousands would say the same.
+        self._level = logging.INFO if is_leader else logging.DEBUG
+        self._stall: float | None = None
+
+    def seconds(self) -> float:
+        """How long it has taken until now."""
+        return time.perf_counter() - self._began
+
+    def returned(self) -> float:
+        """The caller is let go. Returns for how many seconds it was kept."""
+        self._stall = self.seconds()
+        return self._stall
+
+    def moving(self, action: Literal["save", "load"], total: int) -> Meter:
+        """What is to be told the bytes as they are moved."""
+        return Meter(total, lambda done, total: self._tell(Progress(action, self._path, done, total)))
+
+    def saved(self, info: CheckpointInfo) -> None:
+        """It is durable."""
+        seconds = self.seconds()
+        event = Saved(info.path, info.step, info.nbytes, seconds, seconds if self._stall is None else self._stall)
+        rate = event.gigabytes_per_second
+        note = "saved %s: %.3g GB in %.2f s (%.3g GB/s), of which the caller waited %.3f s"
+        _log.log(self._level, note, info.path, info.nbytes / 1e9, seconds, rate, event.stall_seconds)
+        self._tell(event)
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing is left of it. Who is still in the call gets the error itself."""
+        if self._stall is not None:
+            _log.error("the save of %s failed: %s", self._path, error)
+        self._tell(SaveFailed(self._path, error))
+
+    def loaded(self, path: Path, restored: Restored, nbytes: int) -> None:
+        """All is in place."""
+        event = Loaded(path, restored.step, nbytes, self.seconds(), restored.verified)
+        rate = event.gigabytes_per_second
+        note = "loaded %s: %.3g GB in %.2f s (%.3g GB/s a rank)"
+        _log.log(self._level, note, path, nbytes / 1e9, event.seconds, rate)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:  # noqa: BLE001 - a listener may do anything
+            _log.exception("a listener to events of %s raised", self._path)
+
+
+@contextmanager
+def with_a_bar(what: str, on_event: OnEvent) -> Iterator[OnEvent]:
+    """A progress bar beside the listener, where stderr is a terminal and it takes longer than a second."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield on_event
+        return
+    from holdfast.terminal import bar  # noqa: PLC0415 - rich, which jobs without a terminal need not import
+
+    with bar(what) as show:
+
+        def both(event: Event) -> None:
+            if isinstance(event, Progress):
+                show(event.done, event.total)
+            on_event(event)
+
+        yield both
