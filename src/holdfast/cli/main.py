@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from holdfast._version import __version__
-from holdfast.cli import convert, ls, prune, show, verify
+from holdfast.cli import convert, ls, nxd, prune, show, verify
 from holdfast.cli.output import print_error
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
@@ -47,6 +47,11 @@ app.command(epilog="Example: holdfast show runs/a 'model/*.bias'")(show.show)
 app.command(epilog="Example: holdfast verify runs/a/step_1000")(verify.verify)
 app.command(epilog="Example: holdfast convert runs/a out --to hf --dtype bfloat16")(convert.convert)
 app.command(epilog="Example: holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt")(convert.consolidate)
+app.command(
+    "nxd-convert-zero-checkpoints",
+    epilog="Example: holdfast nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
+    "--convert_to_sharded --dp_size 4",
+)(nxd.convert_zero_checkpoints)
 app.command(epilog="Example: holdfast prune runs/a --keep 5 --leftovers --dry-run")(prune.prune)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,3 +184,9 @@ def host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file to a name that is not there; not a sync."""
+    with reported("copy", source), source.open("rb") as read, target.open("xb") as written:
+        shutil.copyfileobj(read, written, 2**20)

@@ -1,0 +1,127 @@
+"""Writing files of ``torch.save`` that are planned to the byte: a buffer at a time, by several threads; read back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from awscrt.checksums import combine_crc32
+
+from holdfast.engine.local import Bytes
+from holdfast.engine.opened import Opened
+from holdfast.engine.transfer import CHUNK, Buffers, in_threads
+from holdfast.engine.woven import Source
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.nxd.writing import PlannedFile
+from holdfast.layout.blocks import crc64
+from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
+from holdfast.storage.local import allocate, make_parents
+
+
+class _Range(NamedTuple):
+    """Bytes from ``start`` on of a tensor of a file, by their numbers, and where they go in it."""
+
+    file: int
+    tensor: int
+    start: int
+    size: int
+    offset: int
+
+
+class _Written(NamedTuple):
+    """What was written there: CRC-32 for the file, CRC-64 for us."""
+
+    range: _Range
+    crc32: int
+    crc64: int
+
+
+def write(folder: Path, files: Sequence[PlannedFile], *, verify: bool = True) -> None:
+    """Write files that are not there yet. Raises ``DamagedError`` where one is read back as something else."""
+    for file in files:
+        make_parents(folder, file.name)
+        allocate(folder / file.name, file.frame.size)
+    ranges = [one for number, file in enumerate(files) for one in _ranges(number, file)]
+    sources = _Sources(tensor for file in files for tensor in file.tensors)
+    buffers = Buffers(CHUNK + SECTOR)
+    with Opened(sources.files) as opened:
+        written = in_threads(lambda one: _write(one, folder, files[one.file], sources, opened, buffers), ranges)
+    in_threads(lambda pair: _finish(folder / pair[0].name, pair[0], pair[1]), list(_by_file(files, written)))
+    if verify:
+        in_threads(lambda one: _verify(one, folder / files[one.range.file].name, buffers), written)
+
+
+def _ranges(number: int, file: PlannedFile) -> Iterator[_Range]:
+    """Cut where offsets in the file are multiples of a buffer's size."""
+    for tensor, (stored, begin) in enumerate(zip(file.tensors, file.frame.starts, strict=True)):
+        at, end = begin, begin + stored.info.nbytes
+        while at < end:
+            stop = min(end, (at // CHUNK + 1) * CHUNK)
+            yield _Range(number, tensor, at - begin, stop - at, at)
+            at = stop
+
+
+class _Sources:
+    """Numbers what is read from."""
+
+    def __init__(self, tensors: Iterable[Stored]) -> None:
+        self.files: list[Source] = []
+        self._numbers: dict[Source, int] = {}
+        for stored in tensors:
+            for extent in stored.extents(0, stored.info.nbytes):
+                if extent.file not in self._numbers:
+                    self._numbers[extent.file] = len(self.files)
+                    self.files.append(extent.file)
+
+    def fill(self, stored: Stored, start: int, into: Bytes, opened: Opened) -> None:
+        """Bytes of a tensor, from ``start`` on; zeros where it has no more."""
+        reached = start
+        for source, offset, low, high in stored.extents(start, start + len(into)):
+            opened.read(self._numbers[source], offset, into[low - start : high - start].data)
+            reached = high
+        into[reached - start :] = 0
+
+
+def _write(  # noqa: PLR0917 - what a thread needs
+    one: _Range, folder: Path, file: PlannedFile, sources: _Sources, opened: Opened, buffers: Buffers
+) -> _Written:
+    lead = one.offset % SECTOR
+    data = buffers.get()[lead : lead + one.size]
+    sources.fill(file.tensors[one.tensor], one.start, data, opened)
+    with BulkWriter(folder / file.name) as writer:
+        writer.write(one.offset, data.data)
+    return _Written(one, zlib.crc32(data.data), crc64(data))
+
+
+def _by_file(
+    files: Sequence[PlannedFile], written: Iterable[_Written]
+) -> Iterator[tuple[PlannedFile, Mapping[int, int]]]:
+    """The CRC-32 of each tensor of each file."""
+    crcs: list[dict[int, int]] = [dict.fromkeys(range(len(file.tensors)), 0) for file in files]
+    for (number, tensor, _, size, _), crc, _ in written:
+        crcs[number][tensor] = combine_crc32(crcs[number][tensor], crc, size)
+    return zip(files, crcs, strict=True)
+
+
+def _finish(path: Path, file: PlannedFile, crcs: Mapping[int, int]) -> None:
+    with BulkWriter(path) as writer:
+        for offset, data in file.frame.around(crcs):
+            lead = offset % SECTOR
+            aligned = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
+            aligned[:] = np.frombuffer(data, np.uint8)
+            writer.write(offset, aligned.data)
+        writer.sync()
+
+
+def _verify(one: _Written, path: Path, buffers: Buffers) -> None:
+    data = buffers.get()[: one.range.size]
+    with BulkReader(path) as reader:
+        reader.read(one.range.offset, data.data)
+    if crc64(data) != one.crc64:
+        raise DamagedError(
+            f"{path} was read back as something else than what was written, from byte {one.range.offset} on"
+        )
