@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,7 +74,8 @@ class Assembly:
 
     def _divided(self, rule: Rule, name: str, row: Sequence[Stored], what: str) -> dict[str, Stored]:
         dim, info, every = rule.dim or 0, row[0].info, pieces(rule, name)
-        shares = sum(piece.share for piece in every)
+        common = math.gcd(*(piece.share for piece in every))
+        shares = sum(piece.share for piece in every) // common
         if dim >= len(info.shape) or info.shape[dim] % shares:
             raise InvalidArgumentError(
                 f"{what} has shape {list(info.shape)}, of which the layout divides dimension {dim} into {shares} parts"
@@ -81,7 +83,7 @@ class Assembly:
         found: dict[str, tuple[int, Parts]] = {}
         start = 0
         for piece in every:
-            size = piece.share * (info.shape[dim] // shares)
+            size = piece.share // common * (info.shape[dim] // shares)
             before, parts = found.get(piece.name, (0, ()))
             count, more = self._piece(piece, row, (dim, start, size), what)
             found[piece.name] = before + count * size, parts + moved(more, at(info.shape, dim, before))

@@ -86,7 +86,7 @@ class Shard(Stored):
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank saved. ``nbytes`` and ``digest`` are those of the pickle; ``files``: all that it is made up of."""
+    """What a rank saved. ``nbytes`` and ``digest`` are those of the pickle; ``files``: those that are there of it."""
 
     path: Path
     root: Any
@@ -136,7 +136,11 @@ class _Loading:
         except DamagedError as error:
             raise DamagedError(f"{self._path}: {error}") from error
         shards = list(self._shards.values())
-        files = [self._path, *extra, *dict.fromkeys(shard.file for shard in shards if shard.file != self._path)]
+        files = [
+            self._path,
+            *extra,
+            *dict.fromkeys(one.file for one in shards if one.file != self._path and one.exists),
+        ]
         xser = bool(extra) or local.is_folder(self._beside(TENSORS))
         return RankFile(self._path, root, tree.nbytes, tree.digest, files, shards, xser)
 

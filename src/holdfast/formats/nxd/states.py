@@ -63,6 +63,8 @@ def numbered(stage: Stage, assembly: Assembly) -> list[list[Known]]:
     groups = root.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise DamagedError(f"{stage.name}: the optimizer has no groups of parameters")
+    if not groups:
+        return []
     numbers = [list(group.get("params", ())) for group in groups]
     names = _by_group(stage, assembly.spec, len(groups), root.get(_GROUP_OFFSET))
     found = []
@@ -113,7 +115,7 @@ def _whole(stage: Stage, assembly: Assembly, pid: Any, name: str) -> list[str]:
                     f"should be it, has {list(stored.info.shape)}: the layout's not_trained or groups are not those "
                     "that it was trained with"
                 )
-    return list(assembly.whole(name, shards, name))
+    return list(_masters(stage, pid, name, assembly) or assembly.whole(name, shards, name))
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +164,13 @@ def _state(known: Known, what: str, values: Row, assembly: Assembly) -> dict[str
 
 def masters(stage: Stage, known: Known, assembly: Assembly) -> dict[str, Stored]:
     """The master weights of what a parameter becomes, by name; none where none were saved."""
-    every = [[root.get(zero.MASTERS, {}).get(known.pid) for root in row] for row in stage.optimizers]
+    return _masters(stage, known.pid, known.name, assembly)
+
+
+def _masters(stage: Stage, pid: Any, name: str, assembly: Assembly) -> dict[str, Stored]:
+    every = [[root.get(zero.MASTERS, {}).get(pid) for root in row] for row in stage.optimizers]
     if not any(value is not None for row in every for value in row):
         return {}
     if not all(isinstance(value, Stored) for row in every for value in row):
-        raise DamagedError(f"{stage.name}: only some ranks have a master weight of {known.name!r}")
-    return assembly.whole(known.name, every, f"{known.name}, master weight")
+        raise DamagedError(f"{stage.name}: only some ranks have a master weight of {name!r}")
+    return assembly.whole(name, every, f"{name}, master weight")
