@@ -109,7 +109,7 @@ def test_what_nxd_wrote(tmp_path: Path, kind: str) -> None:
         assert found.values["user_content"]["step"] == 3
         assert torch.equal(found.values["user_content"]["t"], torch.ones(2))
         assert found.values["scheduler"]["state"]["base_lrs"] == [0.01]
-    with pytest.raises(DamagedError, match=r"b.bias differs between"):
+    with pytest.raises(DamagedError, match=r"b.bias.* differs between .*tp_rank_00.* and .*tp_rank_01"):
         opened(folder)
     assert contents(folder) == before
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.engine.opened import Opened
 from holdfast.errors import DamagedError
 from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.nxd.rankfile import Shard
 from holdfast.layout.blocks import crc64
 
@@ -51,11 +51,15 @@ def _check_equal(what: str, shards: Sequence[Stored], advice: str) -> None:
 
 
 def _file(stored: Stored) -> str:
-    return str(stored.file) if isinstance(stored, Shard) else "some of its files"
+    if isinstance(stored, Chunked) and stored.parts:
+        return str(stored.parts[0].near[0])
+    return str(stored.file) if isinstance(stored, Shard) else "another file"
 
 
 def read(stored: Stored, start: int, stop: int) -> bytes:
     """Bytes of a tensor."""
+    from holdfast.engine.opened import Opened  # noqa: PLC0415 - NumPy takes its time, and to show a file needs none
+
     into = bytearray(stop - start)
     extents = stored.extents(start, stop)
     with Opened([extent.file for extent in extents]) as opened:
