@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from awscrt.checksums import combine_crc32
 
 from holdfast.engine.local import Bytes
 from holdfast.engine.opened import Opened
 from holdfast.engine.transfer import CHUNK, Buffers, in_threads
 from holdfast.engine.woven import Source
-from holdfast.errors import DamagedError
+from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.nxd.writing import PlannedFile
+from holdfast.formats.nxd.zero import Rows
+from holdfast.formats.reader import Extent
 from holdfast.layout.blocks import crc64
+from holdfast.layout.files import TensorInfo
+from holdfast.state.tensors import DTYPES
 from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
 from holdfast.storage.local import allocate, make_parents
 
@@ -65,13 +71,30 @@ def _ranges(number: int, file: PlannedFile) -> Iterator[_Range]:
             at = stop
 
 
+@dataclass(frozen=True, eq=False)
+class Cast(Stored):
+    """A tensor in another dtype than ``whole`` has it in."""
+
+    info: TensorInfo
+    whole: Stored
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent]:
+        """What is cast lies in no file."""
+        raise FormatError(f"bytes {start} to {stop} of a tensor that is cast are in no file")
+
+
+def cast(stored: Stored, dtype: str) -> Stored:
+    """A tensor in some dtype."""
+    return stored if stored.info.dtype == dtype else Cast(TensorInfo(dtype, stored.info.shape), stored)
+
+
 class _Sources:
     """Numbers what is read from."""
 
     def __init__(self, tensors: Iterable[Stored]) -> None:
         self.files: list[Source] = []
         self._numbers: dict[Source, int] = {}
-        for stored in tensors:
+        for stored in {id(one): one for one in map(_in_files, tensors)}.values():
             for extent in stored.extents(0, stored.info.nbytes):
                 if extent.file not in self._numbers:
                     self._numbers[extent.file] = len(self.files)
@@ -79,11 +102,29 @@ class _Sources:
 
     def fill(self, stored: Stored, start: int, into: Bytes, opened: Opened) -> None:
         """Bytes of a tensor, from ``start`` on; zeros where it has no more."""
-        reached = start
+        if isinstance(stored, Cast):
+            self._cast(stored, start, into, opened)
+            return
+        if isinstance(stored, Rows):
+            number = max(0, min(len(into), stored.nbytes - start))
+            self.fill(stored.whole, stored.start + start, into[:number], opened)
+            into[number:] = 0
+            return
         for source, offset, low, high in stored.extents(start, start + len(into)):
             opened.read(self._numbers[source], offset, into[low - start : high - start].data)
-            reached = high
-        into[reached - start :] = 0
+
+    def _cast(self, stored: Cast, start: int, into: Bytes, opened: Opened) -> None:
+        here, there = (DTYPES[one.info.dtype] for one in (stored, stored.whole))
+        raw = np.empty(len(into) // here.itemsize * there.itemsize, np.uint8)
+        self.fill(stored.whole, start // here.itemsize * there.itemsize, raw, opened)
+        torch.from_numpy(into).view(here).copy_(torch.from_numpy(raw).view(there))
+
+
+def _in_files(stored: Stored) -> Stored:
+    """What a tensor is made of that lies in files."""
+    while isinstance(stored, Cast | Rows):
+        stored = stored.whole
+    return stored
 
 
 def _write(  # noqa: PLR0917 - what a thread needs

@@ -28,6 +28,7 @@ from holdfast.engine.transfer import Fragments, Piece, decode_fragments, encode_
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.formats.nxd.reader import LAYOUT, is_nxd
 from holdfast.formats.reader import Reader
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders
@@ -40,6 +41,9 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
     "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
 }
+
+#: What is written by planning each rank's files instead.
+NXD = "nxd"
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Wish:
 
     def check(self) -> None:
         """Raise for what cannot be done."""
-        if self.to not in TARGETS:
-            raise InvalidArgumentError(f"to is one of {', '.join(TARGETS)}, not {self.to!r}")
+        if self.to not in {*TARGETS, NXD}:
+            raise InvalidArgumentError(f"to is one of {', '.join((*TARGETS, NXD))}, not {self.to!r}")
         source, final = self.source.resolve(), self.final.resolve()
         if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
             raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
@@ -65,10 +69,12 @@ class Wish:
 
     def open(self) -> Reader:
         """The checkpoint."""
-        path = self.source
+        path, keys = self.source, self.keys
         if path.is_dir() and not is_checkpoint(path):
             path = latest(path).path
-        reader = open_reader(path, self.keys)
+        if self.to == NXD and not is_nxd(path):
+            keys = {key: value for key, value in keys.items() if key != LAYOUT}
+        reader = open_reader(path, keys)
         reader.check_files()
         return reader
 

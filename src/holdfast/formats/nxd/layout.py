@@ -81,6 +81,22 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InvalidArgumentError(f"{name!r}: {found.asks}")
         return found
 
+    def stored(self, name: str) -> str:
+        """The name in NxD of what a whole parameter goes into. Raises ``InvalidArgumentError`` where none is said."""
+        for rule in self.rules:
+            for pattern in () if rule.asks else rule.into or (rule.match,):
+                found = stars(pattern, name)
+                if found is not None:
+                    return filled(rule.match, found)
+        raise InvalidArgumentError(f"the layout does not say what {name!r} is in NxD: add a rule for it")
+
+    def stage(self, name: str, layers: int, stages: int) -> int:
+        """The stage of a pipeline that a parameter is in, by its name in NxD, of so many layers and stages."""
+        layer = number(self.layer, name) if self.layer else None
+        if layer is not None:
+            return layer * stages // layers
+        return 0 if any(stars(pattern, name) is not None for pattern in self.first) else stages - 1
+
     def is_trained(self, name: str) -> bool:
         """Whether the optimizer has a parameter."""
         return not any(stars(pattern, name) is not None for pattern in self.not_trained)

@@ -74,3 +74,13 @@ def along(shape: Sequence[int], dim: int, start: int, stop: int) -> Box:
 def at(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
     """How far to move what begins at ``start`` in one dimension."""
     return along(shape, dim, start, start).offset
+
+
+def raised(parts: Iterable[Part], number: int) -> Parts:
+    """As the ``number``-th of what a new first dimension counts."""
+    zeros = ((Box((number, *part.box.offset), (1, *part.box.shape)), part) for part in parts)
+    return tuple(Part(box, partial(_raised, part), part.near) for box, part in zeros)
+
+
+def _raised(part: Part) -> Place:
+    return part.place._replace(strides=(0, *part.place.strides))

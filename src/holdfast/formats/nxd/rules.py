@@ -34,6 +34,7 @@ def _attention(family: str, given: Mapping[str, int]) -> tuple[Rule, ...]:
             Rule(f"*.qkv_proj.weight_{kind}", 0, (f"*.{kind}_proj.weight",), copies=(copies,), asks=ask)
             for kind in "kv"
         ),
+        *(Rule(name, 0) for name in projections),
         Rule(
             "*.qkv_proj.weight_qkv",
             0,
@@ -44,7 +45,6 @@ def _attention(family: str, given: Mapping[str, int]) -> tuple[Rule, ...]:
             asks="" if known else _ASK_FUSED.format(family),
         ),
         Rule("*.qkv_proj.weight", 0, projections),
-        *(Rule(name, 0) for name in projections),
         Rule("*.o_proj.weight", 1, ordered_for=(copies,)),
     )
 
