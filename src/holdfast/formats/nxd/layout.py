@@ -59,6 +59,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A layout. ``not_trained``: patterns of what the optimizer does not have; ``groups``: what is in which group.
 
+    In a group it is in the order of the model; where ``groups`` list whole names, in theirs.
     ``layer`` is a pattern of the parameters in numbered layers, with ``{}`` for the number, and ``first`` are patterns
     of those before them: what the stages of a pipeline are made of.
     """

@@ -10,22 +10,27 @@ from holdfast.errors import DamagedError, InvalidArgumentError
 from holdfast.formats.arrange.contents import Contents, assembled
 from holdfast.formats.arrange.reader import TreeReader
 from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.native import is_native
 from holdfast.formats.nxd import rules, states, tags
 from holdfast.formats.nxd.assembly import Assembly
 from holdfast.formats.nxd.folder import Saved, read_folder
 from holdfast.formats.nxd.layout import Rule, Spec
 from holdfast.formats.nxd.rankfile import Shard
+from holdfast.storage import local
 
-#: The keys that a reader of this format takes, and what two of them may be.
-LAYOUT, WEIGHTS, COPIES = "layout", "weights", "copies"
+#: The keys that a reader of this format takes, and what three of them may be.
+LAYOUT, WEIGHTS, COPIES, OPTIMIZER = "layout", "weights", "copies", "optimizer"
 _MASTER, _MODEL = "master", "model"
 _EQUAL, _FIRST = "equal", "first"
-_CHOICES = {WEIGHTS: (_MASTER, _MODEL), COPIES: (_EQUAL, _FIRST)}
+_READ, _SKIP = "read", "skip"
+_CHOICES = {WEIGHTS: (_MASTER, _MODEL), COPIES: (_EQUAL, _FIRST), OPTIMIZER: (_READ, _SKIP)}
 
 
 def is_nxd(path: Path) -> bool:
-    """Whether a folder is a checkpoint of NxD's, or has such in it."""
-    return path.is_dir() and (tags.is_tag(path) or tags.is_run(path))
+    """Whether a folder is a checkpoint of NxD's, or has such in it, and none of ours: a run that has moved goes on."""
+    if not path.is_dir() or tags.is_tag(path):
+        return path.is_dir()
+    return not any(is_native(folder) for folder in local.subfolders(path)) and tags.is_run(path)
 
 
 class NxdReader(TreeReader):
@@ -34,7 +39,8 @@ class NxdReader(TreeReader):
     ``keys``: ``layout`` is the name of a layout, the path of a spec file, or its text; ``weights`` says whether the
     model's tensors are the optimizer's master weights where there are any (``master``, as without it), or ``model``,
     those that it calculated with. With ``copies`` as ``first``, tensor-parallel ranks need not have the same of what
-    they do not divide, and the first one's is taken; else it is ``equal``, and a difference is damage.
+    they do not divide, and the first one's is taken; else it is ``equal``, and a difference is damage. With
+    ``optimizer`` as ``skip`` its states are left alone; else they are ``read``.
     """
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
@@ -56,7 +62,7 @@ class NxdReader(TreeReader):
         model: dict[str, Stored] = {}
         optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         for stage in self._saved.stages:
-            own = _optimizer(stage, self._assembly, optimizer)
+            own = {} if keys.get(OPTIMIZER) == _SKIP else _optimizer(stage, self._assembly, optimizer)
             take = own if keys.get(WEIGHTS, _MASTER) == _MASTER else {}
             for name, stored in _model(stage, self._assembly, take).items():
                 if name in model and model[name].info != stored.info:
@@ -74,9 +80,8 @@ class NxdReader(TreeReader):
 def _check_keys(keys: Mapping[str, str]) -> None:
     for key, value in keys.items():
         if key not in {LAYOUT, *_CHOICES}:
-            raise InvalidArgumentError(
-                f"keys: for checkpoints of NxD there are {LAYOUT}, {WEIGHTS}, {COPIES}, not {key!r}"
-            )
+            known = ", ".join((LAYOUT, *_CHOICES))
+            raise InvalidArgumentError(f"keys: for checkpoints of NxD there are {known}, not {key!r}")
         if key in _CHOICES and value not in _CHOICES[key]:
             raise InvalidArgumentError(f"keys: {key} is one of {', '.join(_CHOICES[key])}, not {value!r}")
 

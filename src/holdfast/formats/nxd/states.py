@@ -95,13 +95,19 @@ def _by_group(stage: Stage, spec: Spec, number: int, experts_from: int | None) -
             'add "groups", such as [["*bias", "*norm*"], ["*"]] in their order (the first that fits counts, so put '
             "the catch-all last and use the order of the optimizer)"
         )
-    for name in trained:
+    for name in _ordered(trained, spec):
         is_expert = experts_from is not None and spec.rule(name).experts
         place = spec.group(name) + (experts_from or 0 if is_expert else 0)
         if place >= number:
             raise InvalidArgumentError(f"{stage.name}: the layout puts {name!r} into group {place} of {number}")
         found[place].append(name)
     return found
+
+
+def _ordered(trained: list[str], spec: Spec) -> list[str]:
+    """As groups list them by their names; in the order of the model where groups are told by patterns."""
+    listed = {name: index for index, name in enumerate(name for group in spec.groups for name in group)}
+    return sorted(trained, key=listed.__getitem__) if all(name in listed for name in trained) else trained
 
 
 def _whole(stage: Stage, assembly: Assembly, pid: Any, name: str) -> list[str]:

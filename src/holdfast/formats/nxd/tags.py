@@ -25,6 +25,12 @@ def is_run(path: Path) -> bool:
     return local.is_folder(path) and any(is_tag(folder) for folder in local.subfolders(path))
 
 
+def tensor_parallel(path: Path) -> int:
+    """How many tensor-parallel ranks a checkpoint is of."""
+    found = names.find(path / names.MODEL) or names.find_legacy(path) or names.find(path / names.OPTIM)
+    return 1 if found is None else found.degrees.tp
+
+
 def check_finished(path: Path) -> None:
     """Raise ``DamagedError`` for a checkpoint that was begun and never finished."""
     if local.is_file(path / BEGUN) and not local.is_file(path / DONE):
