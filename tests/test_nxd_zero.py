@@ -229,7 +229,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
 def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a", sample(2))
     before = contents(source)
-    monkeypatch.setattr("holdfast.conversion.planned._verify", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast.conversion.planned._check", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", 3)
     assert contents(source) == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from holdfast.formats.reader import Extent
 from holdfast.layout.blocks import crc64
 from holdfast.layout.files import TensorInfo
 from holdfast.state.tensors import DTYPES
-from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
+from holdfast.storage.bulk import BulkReader, CachedWriter
 from holdfast.storage.local import allocate, make_parents
 
 
@@ -46,19 +46,21 @@ class _Written(NamedTuple):
     crc64: int
 
 
-def write(folder: Path, files: Sequence[PlannedFile], *, verify: bool = True) -> None:
-    """Write files that are not there yet. Raises ``DamagedError`` where one is read back as something else."""
+def write(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """Write files that are not there yet, read them back, and make them durable.
+
+    Through the page cache, so that reading back costs little: it proves that every byte is where it should be, and not
+    that the disk keeps it. Raises ``DamagedError`` where one is read as something else.
+    """
     for file in files:
         make_parents(folder, file.name)
         allocate(folder / file.name, file.frame.size)
     ranges = [one for number, file in enumerate(files) for one in _ranges(number, file)]
     sources = _Sources(tensor for file in files for tensor in file.tensors)
-    buffers = Buffers(CHUNK + SECTOR)
+    buffers = Buffers(CHUNK)
     with Opened(sources.files) as opened:
         written = in_threads(lambda one: _write(one, folder, files[one.file], sources, opened, buffers), ranges)
-    in_threads(lambda pair: _finish(folder / pair[0].name, pair[0], pair[1]), list(_by_file(files, written)))
-    if verify:
-        in_threads(lambda one: _verify(one, folder / files[one.range.file].name, buffers), written)
+    in_threads(lambda pair: _finish(folder / pair[0].name, *pair, buffers), list(_by_file(files, written)))
 
 
 def _ranges(number: int, file: PlannedFile) -> Iterator[_Range]:
@@ -130,35 +132,34 @@ def _in_files(stored: Stored) -> Stored:
 def _write(  # noqa: PLR0917 - what a thread needs
     one: _Range, folder: Path, file: PlannedFile, sources: _Sources, opened: Opened, buffers: Buffers
 ) -> _Written:
-    lead = one.offset % SECTOR
-    data = buffers.get()[lead : lead + one.size]
+    data = buffers.get()[: one.size]
     sources.fill(file.tensors[one.tensor], one.start, data, opened)
-    with BulkWriter(folder / file.name) as writer:
+    with CachedWriter(folder / file.name) as writer:
         writer.write(one.offset, data.data)
     return _Written(one, zlib.crc32(data.data), crc64(data))
 
 
-def _by_file(
-    files: Sequence[PlannedFile], written: Iterable[_Written]
-) -> Iterator[tuple[PlannedFile, Mapping[int, int]]]:
-    """The CRC-32 of each tensor of each file."""
-    crcs: list[dict[int, int]] = [dict.fromkeys(range(len(file.tensors)), 0) for file in files]
-    for (number, tensor, _, size, _), crc, _ in written:
-        crcs[number][tensor] = combine_crc32(crcs[number][tensor], crc, size)
-    return zip(files, crcs, strict=True)
+def _by_file(files: Sequence[PlannedFile], written: Iterable[_Written]) -> Iterator[tuple[PlannedFile, list[_Written]]]:
+    """What was written of each file."""
+    found: list[list[_Written]] = [[] for _ in files]
+    for one in written:
+        found[one.range.file].append(one)
+    return zip(files, found, strict=True)
 
 
-def _finish(path: Path, file: PlannedFile, crcs: Mapping[int, int]) -> None:
-    with BulkWriter(path) as writer:
+def _finish(path: Path, file: PlannedFile, written: Sequence[_Written], buffers: Buffers) -> None:
+    crcs = dict.fromkeys(range(len(file.tensors)), 0)
+    for (_, tensor, _, size, _), crc, _ in written:
+        crcs[tensor] = combine_crc32(crcs[tensor], crc, size)
+    with CachedWriter(path) as writer:
         for offset, data in file.frame.around(crcs):
-            lead = offset % SECTOR
-            aligned = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
-            aligned[:] = np.frombuffer(data, np.uint8)
-            writer.write(offset, aligned.data)
+            writer.write(offset, memoryview(data))
+        for one in written:
+            _check(one, path, buffers)
         writer.sync()
 
 
-def _verify(one: _Written, path: Path, buffers: Buffers) -> None:
+def _check(one: _Written, path: Path, buffers: Buffers) -> None:
     data = buffers.get()[: one.range.size]
     with BulkReader(path) as reader:
         reader.read(one.range.offset, data.data)

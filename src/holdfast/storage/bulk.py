@@ -82,6 +82,15 @@ class BulkWriter:
         self.close()
 
 
+class CachedWriter(BulkWriter):
+    """Writes through the page cache, where what is read back soon is still there; memory of any address will do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._direct = path, None
+        with reported("open", path):
+            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+
 class BulkReader:
     """Reads byte ranges of a file, through the page cache."""
 
