@@ -118,11 +118,13 @@ class _Job:
         self.memory: list[float] = []
 
     def prepare(self) -> None:
-        _clear(self._folder)
         command = [sys.executable, "-c", _CHILD, str(self._folder / "source"), str(self._folder / "out"), "3"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._process.stdout is not None:
             self._process.stdout.readline()
+        _clear(
+            self._folder
+        )  # last, as for cp: memory that lies free for seconds goes back to the virtual machine's host
 
     def run(self) -> None:
         if self._process is not None:
