@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.cli.main import app
 from holdfast.conversion.convert import convert
 from holdfast.errors import InvalidArgumentError, TagExistsError
 from tests.nxd_files import contents, load, name
@@ -132,3 +134,20 @@ def single_checkpoint(folder: Path) -> Path:
     if not (folder / "one").exists():
         holdfast.save_checkpoint(folder / "one", "s", model=Llama())
     return folder / "one"
+
+
+def test_the_command(trained: Path, tmp_path: Path) -> None:
+    def run(*args: str) -> Any:
+        return CliRunner().invoke(app, ["convert", *args])
+
+    there = run(str(trained), str(tmp_path / "native"), "--to", "native", "--layout", LAYOUT)
+    assert there.exit_code == 0, there.output
+    sizes = ["--tp-size", "2", "--pp-size", "2", "--dp-size", "3", "--master-weights"]
+    back = run(str(tmp_path / "native"), str(tmp_path / "nxd"), "--to", "nxd", "--layout", LAYOUT, *sizes)
+    assert back.exit_code == 0, back.output
+    assert len(list((tmp_path / "nxd" / "optim").glob("*.pt.tensors"))) == 12
+    wrong = run(str(trained), str(tmp_path / "hf"), "--to", "hf")
+    assert wrong.exit_code == 2
+    assert "name a layout" in " ".join(wrong.stderr.split())
+    low = run(str(trained), str(tmp_path / "hf"), "--to", "hf", "--layout", LAYOUT, "--key", "weights=model")
+    assert low.exit_code == 0, low.output

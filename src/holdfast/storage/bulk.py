@@ -20,8 +20,8 @@ from holdfast.storage.local import reported
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
 SECTOR = 4096
 
-#: Bytes that go into the page cache at once. More of them are kept in larger pages, of which a virtual machine whose host
-#: takes free memory back has none at hand: that was four times slower (measured).
+#: Bytes that go into the page cache at once. More are kept in larger pages, of which a virtual machine whose host takes
+#: free memory back has none at hand: that was four times slower (measured).
 _CACHED = 128 * 2**10
 
 _DIRECT = getattr(os, "O_DIRECT", 0)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from holdfast.cli.main import Commands
-from holdfast.cli.nxd import convert_zero_checkpoints
-
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
-app.command()(convert_zero_checkpoints)
+from holdfast.cli.main import app
 
 if __name__ == "__main__":
-    app()
+    app(["nxd-convert-zero-checkpoints", *sys.argv[1:]], prog_name="holdfast")
