@@ -3,8 +3,8 @@
 Further ones are beside their subjects. The converter (``test_nxd_zero.py``): master weights destroyed, in place, no
 look at whether files belong together, stale files, context-parallel ranks that overwrote each other. The formats
 (``test_nxd_reader.py``): no info, references in lists never restored, its own converter's output, the newest by a
-file's time, incomplete checkpoints loaded by name. The calls (``test_nxd_calls.py``): buffers and frozen parameters lost,
-other numbers of data-parallel ranks, plain optimizers.
+file's time, incomplete checkpoints loaded by name. The calls (``test_nxd_calls.py``): buffers and frozen parameters
+lost, other numbers of data-parallel ranks, plain optimizers.
 """
 
 import os
