@@ -16,7 +16,7 @@ from torch.nn import functional
 from tests.nxd_files import name, rows, save
 
 #: Keys and values are of one head, which both tensor-parallel ranks have.
-LAYOUT = "llama:kv_size_multiplier=2"
+LAYOUT = "llama:kv_size_multiplier=2,kv_heads=1"
 TP, PP, DP, STEPS = 2, 2, 2, 3
 CONFIG = {
     "vocab_size": 32,

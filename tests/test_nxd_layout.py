@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.conversion.convert import convert
 from holdfast.errors import DamagedError, InvalidArgumentError
-from tests.nxd_files import name, save
+from tests.nxd_files import load, name, save
 
 
 def local(whole: torch.Tensor, dim: int, stride: int, tp: int, rank: int) -> torch.Tensor:
@@ -152,3 +153,65 @@ def test_nothing_is_guessed(tmp_path: Path) -> None:
             read(folder, layout)
     with pytest.raises(InvalidArgumentError, match=r"2 tensor-parallel ranks.*layout"):
         holdfast.open(folder)
+
+
+def back(folder: Path, layout: Any, tp: int, scratch: Path) -> list[dict[str, torch.Tensor]]:
+    """What the ranks of NxD get of the whole tensors that are in a folder of theirs."""
+    layout = layout if isinstance(layout, str) else json.dumps(layout)
+    convert(folder, scratch / "native", to="native", layout=layout)
+    convert(scratch / "native", scratch / "nxd", to="nxd", layout=layout, tp_size=tp)
+    return [load(scratch / "nxd" / "model" / name(tp=rank)) for rank in range(tp)]
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
+def test_the_way_back_of_any_dimension_and_stride(
+    tmp_path_factory: pytest.TempPathFactory, tp: int, stride: int, size: int, dim: int
+) -> None:
+    folder = tmp_path_factory.mktemp("tp")
+    shape = [2, 3, 4]
+    shape[dim] = tp * stride * size
+    whole = torch.randn(shape)
+    ranks = [{"w": local(whole, dim, stride, tp, rank), "n": torch.ones(3)} for rank in range(tp)]
+    layout = {"rules": [{"match": "w", "dim": dim, "stride": stride}, {"match": "n"}]}
+    found = back(write(folder / "a", ranks), layout, tp, folder)
+    for one, rank in zip(found, ranks, strict=True):
+        assert all(torch.equal(one[key], rank[key]) for key in ("w", "n"))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "copies"), [(8, 2, 2), (12, 2, 3), (4, 1, 4), (8, 4, 1)])
+def test_the_way_back_of_attention(tmp_path: Path, heads: int, kv_heads: int, copies: int) -> None:
+    tp, size, hidden = kv_heads * copies, 2, 5
+    q, k = torch.randn(heads * size, hidden), torch.randn(kv_heads * size, hidden)
+    ranks = [
+        {
+            "x.qkv_proj.weight_q": order_of_queries(q, heads, kv_heads, copies).chunk(tp)[rank],
+            "x.qkv_proj.weight_k": k.repeat(copies, 1).chunk(tp)[rank],
+        }
+        for rank in range(tp)
+    ]
+    layout = f"llama:kv_size_multiplier={copies},kv_heads={kv_heads}"
+    found = back(write(tmp_path / "a", ranks), layout, tp, tmp_path)
+    for one, rank in zip(found, ranks, strict=True):
+        assert all(torch.equal(one[key], rank[key]) for key in rank)
+
+
+def test_the_way_back_of_experts(tmp_path: Path) -> None:
+    at = "m.layers.0.mlp.expert_mlps.mlp_op"
+    gate_up, down = torch.randn(11, 3, 8), torch.randn(11, 4, 3)
+    ranks = [
+        {f"{at}.gate_up_proj.weight": local(gate_up, 2, 2, 2, rank), f"{at}.down_proj.weight": down.chunk(2, 1)[rank]}
+        for rank in range(2)
+    ]
+    found = back(write(tmp_path / "a", ranks), "mixtral", 2, tmp_path)
+    for one, rank in zip(found, ranks, strict=True):
+        assert all(torch.equal(one[key], rank[key]) for key in rank)
+
+
+def test_repeated_keys_over_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    """NxD's own converter would take heads in a wrong order."""
+    folder = write(tmp_path, [{"x.qkv_proj.weight_q": torch.randn(4, 2)} for _ in range(4)])
+    with pytest.raises(InvalidArgumentError, match=r"2 copies of 4 heads .* and there are 4"):
+        read(folder, "llama:kv_size_multiplier=2,kv_heads=4")
+    with pytest.raises(InvalidArgumentError, match="kv_heads=8"):
+        read(folder, "llama:kv_size_multiplier=2")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.conversion.choice import Choice, Rename
-from holdfast.conversion.nxd import NxdOptions
+from holdfast.conversion.nxd_options import NxdOptions
 from holdfast.conversion.nxd_work import NXD, NxdConversion
 from holdfast.conversion.work import Conversion, Wish
 from holdfast.engine.ranks import Ranks
@@ -65,7 +65,7 @@ def convert(
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
         format_options: of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
-            ``master_weights``: see :class:`holdfast.conversion.nxd.NxdOptions`.
+            ``master_weights``: see :class:`holdfast.conversion.nxd_options.NxdOptions`.
 
     Returns:
         The path of what was written.

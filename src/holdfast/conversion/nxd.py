@@ -7,68 +7,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.conversion import planned
 from holdfast.conversion.names_hash import names_hash
+from holdfast.conversion.nxd_options import NxdOptions
+from holdfast.conversion.nxd_values import decoded, scheduler
 from holdfast.conversion.target import Material
 from holdfast.engine.checks import Checks
-from holdfast.engine.local import LocalPart, Nowhere
-from holdfast.engine.opened import Opened
+from holdfast.engine.local import Nowhere
 from holdfast.engine.read import read_pieces
 from holdfast.engine.transfer import Piece
 from holdfast.engine.woven import Source
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.nxd import rules, zero
+from holdfast.formats.nxd import zero
 from holdfast.formats.nxd.division import Divided, divided, local, stored
 from holdfast.formats.nxd.evidence import digest
-from holdfast.formats.nxd.layout import Rule, Spec, number
+from holdfast.formats.nxd.layout import number
 from holdfast.formats.nxd.names import MODEL, OPTIM, Rank
 from holdfast.formats.nxd.reader import COPIES, LAYOUT, NxdReader
 from holdfast.formats.nxd.writing import PlannedFile, rank_files
-from holdfast.layout import values
 from holdfast.layout.names import split_state_key
-from holdfast.state.arrays import ArraysIn
-from holdfast.state.capture import STATE
 from holdfast.storage import local as storage
 from holdfast.storage.folders import check_space
-
-_PLAIN = Spec((Rule("*"),))
-
-
-@dataclass(frozen=True)
-class NxdOptions:
-    """What NxD's ranks are to be. With ``dp_size`` the optimizer is a ZeRO-1 one of so many data-parallel ranks.
-
-    ``layout`` as for reading; ``xser``: a file for each tensor; ``master_weights``: the model's tensors are in the
-    ZeRO-1 state, too, in 32 bits.
-    """
-
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int | None = None
-    xser: bool = True
-    master_weights: bool = False
-    layout: str | None = None
-
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be."""
-        if min(self.tp_size, self.pp_size, self.dp_size or 1) < 1:
-            raise InvalidArgumentError("tp_size, pp_size and dp_size are numbers of ranks, at least 1")
-        if self.master_weights and self.dp_size is None:
-            raise InvalidArgumentError("master_weights are part of a ZeRO-1 state: say dp_size, too")
-        if (self.tp_size > 1 or self.pp_size > 1) and self.layout is None:
-            raise InvalidArgumentError(
-                f"how {self.tp_size} tensor-parallel ranks and {self.pp_size} stages divide a model, a layout says: "
-                f"{', '.join(rules.BUILT_IN)}, or a spec file"
-            )
-
-    @property
-    def spec(self) -> Spec:
-        """The layout."""
-        return _PLAIN if self.layout is None else rules.named(self.layout)
 
 
 @dataclass
@@ -80,7 +42,7 @@ class NxdWriter:
     _locals: dict[tuple[int, str, str], Stored] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._spec, self._values = self.options.spec, _decoded(self.material)
+        self._spec, self._values = self.options.spec, decoded(self.material)
         if self.material.chosen.groups() and MODEL not in self.material.chosen.groups():
             raise InvalidArgumentError("a checkpoint of NxD has one model, and there is none; name it by keys")
         groups = self._values.get("optimizer", {}).get("groups", [])
@@ -108,7 +70,7 @@ class NxdWriter:
         planned.write(folder, files)
         for slot, name in (("scheduler", "scheduler.pt"), ("user_content", "user_content.pt")):
             if slot in self._values:
-                torch.save(_scheduler(self._values[slot]) if slot == "scheduler" else self._values[slot], folder / name)
+                torch.save(scheduler(self._values[slot]) if slot == "scheduler" else self._values[slot], folder / name)
         for marker in ("checkpoint", "done"):
             storage.write_small(folder / marker, b"1")
         storage.sync_tree(folder)
@@ -237,31 +199,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Stored) and isinstance(other, Stored):
         return one.info == other.info and digest(one) == digest(other)
     return type(one) is type(other) and bool(one == other)
-
-
-def _scheduler(found: Any) -> Any:
-    """As its ``state_dict`` was."""
-    return [one["state"] for one in found] if isinstance(found, list) else found["state"]
-
-
-def _decoded(material: Material) -> dict[str, Any]:
-    """The values, with the tensors in them."""
-    infos = {name: info for (group, name), info in material.infos.items() if group == STATE}
-    arrays = ArraysIn(infos)
-    found = values.decode(dict(material.carried.shared), arrays, "the values")
-    for name, tensor in arrays.tensors.items():
-        _fill(material, name, tensor)
-    return dict(found)
-
-
-def _fill(material: Material, name: str, tensor: torch.Tensor) -> None:
-    if name in material.carried.arrays:
-        tensor.copy_(material.carried.arrays[name])
-        return
-    into = np.empty(tensor.nbytes, np.uint8)
-    extents = material.reader.extents(*material.chosen.sources[STATE, name], 0, tensor.nbytes)
-    with Opened([extent.file for extent in extents]) as opened:
-        for index, extent in enumerate(extents):
-            opened.read(index, extent.offset, into[extent.start : extent.stop].data)
-    if tensor.nbytes:
-        LocalPart(tensor).write(0, into)

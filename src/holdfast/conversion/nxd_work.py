@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.conversion.carried import carried
-from holdfast.conversion.nxd import NxdOptions, NxdWriter
+from holdfast.conversion.nxd import NxdWriter
+from holdfast.conversion.nxd_options import NxdOptions
 from holdfast.conversion.target import Material
 from holdfast.conversion.work import NXD, Wish
 from holdfast.engine.ranks import Session

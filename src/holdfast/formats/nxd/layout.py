@@ -25,7 +25,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``dim`` is what ranks divide among them; without it each has all. What a rank has is one or several pieces beside
     each other: of the parameters ``into``, else ``stride`` pieces of the parameter itself. ``shares`` are the pieces'
     relative sizes, equal where left out. ``copies`` is how often each piece is repeated over the ranks (keys and values
-    of grouped-query attention); with ``ordered_for`` the heads are in the order that goes with that number of copies.
+    of grouped-query attention); with ``ordered_for`` the heads are in the order that goes with that number of copies of
+    ``kv_heads`` heads.
     ``experts``: the first dimension counts experts, whose parameters the ranks for experts divide; names in ``into``
     with ``{}`` in them are of one expert each, and ``transposed`` ones have rows for columns.
     """
@@ -37,6 +38,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shares: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     ordered_for: tuple[int, ...] = ()
+    kv_heads: int = 0
     experts: bool = False
     transposed: bool = False
     asks: str = ""
@@ -52,6 +54,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"rule {self.match!r}: dim and stride are counts, and stride is for parameters as they are"
             )
+        if max(self.ordered_for, default=1) > 1 and self.kv_heads < 1 and not self.asks:
+            raise ValueError(f"rule {self.match!r}: ordered_for needs kv_heads, how many heads have copies")
         if any(name.count("*") != self.match.count("*") for name in self.into):
             raise ValueError(f"rule {self.match!r}: names it is made into have as many * as it has")
 
@@ -117,6 +121,7 @@ class Piece(NamedTuple):
     share: int
     copies: int
     ordered_for: int
+    kv_heads: int
 
 
 def pieces(rule: Rule, name: str) -> list[Piece]:
@@ -125,7 +130,7 @@ def pieces(rule: Rule, name: str) -> list[Piece]:
     names = [filled(pattern, found) for pattern in rule.into] or [name] * rule.stride
     ones = (1,) * len(names)
     rows = zip(names, rule.shares or ones, rule.copies or ones, rule.ordered_for or ones, strict=True)
-    return [Piece(*row) for row in rows]
+    return [Piece(*row, rule.kv_heads) for row in rows]
 
 
 def held(piece: Piece, tp: int, rank: int) -> tuple[int, int]:
@@ -133,12 +138,15 @@ def held(piece: Piece, tp: int, rank: int) -> tuple[int, int]:
 
     Raises ``InvalidArgumentError`` where it cannot be divided so.
     """
-    if tp % piece.copies or tp % piece.ordered_for:
-        copies = max(piece.copies, piece.ordered_for)
-        raise InvalidArgumentError(f"{piece.name!r}: {tp} tensor-parallel ranks cannot have {copies} copies")
+    if tp % piece.copies:
+        raise InvalidArgumentError(f"{piece.name!r}: {tp} tensor-parallel ranks cannot have {piece.copies} copies")
     if piece.ordered_for > 1:
-        alike = tp // piece.ordered_for
-        return tp, rank % alike * piece.ordered_for + rank // alike
+        if tp != piece.kv_heads * piece.ordered_for:
+            raise InvalidArgumentError(
+                f"{piece.name!r}: {piece.ordered_for} copies of {piece.kv_heads} heads are for as many tensor-parallel "
+                f"ranks, and there are {tp}: in which order NxD has the other heads then, is not known here"
+            )
+        return tp, rank % piece.kv_heads * piece.ordered_for + rank // piece.kv_heads
     return tp // piece.copies, rank % (tp // piece.copies)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import DamagedError, InvalidArgumentError
+from holdfast.errors import DamagedError, HoldfastError, InvalidArgumentError
 from holdfast.formats.arrange.contents import Contents, assembled
 from holdfast.formats.arrange.reader import TreeReader
 from holdfast.formats.arrange.stored import Stored
@@ -49,7 +49,13 @@ class NxdReader(TreeReader):
         self._saved = read_folder(path if tags.is_tag(path) else tags.newest(path))
         self._assembly = Assembly(_spec(self._saved, keys), self._saved.evidence)
         files = [one for file in self._saved.files for one in file.files] + self._saved.others
-        super().__init__(self._saved.path, "nxd", files, self._saved.fingerprint, self._arranged(keys))
+        try:
+            contents = self._arranged(keys)
+        except HoldfastError:
+            raise
+        except (AttributeError, LookupError, TypeError) as error:
+            raise DamagedError(f"{self._saved.path} has files that are not as NxD writes them: {error}") from error
+        super().__init__(self._saved.path, "nxd", files, self._saved.fingerprint, contents)
 
     def check_files(self) -> None:
         """Every rank's tensors are there, what ranks have alike is equal, and what only fills up is zero."""

@@ -14,7 +14,7 @@ from holdfast.storage.local import exists, read_small
 
 _ASK = (
     "whether keys and values are repeated cannot be told from it: say layout='{}:kv_size_multiplier=1', or what the "
-    "model's kv_size_multiplier was"
+    "model's kv_size_multiplier and number of key and value heads were: kv_size_multiplier=4,kv_heads=8"
 )
 _ASK_FUSED = (
     "how many heads are in it cannot be told from it: say layout='{}:kv_size_multiplier=1,heads=32,kv_heads=8', with "
@@ -24,12 +24,14 @@ _ASK_FUSED = (
 
 def _attention(family: str, given: Mapping[str, int]) -> tuple[Rule, ...]:
     copies = given.get("kv_size_multiplier", 1)
-    ask = "" if "kv_size_multiplier" in given else _ASK.format(family)
+    told = given.keys() >= {"kv_size_multiplier"} and (copies == 1 or "kv_heads" in given)
+    ask = "" if told else _ASK.format(family)
+    heads = given.get("kv_heads", 0)
     known = {"heads", "kv_heads", "kv_size_multiplier"} <= given.keys()
     shares = (given["heads"], given["kv_heads"] * copies, given["kv_heads"] * copies) if known else ()
     projections = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight")
     return (
-        Rule("*.qkv_proj.weight_q", 0, projections[:1], ordered_for=(copies,), asks=ask),
+        Rule("*.qkv_proj.weight_q", 0, projections[:1], ordered_for=(copies,), kv_heads=heads, asks=ask),
         *(
             Rule(f"*.qkv_proj.weight_{kind}", 0, (f"*.{kind}_proj.weight",), copies=(copies,), asks=ask)
             for kind in "kv"
@@ -42,10 +44,11 @@ def _attention(family: str, given: Mapping[str, int]) -> tuple[Rule, ...]:
             shares=shares,
             copies=(1, copies, copies),
             ordered_for=(copies, 1, 1),
+            kv_heads=heads,
             asks="" if known else _ASK_FUSED.format(family),
         ),
         Rule("*.qkv_proj.weight", 0, projections),
-        Rule("*.o_proj.weight", 1, ordered_for=(copies,)),
+        Rule("*.o_proj.weight", 1, ordered_for=(copies,), kv_heads=heads, asks=ask if copies > 1 else ""),
     )
 
 
