@@ -237,9 +237,11 @@ def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
     tensors = {f"l{stage}.weight": torch.randn(5, 2) for stage in range(3)}
     for stage, (key, one) in enumerate(tensors.items()):
         save(tmp_path / "model" / name(pp=stage), {key: one})
-        for d, tree in enumerate(zero({0: one}, {0: {"exp_avg": one + 1}}, 2)):
+        groups = [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0]}]
+        for d, tree in enumerate(zero({0: one}, {0: {"exp_avg": one + 1}}, 2, groups=groups)):
             save(tmp_path / "optim" / name(d, pp=stage), tree)
     found = holdfast.open(tmp_path)
+    found._reader.check_files()
     assert all(torch.equal(found[f"model/{key}"], one) for key, one in tensors.items())
     assert all(torch.equal(found[f"optimizer/{key}/exp_avg"], one + 1) for key, one in tensors.items())
     assert found.values["optimizer"]["groups"][0]["params"] == list(tensors)

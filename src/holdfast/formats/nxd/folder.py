@@ -86,6 +86,8 @@ def _read_values(saved: Saved, readers: Readers) -> None:
 
 def _degrees(models: Mapping[Rank, RankFile], optimizers: Mapping[Rank, RankFile]) -> Rank:
     every = [*models, *optimizers]
+    if not every:
+        raise FormatError("the ranks' files hold neither a model nor the state of an optimizer")
     return Rank(*(max(kind) + 1 for kind in zip(*every, strict=True)))
 
 

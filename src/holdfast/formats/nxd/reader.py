@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.native import is_native
 from holdfast.formats.nxd import rules, states, tags
 from holdfast.formats.nxd.assembly import Assembly
+from holdfast.formats.nxd.evidence import Evidence
 from holdfast.formats.nxd.folder import Saved, read_folder
 from holdfast.formats.nxd.layout import Rule, Spec
+from holdfast.formats.nxd.names import MODEL
 from holdfast.formats.nxd.rankfile import Shard
+from holdfast.formats.nxd.zero import equal
 from holdfast.storage import local
 
 #: The keys that a reader of this format takes, and what three of them may be.
@@ -46,21 +49,21 @@ class NxdReader(TreeReader):
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         _check_keys(keys)
         self._replicas = keys.get(COPIES, _EQUAL) == _EQUAL
-        self._saved = read_folder(path if tags.is_tag(path) else tags.newest(path))
-        self._assembly = Assembly(_spec(self._saved, keys), self._saved.evidence)
-        files = [one for file in self._saved.files for one in file.files] + self._saved.others
         try:
+            self._saved = read_folder(path if tags.is_tag(path) else tags.newest(path))
+            self._assembly = Assembly(_spec(self._saved, keys), self._saved.evidence)
             contents = self._arranged(keys)
         except HoldfastError:
             raise
         except (AttributeError, LookupError, TypeError) as error:
-            raise DamagedError(f"{self._saved.path} has files that are not as NxD writes them: {error}") from error
+            raise DamagedError(f"{path} has files that are not as NxD writes them: {error}") from error
+        files = [one for file in self._saved.files for one in file.files] + self._saved.others
         super().__init__(self._saved.path, "nxd", files, self._saved.fingerprint, contents)
 
     def check_files(self) -> None:
         """Every rank's tensors are there, what ranks have alike is equal, and what only fills up is zero."""
         for file in self._saved.files:
-            if not all(_is_left_out(shard, file.shards) for shard in file.shards):
+            if file.path.parent.name != MODEL or not _is_left_out(file.shards):
                 file.check()
         self._saved.evidence.check(replicas=self._replicas)
 
@@ -103,9 +106,9 @@ def _spec(saved: Saved, keys: Mapping[str, str]) -> Spec:
     return Spec((Rule("*"),))
 
 
-def _is_left_out(shard: Shard, every: Any) -> bool:
+def _is_left_out(shards: Sequence[Shard]) -> bool:
     """With avoid_saving_lower_precision_weights a model's file names tensors, and none of them is there."""
-    return not shard.exists and not any(other.exists for other in every)
+    return bool(shards) and not any(shard.exists for shard in shards)
 
 
 def _model(stage: states.Stage, assembly: Assembly, masters: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
@@ -113,7 +116,7 @@ def _model(stage: states.Stage, assembly: Assembly, masters: Mapping[str, Mappin
     found: dict[str, Stored] = {}
     names = stage.names if stage.models else []
     shards = [shard for name in names for row in stage.shards(name) for shard in row if isinstance(shard, Shard)]
-    left_out = bool(shards) and all(_is_left_out(shard, shards) for shard in shards[:1])
+    left_out = _is_left_out(shards)
     for name in names:
         if name in masters:
             found |= masters[name]
@@ -133,7 +136,7 @@ def _optimizer(stage: states.Stage, assembly: Assembly, into: dict[str, Any]) ->
     groups = stage.optimizers[0][0]["param_groups"]
     masters: dict[str, Mapping[str, Stored]] = {}
     for number, known in enumerate(states.numbered(stage, assembly)):
-        _add_group(into, number, states.settings(groups[number]), stage.name)
+        _add_group(into, number, states.settings(groups[number]), stage.name, assembly.evidence)
         for one in known:
             into["param_groups"][number]["params"] += one.whole
             into["state"] |= {name: own for name, own in states.states(stage, one, assembly).items() if own}
@@ -143,11 +146,13 @@ def _optimizer(stage: states.Stage, assembly: Assembly, into: dict[str, Any]) ->
     return masters
 
 
-def _add_group(into: dict[str, Any], number: int, settings: dict[str, Any], where: str) -> None:
+def _add_group(into: dict[str, Any], number: int, settings: dict[str, Any], where: str, evidence: Evidence) -> None:
     groups = into["param_groups"]
     if number == len(groups):
         groups.append({**settings, "params": []})
-    elif {key: value for key, value in groups[number].items() if key != "params"} != settings:
+        return
+    before = {key: value for key, value in groups[number].items() if key != "params"}
+    if not equal(f"group {number} of the optimizer", before, settings, evidence):
         raise DamagedError(f"{where}: group {number} of the optimizer has other settings than on the first stage")
 
 

@@ -155,7 +155,7 @@ class _Joining:
 
     def _same(self, what: str, values: list[Any]) -> Any:
         for file, value in zip(self._files, values, strict=True):
-            if not _equal(f"{what}", values[0], value, self._evidence):
+            if not equal(f"{what}", values[0], value, self._evidence):
                 raise DamagedError(
                     f"{what} in {file.path} is not what it is in {self._first.path}: they are of two different "
                     "steps, or of two runs"
@@ -171,8 +171,8 @@ class _Joining:
                 )
 
 
-def _equal(what: str, one: Any, other: Any, evidence: Evidence) -> bool:
-    """Whether values are equal; tensors in them are compared later."""
+def equal(what: str, one: Any, other: Any, evidence: Evidence) -> bool:
+    """Whether values are equal; tensors in them are evidence, to be compared later."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         if one is not other:
             evidence.copies.append((what, (one, other)))
@@ -181,10 +181,10 @@ def _equal(what: str, one: Any, other: Any, evidence: Evidence) -> bool:
         return False
     if isinstance(one, dict):
         keys = one.keys() == other.keys()
-        return keys and all(_equal(f"{what}, {key}", one[key], other[key], evidence) for key in one)
+        return keys and all(equal(f"{what}, {key}", one[key], other[key], evidence) for key in one)
     if isinstance(one, list | tuple):
         pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_equal(what, *pair, evidence) for pair in pairs)
+        return len(one) == len(other) and all(equal(what, *pair, evidence) for pair in pairs)
     return bool(one == other) or one != one  # noqa: PLR0124 - a value that is not a number
 
 
