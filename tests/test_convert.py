@@ -277,6 +277,9 @@ def test_the_commands(saved: Path, tmp_path: Path) -> None:
     done = command("holdfast.lightning.consolidate_checkpoint", saved)
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(f"{saved}.consolidated", weights_only=True)["state_dict"]
+    again = command("holdfast.lightning.consolidate_checkpoint", saved)
+    assert again.returncode == 2
+    assert "Traceback" not in again.stderr
     done = command("holdfast", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)

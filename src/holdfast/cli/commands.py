@@ -32,6 +32,12 @@ COMMANDS: Mapping[str, Command] = {
         "Make one file of a checkpoint.",
         "holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt",
     ),
+    "nxd-convert-zero-checkpoints": Command(
+        "nxd",
+        "Convert a ZeRO-1 state of NeuronX Distributed.",
+        "holdfast nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
+        "--convert_to_sharded --dp_size 4",
+    ),
     "prune": Command("prune", "Remove old checkpoints.", "holdfast prune runs/a --keep 5 --leftovers --dry-run"),
 }
 
@@ -48,7 +54,7 @@ class Lazily(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         command = COMMANDS[name]
-        function = getattr(import_module(f"holdfast.cli.{command.module}"), name)
+        function = getattr(import_module(f"holdfast.cli.{command.module}"), name.replace("-", "_"))
         alone = typer.Typer(add_completion=False, **SETTINGS)
         alone.command(name, epilog=f"Example: {command.example}")(function)
         return typer.main.get_command(alone)

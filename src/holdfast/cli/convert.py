@@ -24,7 +24,7 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model
 def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
-    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning or lightning-folder.")],
+    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning, lightning-folder or nxd.")],
     include: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to take. May be repeated.")
     ] = None,
@@ -41,6 +41,14 @@ def convert(  # noqa: PLR0917 - the options of a command
     key: Annotated[
         list[str] | None, typer.Option(metavar="PART=PATH", help="Where a part is: model=app.net. May be repeated.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="How NxD's ranks divide parameters: llama, mixtral, gpt-neox, or a spec file.")
+    ] = None,
+    tp_size: Annotated[int, typer.Option(help="Of nxd: tensor-parallel ranks.")] = 1,
+    pp_size: Annotated[int, typer.Option(help="Of nxd: stages of the pipeline.")] = 1,
+    dp_size: Annotated[int | None, typer.Option(help="Of nxd: data-parallel ranks of a ZeRO-1 optimizer.")] = None,
+    xser: Annotated[bool, typer.Option(help="Of nxd: a file for each tensor.")] = True,
+    master_weights: Annotated[bool, typer.Option(help="Of nxd: in the ZeRO-1 state, too.")] = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of tensors in one file.")] = "5GB",
     verify: Annotated[bool, typer.Option(help="Read back what was written.")] = True,
     as_json: _Json = False,
@@ -48,6 +56,10 @@ def convert(  # noqa: PLR0917 - the options of a command
     """Write a checkpoint of any format as one of another, a buffer at a time. SRC is only read."""
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
     options |= {"rename": _pairs(rename, "--rename"), "keys": _pairs(key, "--key"), "verify": verify}
+    if to == "nxd":
+        options |= {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+        options |= {"xser": xser, "master_weights": master_weights}
+    options["layout"] = layout
     _convert(local_path(src), local_path(dst), {"to": to, "max_shard_size": max_shard_size, **options}, as_json=as_json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.conversion.choice import Choice, Rename
+from holdfast.conversion.nxd_options import NxdOptions
+from holdfast.conversion.nxd_work import NXD, NxdConversion
 from holdfast.conversion.work import Conversion, Wish
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError
 from holdfast.events import OnEvent, unheard
+from holdfast.formats.nxd.reader import LAYOUT
 from holdfast.layout.files import parse_size
 from holdfast.state.tensors import NAMES
 from holdfast.storage.local import local_path
@@ -31,11 +35,13 @@ def convert(
     dtype: torch.dtype | str | None = None,
     model_only: bool = False,
     keys: Mapping[str, str] | None = None,
+    layout: str | PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     verify: bool = True,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
+    **format_options: Any,
 ) -> Path:
     """Write a checkpoint of any format as one of another. A few buffers of memory do, whatever its size.
 
@@ -48,18 +54,23 @@ def convert(
         to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"safetensors"`` (one such file),
             ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
-            and model-parallel strategies have it).
+            and model-parallel strategies have it), ``"nxd"`` (a tag's folder as NeuronX Distributed has it; written by
+            the first rank).
         include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
         exclude: patterns of those that are not.
         rename: a function from names to names, or regular expressions with what takes their place.
         dtype: of the model's floating-point tensors; those of optimizers stay as they are.
         model_only: nothing but the model.
         keys: where another system's checkpoint has what is not found by its name: ``{"model": "app.net"}``.
+        layout: how tensor-parallel ranks of NxD divide parameters, where it is read or written: ``"llama"``,
+            ``"mixtral"``, ``"gpt-neox"``, or the path of a spec file.
         max_shard_size: the most bytes of tensors in one file, where the format has several.
         verify: read back what was written. What is read is always verified where its format has checksums.
         on_event: is told how far it is: see :class:`holdfast.Progress`.
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
+        format_options: of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
+            ``master_weights``: see :class:`holdfast.conversion.nxd_options.NxdOptions`.
 
     Returns:
         The path of what was written.
@@ -71,9 +82,21 @@ def convert(
     """
     model_only = model_only or to in {"hf", "safetensors"}
     choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
-    wish = Wish(local_path(src), local_path(dst), to, choice, keys or {}, parse_size(max_shard_size))
-    session = Ranks(process_group).session(timeout)
-    return Conversion(wish, session, on_event or unheard).run(verify=verify)
+    known = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
+    wish = Wish(local_path(src), local_path(dst), to, choice, known, parse_size(max_shard_size))
+    if to == NXD:
+        return NxdConversion(wish, Ranks(process_group).session(timeout), _nxd_options(layout, format_options)).run()
+    if format_options:
+        raise InvalidArgumentError(f"there are no options {', '.join(format_options)} for {to!r}")
+    return Conversion(wish, Ranks(process_group).session(timeout), on_event or unheard).run(verify=verify)
+
+
+def _nxd_options(layout: str | PathLike[str] | None, given: Mapping[str, Any]) -> NxdOptions:
+    names = {field.name for field in fields(NxdOptions)} - {LAYOUT}
+    unknown = given.keys() - names
+    if unknown:
+        raise InvalidArgumentError(f"for {NXD!r} there are {', '.join(sorted(names))}, and no {', '.join(unknown)}")
+    return NxdOptions(**given, layout=None if layout is None else str(layout))
 
 
 def _listed(patterns: str | Sequence[str] | None) -> tuple[str, ...]:

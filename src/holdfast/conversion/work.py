@@ -31,6 +31,7 @@ from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.events import Meter, OnEvent, Progress
 from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.nxd.reader import LAYOUT, is_nxd
 from holdfast.formats.reader import Reader, as_opened
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders
@@ -47,6 +48,9 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "dcp": lambda material, draft, _: DcpTarget(material, draft, distributed),
 }
 
+#: What is written by planning each rank's files instead.
+NXD = "nxd"
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -61,8 +65,8 @@ class Wish:
 
     def check(self) -> None:
         """Raise for what cannot be done."""
-        if self.to not in TARGETS:
-            raise InvalidArgumentError(f"to is one of {', '.join(TARGETS)}, not {self.to!r}")
+        if self.to not in {*TARGETS, NXD}:
+            raise InvalidArgumentError(f"to is one of {', '.join((*TARGETS, NXD))}, not {self.to!r}")
         source, final = self.source.resolve(), self.final.resolve()
         if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
             raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
@@ -71,7 +75,10 @@ class Wish:
 
     def open(self) -> Reader:
         """The checkpoint."""
-        reader = open_latest(self.source, self.keys)
+        known = self.keys
+        if self.to == NXD and not is_nxd(self.source):
+            known = {key: value for key, value in known.items() if key != LAYOUT}
+        reader = open_latest(self.source, known)
         reader.check_files()
         return reader
 

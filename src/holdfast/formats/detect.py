@@ -12,6 +12,7 @@ from holdfast.formats.dcp.shards import ShardsReader, is_sharded
 from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface
 from holdfast.formats.lightning import LightningReader, is_lightning
 from holdfast.formats.native import NativeReader, is_native
+from holdfast.formats.nxd.reader import NxdReader, is_nxd
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
 from holdfast.storage import local
@@ -22,6 +23,7 @@ _FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, st
     (is_dcp, DcpReader),
     (is_sharded, ShardsReader),
     (is_torch_file, TorchFileReader),
+    (is_nxd, NxdReader),
 )
 
 
@@ -47,5 +49,5 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is no checkpoint of a format that holdfast reads: neither its own (a folder with a manifest.json), "
         "nor weights as Hugging Face lays them out, nor a file of torch.save, nor a folder of "
-        "torch.distributed.checkpoint or Lightning"
+        "torch.distributed.checkpoint, Lightning or NxD"
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from holdfast.cli.convert import consolidate
-from holdfast.cli.main import Commands
-
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
-app.command()(consolidate)
+from holdfast.cli.main import app
 
 if __name__ == "__main__":
-    app()
+    app(["consolidate", *sys.argv[1:]], prog_name="holdfast")

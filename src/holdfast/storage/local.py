@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -213,6 +214,15 @@ def files_of(path: Path) -> list[Path]:
         return sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
 
 
+def subfolders(path: Path) -> list[Path]:
+    """The visible folders in a folder, by name; none where there is no such folder."""
+    with reported("list", path):
+        try:
+            return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
 def hidden_folders(path: Path) -> list[Path]:
     """The hidden folders in a folder; none where there is no such folder."""
     with reported("list", path):
@@ -228,3 +238,9 @@ def host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file to a name that is not there; not a sync."""
+    with reported("copy", source), source.open("rb") as read, target.open("xb") as written:
+        shutil.copyfileobj(read, written, 2**20)

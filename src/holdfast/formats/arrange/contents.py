@@ -87,6 +87,17 @@ def kept(tree: Any, nbytes: int, source: str) -> Contents:
     return contents
 
 
+def assembled(slots: Mapping[str, Any], values: Mapping[str, Any], nbytes: int, source: str) -> Contents:
+    """The same for parts whose slots are known: ``model``, ``optimizer``, ``scheduler``. ``values`` stay as such."""
+    steps = _STEPS * nbytes + _LEAST
+    budget, contents = Budget(steps), Contents(source, steps)
+    with _blaming(source):
+        _arrange(dict(slots), roles.Roles({slot: [(slot,)] for slot in slots}), contents, budget)
+        contents.tree |= values
+        rebuilt(dict(values), partial(_note, contents, budget), budget)
+        return contents
+
+
 def _arrange(tree: Any, found: roles.Roles, contents: Contents, budget: Budget) -> Contents:
     cleaners: dict[str, Callable[[str], str]] = {}
     for slot, paths in found.of("model"):

@@ -27,8 +27,8 @@ class Tree(NamedTuple):
     digest: int
 
 
-def read(window: Window) -> Tree:
-    """The tree in a zip file of ``torch.save``. No tensor is read.
+def read(window: Window, names: Mapping[str, object] = NAMES) -> Tree:
+    """The tree in a zip file of ``torch.save``. No tensor is read; ``names`` is what its pickle may name.
 
     Raises ``DamagedError``, ``UnsafePickleError``, or ``FormatError`` for what is none of its files.
     """
@@ -46,7 +46,7 @@ def read(window: Window) -> Tree:
     pickled = found[f"{root}/{_PICKLE}"]
     raw = _contents(pickled, window)
     storages = _storages(f"{root}/data", found, window)
-    return Tree(unpickle(raw, NAMES, window.label, storages), len(raw), crc64(raw))
+    return Tree(unpickle(raw, names, window.label, storages), len(raw), crc64(raw))
 
 
 def _contents(entry: Entry, window: Window) -> bytes:

@@ -1,0 +1,145 @@
+"""Whole tensors, divided among tensor-parallel ranks as a layout says: the way back of :mod:`.assembly`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from holdfast.engine.runs import boxes
+from holdfast.engine.woven import Part, Place, Woven, row_major
+from holdfast.errors import FormatError, InvalidArgumentError
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.dcp.chunked import Chunked
+from holdfast.formats.nxd.assembly import parts_of
+from holdfast.formats.nxd.layout import EXPERT, Piece, Rule, Spec, held, number, pieces
+from holdfast.formats.nxd.parts import Parts, along, at, cut, moved, raised, turned
+from holdfast.formats.reader import Extent, Reader
+from holdfast.layout.dtypes import width
+from holdfast.layout.files import TensorInfo
+
+
+def stored(reader: Reader, group: str, name: str) -> Chunked:
+    """A tensor of a checkpoint of any format, as the boxes that it lies in."""
+    info = reader.groups[group][name]
+    parts = tuple(part for extent in reader.extents(group, name, 0, info.nbytes) for part in _boxes(extent, info))
+    return Chunked(info, parts)
+
+
+def _boxes(extent: Extent, info: TensorInfo) -> Parts:
+    size = width(info.dtype)
+    rows = list(boxes(info.shape, extent.start // size, extent.stop // size))
+    if isinstance(extent.file, Woven) and extent.file.shape == info.shape:
+        return extent.file.parts
+    if isinstance(extent.file, Woven) and len(rows) == 1 and rows[0].shape == extent.file.shape:
+        return moved(extent.file.parts, rows[0].offset)
+    if not isinstance(extent.file, Path):
+        raise FormatError("a tensor lies neither in ranges nor in boxes of files: convert to native first")
+    found: list[Part] = []
+    offset = extent.offset
+    for box in rows:
+        place = Place(extent.file, offset, row_major(box.shape, size))
+        found.append(Part(box, partial(Place._make, place), (extent.file, offset)))
+        offset += math.prod(box.shape) * size
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A parameter of NxD: its rule, and the names of what it is made of, in the order of its pieces."""
+
+    name: str
+    rule: Rule
+    names: Sequence[str]
+
+
+def divided(spec: Spec, whole: Sequence[str]) -> list[Divided]:
+    """The parameters of NxD that some whole ones make up, in their order.
+
+    Raises ``InvalidArgumentError`` where the layout does not say it, or where one is missing that it needs.
+    """
+    names = dict.fromkeys(spec.stored(name) for name in whole)
+    found = []
+    for name in names:
+        rule = spec.rule(name)
+        parts = list(dict.fromkeys(one for piece in pieces(rule, name) for one in _each(piece.name, whole)))
+        missing = next((one for one in parts if one not in set(whole)), None)
+        if missing is not None or not parts:
+            raise InvalidArgumentError(
+                f"{name!r} of NxD is made of {missing or name!r} among others, which is not there"
+            )
+        found.append(Divided(name, rule, parts))
+    return found
+
+
+def _each(pattern: str, whole: Sequence[str]) -> list[str]:
+    """The names of all experts."""
+    if EXPERT not in pattern:
+        return [pattern]
+    numbers = sorted({found for name in whole if (found := number(pattern, name)) is not None})
+    return [pattern.replace(EXPERT, str(one)) for one in range(len(numbers))]
+
+
+def local(parameter: Divided, whole: Mapping[str, Stored], tp: int, rank: int) -> Stored:
+    """What one of some tensor-parallel ranks has of it."""
+    rule = parameter.rule
+    every = pieces(rule, parameter.name)
+    joined = {piece.name: _joined(rule, piece.name, parameter.names, whole) for piece in every}
+    if rule.dim is None:
+        return joined[every[0].name]
+    shape, parts = _Row(rule.dim, tp, rank, parameter.name).of(every, joined)
+    return Chunked(TensorInfo(joined[every[0].name].info.dtype, shape), parts)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The pieces of one rank beside each other in a dimension."""
+
+    dim: int
+    tp: int
+    rank: int
+    name: str
+
+    def of(self, every: Sequence[Piece], joined: Mapping[str, Stored]) -> tuple[tuple[int, ...], Parts]:
+        done: dict[str, int] = {}
+        parts: Parts = ()
+        size, shape = 0, joined[every[0].name].info.shape
+        repeats = {piece.name: sum(other.name == piece.name for other in every) for piece in every}
+        for piece in every:
+            whole = joined[piece.name]
+            count, block = held(piece, self.tp, self.rank)
+            each = self._each(whole.info.shape, count * repeats[piece.name])
+            start = (done.setdefault(piece.name, 0) + block) * each
+            done[piece.name] += count
+            own = cut(parts_of(whole), along(whole.info.shape, self.dim, start, start + each))
+            parts += moved(own, at(whole.info.shape, self.dim, size))
+            size += each
+        return along(shape, self.dim, 0, size).shape, parts
+
+    def _each(self, shape: tuple[int, ...], blocks: int) -> int:
+        if self.dim >= len(shape) or shape[self.dim] % blocks:
+            raise InvalidArgumentError(
+                f"{self.name!r} is made of what has shape {list(shape)}, whose dimension {self.dim} is no multiple "
+                f"of {blocks}, as {self.tp} tensor-parallel ranks need"
+            )
+        return shape[self.dim] // blocks
+
+
+def _joined(rule: Rule, pattern: str, names: Sequence[str], whole: Mapping[str, Stored]) -> Stored:
+    """A piece as NxD has it: experts together, and columns for rows."""
+    if EXPERT not in pattern:
+        return _turned(rule, whole[pattern])
+    rows = [_turned(rule, whole[name]) for name in names if number(pattern, name) is not None]
+    parts = tuple(part for index, row in enumerate(rows) for part in raised(parts_of(row), index))
+    return Chunked(TensorInfo(rows[0].info.dtype, (len(rows), *rows[0].info.shape)), parts)
+
+
+def _turned(rule: Rule, stored: Stored) -> Stored:
+    if not rule.transposed or len(stored.info.shape) < 2:  # noqa: PLR2004 - rows and columns
+        return stored
+    order = list(range(len(stored.info.shape)))
+    order[-2:] = order[:-3:-1]
+    shape = tuple(stored.info.shape[index] for index in order)
+    return Chunked(TensorInfo(stored.info.dtype, shape), turned(parts_of(stored), order))

@@ -1,0 +1,77 @@
+"""What must be so where ranks' files belong together: copies are equal, and what fills up the last rows is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.dcp.chunked import Chunked
+from holdfast.formats.nxd.rankfile import Shard
+from holdfast.layout.blocks import crc64
+
+#: Bytes that are read at a time.
+_CHUNK = 4 * 2**20
+
+
+@dataclass
+class Evidence:
+    """Noted while files are put together, looked at when somebody wants to be sure: it means reading.
+
+    ``replicas`` are copies that tensor-parallel ranks have calculated each for itself; nothing keeps them equal.
+    """
+
+    copies: list[tuple[str, Sequence[Stored]]] = field(default_factory=list)
+    replicas: list[tuple[str, Sequence[Stored]]] = field(default_factory=list)
+    padding: list[tuple[str, Shard, int]] = field(default_factory=list)
+
+    def check(self, *, replicas: bool = True) -> None:
+        """Raise ``DamagedError`` naming the first tensor, and its file, that is not as it should be."""
+        for what, shards in self.copies:
+            _check_equal(what, shards, "")
+        for what, shards in self.replicas if replicas else ():
+            _check_equal(what, shards, ". If its ranks have drifted apart, take the first one's: --key copies=first")
+        for what, shard, start in self.padding:
+            if any(read(shard, start, shard.info.nbytes)):
+                raise DamagedError(
+                    f"{what}: what {shard.file} has from byte {start} of its tensor on only fills it up, and is not "
+                    "zero: it is of a save by another number of ranks, or damaged"
+                )
+
+
+def _check_equal(what: str, shards: Sequence[Stored], advice: str) -> None:
+    first = digest(shards[0])
+    for other in shards[1:]:
+        if digest(other) != first:
+            raise DamagedError(
+                f"{what} differs between {_file(shards[0])} and {_file(other)}, and ranks have the same of it: they "
+                f"are of two different steps, or one is damaged{advice}"
+            )
+
+
+def _file(stored: Stored) -> str:
+    if isinstance(stored, Chunked) and stored.parts:
+        return str(stored.parts[0].near[0])
+    return str(stored.file) if isinstance(stored, Shard) else "another file"
+
+
+def read(stored: Stored, start: int, stop: int) -> bytes:
+    """Bytes of a tensor."""
+    from holdfast.engine.opened import Opened  # noqa: PLC0415 - NumPy takes its time, and to show a file needs none
+
+    into = bytearray(stop - start)
+    extents = stored.extents(start, stop)
+    with Opened([extent.file for extent in extents]) as opened:
+        for number, (_, offset, low, high) in enumerate(extents):
+            opened.read(number, offset, memoryview(into)[low - start : high - start])
+    return bytes(into)
+
+
+def digest(stored: Stored) -> int:
+    """The CRC of a tensor's bytes."""
+    width = max(1, _CHUNK // 16 * 16)
+    crc = 0
+    for start in range(0, stored.info.nbytes, width):
+        crc = crc64(read(stored, start, min(start + width, stored.info.nbytes)), crc)
+    return crc

@@ -1,0 +1,128 @@
+"""The names of NxD's files, and which ranks they tell of.
+
+Source: ``_get_path`` in ``trainer/checkpoint.py`` of NxD 0.18, and ``parallel_layers/checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import DamagedError
+from holdfast.storage import local
+
+MODEL, OPTIM = "model", "optim"
+
+#: What is beside a rank's file where its tensors have files of their own.
+TENSORS, INFO = ".tensors", ".info.pt"
+
+_NAME = re.compile(
+    r"(?:dp_rank_(?P<dp>\d{2,6})_)?(?:ep_rank_(?P<ep>\d{2,6})_)?tp_rank_(?P<tp>\d{2,6})_pp_rank_(?P<pp>\d{2,6})\.pt"
+)
+_FULL = re.compile(r"full_tp_rank_(?P<tp>\d{2,6})_pp_rank_(?P<pp>\d{2,6})\.pt")
+_LEGACY = re.compile(r"tp_rank_(?P<tp>\d{2,6})(?:_pp_rank_(?P<pp>\d{2,6}))?(?:_dp_rank_(?P<dp>\d{2,6}))?")
+_LEGACY_ZERO = re.compile(r"optim\.dp_rank_(?P<dp>\d{2,6})\.tp_rank_(?P<tp>\d{2,6})")
+
+
+class Rank(NamedTuple):
+    """Ranks in the data-parallel, expert-parallel, tensor-parallel and pipeline-parallel groups."""
+
+    dp: int
+    ep: int
+    tp: int
+    pp: int
+
+    def name(self, *, experts: bool) -> str:
+        """The name of its file."""
+        ep = f"_ep_rank_{self.ep:02}" if experts else ""
+        return f"dp_rank_{self.dp:02}{ep}_tp_rank_{self.tp:02}_pp_rank_{self.pp:02}.pt"
+
+
+def full_name(tp: int, pp: int) -> str:
+    """The name of the file of all data-parallel ranks, as the converter calls it."""
+    return f"full_tp_rank_{tp:02}_pp_rank_{pp:02}.pt"
+
+
+class Found(NamedTuple):
+    """The files of some ranks; ``degrees`` are how many of each kind there are."""
+
+    files: Mapping[Rank, Path]
+    degrees: Rank
+    experts: bool = False
+    full: bool = False
+
+
+def find(folder: Path) -> Found | None:
+    """The ranks' files in ``model/`` or ``optim/``; ``None`` where there is none of them.
+
+    Raises ``DamagedError`` naming the first that is missing.
+    """
+    files = local.files(folder)
+    ranks = {_rank(match): file for file in files if (match := _NAME.fullmatch(file.name))}
+    full = {_rank(match): file for file in files if (match := _FULL.fullmatch(file.name))}
+    if ranks and full:
+        raise DamagedError(f"{folder} has both whole states, such as {next(iter(full.values())).name}, and shards")
+    if not ranks and not full:
+        return None
+    experts = any("ep_rank" in file.name for file in ranks.values())
+    if experts and not all("ep_rank" in file.name for file in ranks.values()):
+        raise DamagedError(f"{folder} has files of expert-parallel ranks and others: they are of two checkpoints")
+    return Found(*_complete(ranks or full, folder, experts=experts), experts, bool(full))
+
+
+def _complete(files: Mapping[Rank, Path], folder: Path, *, experts: bool) -> tuple[Mapping[Rank, Path], Rank]:
+    degrees = Rank(*(max(kind) + 1 for kind in zip(*files, strict=True)))
+    for rank in every(degrees):
+        if rank not in files:
+            raise DamagedError(
+                f"{folder / rank.name(experts=experts)} is missing, or other files are of another checkpoint: they are "
+                f"those of {degrees.dp} data-parallel, {degrees.ep} expert-parallel, {degrees.tp} tensor-parallel and "
+                f"{degrees.pp} pipeline-parallel ranks"
+            )
+    return {rank: files[rank] for rank in every(degrees)}, degrees
+
+
+def every(degrees: Rank) -> Iterable[Rank]:
+    """All ranks, with the pipeline's stages outermost and data-parallel ranks innermost."""
+    places = product(range(degrees.pp), range(degrees.ep), range(degrees.tp), range(degrees.dp))
+    return (Rank(dp, ep, tp, pp) for pp, ep, tp, dp in places)
+
+
+def find_legacy(folder: Path) -> Found | None:
+    """What ``parallel_layers.save`` and Lightning's ``NeuronCheckpointIO`` wrote, right in a folder."""
+    files = {_rank(match): file for file in local.files(folder) if (match := _LEGACY.fullmatch(file.name))}
+    inside = {
+        _rank(match): below / "checkpoint.pt"
+        for below in local.subfolders(folder)
+        if (match := _LEGACY.fullmatch(below.name)) and local.is_file(below / "checkpoint.pt")
+    }
+    files |= inside
+    return Found(*_complete(files, folder, experts=False)) if files else None
+
+
+def find_legacy_zero(folder: Path) -> Found | None:
+    """What ``NeuronZero1Optimizer.save_sharded_state_dict`` wrote, right in a folder."""
+    files = {_rank(match): file for file in local.files(folder) if (match := _LEGACY_ZERO.fullmatch(file.name))}
+    return Found(*_complete(files, folder, experts=False)) if files else None
+
+
+def _rank(match: re.Match[str]) -> Rank:
+    found = match.groupdict()
+    return Rank(*(int(found.get(kind) or 0) for kind in Rank._fields))
+
+
+def has_ranks(folder: Path) -> bool:
+    """Whether a folder has such files; for telling formats apart."""
+    return any(_NAME.fullmatch(file.name) or _FULL.fullmatch(file.name) for file in local.files(folder))
+
+
+def has_legacy(folder: Path) -> bool:
+    """Whether a folder has files as those before did."""
+    return any(
+        _LEGACY.fullmatch(file.name) or _LEGACY_ZERO.fullmatch(file.name) for file in local.files(folder)
+    ) or any(
+        _LEGACY.fullmatch(below.name) and local.is_file(below / "checkpoint.pt") for below in local.subfolders(folder)
+    )

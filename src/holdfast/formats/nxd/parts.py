@@ -1,0 +1,86 @@
+"""Tensors as boxes that lie somewhere in files: cut, moved and turned without reading any of them. Pure functions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from holdfast.engine.runs import Box
+from holdfast.engine.woven import Part, Place
+
+#: The boxes of one tensor.
+Parts = tuple[Part, ...]
+
+
+def cut(parts: Iterable[Part], box: Box) -> Parts:
+    """What lies in a box, as a tensor of its own."""
+    return tuple(piece for part in parts for piece in _common(part, box))
+
+
+def _common(part: Part, box: Box) -> Parts:
+    starts = tuple(map(max, part.box.offset, box.offset))
+    stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*part.box, *box, strict=True))
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return ()
+    skipped = tuple(map(operator.sub, starts, part.box.offset))
+    inside = Box(tuple(map(operator.sub, starts, box.offset)), tuple(map(operator.sub, stops, starts)))
+    return (Part(inside, partial(_further, part, skipped), part.near),)
+
+
+def _further(part: Part, skipped: Sequence[int]) -> Place:
+    place = part.place
+    return place._replace(offset=place.offset + sum(map(operator.mul, skipped, place.strides)))
+
+
+def moved(parts: Iterable[Part], by: Sequence[int]) -> Parts:
+    """The same further on in another tensor."""
+    return tuple(
+        Part(Box(tuple(map(operator.add, part.box.offset, by)), part.box.shape), partial(_same, part), part.near)
+        for part in parts
+    )
+
+
+def _same(part: Part) -> Place:
+    return part.place
+
+
+def turned(parts: Iterable[Part], order: Sequence[int]) -> Parts:
+    """With dimensions in another order: the first is what was number ``order[0]``."""
+    return tuple(
+        Part(
+            Box(_picked(part.box.offset, order), _picked(part.box.shape, order)),
+            partial(_turned, part, order),
+            part.near,
+        )
+        for part in parts
+    )
+
+
+def _turned(part: Part, order: Sequence[int]) -> Place:
+    return part.place._replace(strides=_picked(part.place.strides, order))
+
+
+def _picked(row: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(row[index] for index in order)
+
+
+def along(shape: Sequence[int], dim: int, start: int, stop: int) -> Box:
+    """The box of a tensor with indices from ``start`` to ``stop`` in one dimension, and all in the others."""
+    offset = tuple(start if index == dim else 0 for index in range(len(shape)))
+    return Box(offset, tuple(stop - start if index == dim else size for index, size in enumerate(shape)))
+
+
+def at(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
+    """How far to move what begins at ``start`` in one dimension."""
+    return along(shape, dim, start, start).offset
+
+
+def raised(parts: Iterable[Part], number: int) -> Parts:
+    """As the ``number``-th of what a new first dimension counts."""
+    zeros = ((Box((number, *part.box.offset), (1, *part.box.shape)), part) for part in parts)
+    return tuple(Part(box, partial(_raised, part), part.near) for box, part in zeros)
+
+
+def _raised(part: Part) -> Place:
+    return part.place._replace(strides=(0, *part.place.strides))

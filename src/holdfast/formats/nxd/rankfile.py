@@ -1,0 +1,189 @@
+"""One rank's file: a tree, with tensors in it or in files of their own beside it. No pickle is run.
+
+Source: ``trainer/checkpoint.py`` of NxD 0.5 to 0.18, ``utils/serialization.py`` of torch_xla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.engine.runs import Box
+from holdfast.engine.woven import Part, Place
+from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.arrange.trees import Budget, rebuilt, show
+from holdfast.formats.nxd.names import INFO, TENSORS
+from holdfast.formats.nxd.parts import Parts
+from holdfast.formats.pickles.machine import Maker, Record
+from holdfast.formats.pickles.plain import record
+from holdfast.formats.reader import Extent
+from holdfast.formats.torchfile import archive, legacy
+from holdfast.formats.torchfile.dtypes import DTYPES
+from holdfast.formats.torchfile.names import NAMES
+from holdfast.formats.torchfile.objects import Dtype, Tensor
+from holdfast.formats.torchfile.zips import Window, is_zip
+from holdfast.layout.files import TensorInfo
+from holdfast.storage import local
+from holdfast.storage.readers import Readers
+
+#: What stands where a tensor is in a file of its own. The second is a mistake of NxD's, which nothing there undoes.
+_REFERENCES = (
+    "torch_xla.utils.serialization.TensorReference",
+    "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
+)
+_ALLOWED: Mapping[str, object] = {**NAMES, **{name: Maker(name, record(name)) for name in _REFERENCES}}
+
+#: Steps for each byte that a tree was read from, and at least.
+_STEPS, _LEAST = 16, 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class Shard(Stored):
+    """What one rank has of a tensor. ``expert`` says whether it is an expert's, where that was written down."""
+
+    info: TensorInfo
+    file: Path
+    find: Callable[[], Tensor]
+    expert: bool | None = None
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The tensor in the file, looked for when it is first needed. Raises ``DamagedError``."""
+        found = self.find()
+        if found.info != self.info:
+            there, here = ([one.info.dtype, list(one.info.shape)] for one in (found, self))
+            raise DamagedError(
+                f"{self.file} has a tensor of {there}, and should have one of {here}: it is of another save"
+            )
+        return found
+
+    @property
+    def exists(self) -> bool:
+        """Whether its file is there."""
+        return local.is_file(self.file)
+
+    @property
+    def identity(self) -> Hashable:
+        """See :class:`holdfast.formats.arrange.stored.Stored`."""
+        return id(self)
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent]:
+        """See :class:`holdfast.formats.arrange.stored.Stored`."""
+        return self.tensor.extents(start, stop)
+
+    def _place(self) -> Place:
+        return self.tensor.place()
+
+    def parts(self) -> Parts:
+        """All of it, as a box."""
+        whole = Box((0,) * len(self.info.shape), self.info.shape)
+        return (Part(whole, self._place, (self.file, 0)),) if self.info.nbytes else ()
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What a rank saved. ``nbytes`` and ``digest`` are those of the pickle; ``files``: those that are there of it."""
+
+    path: Path
+    root: Any
+    nbytes: int
+    digest: int
+    files: Sequence[Path]
+    shards: Sequence[Shard]
+    xser: bool
+
+    def check(self) -> None:
+        """Look at every tensor's file. Raises ``DamagedError`` naming the first that is not as it should be."""
+        for shard in self.shards:
+            end = shard.tensor.storage.start + shard.tensor.storage.nbytes
+            if end > local.size_of(shard.file):
+                raise DamagedError(f"{shard.file} is cut short: its tensor ends at byte {end}")
+
+
+def read(path: Path, readers: Readers, redirect: Path | None = None) -> RankFile:
+    """Read a rank's file. Tensors that are not beside it are looked for beside ``redirect``."""
+    return _Loading(path, readers, redirect).read()
+
+
+def read_tree(path: Path, readers: Readers) -> archive.Tree:
+    """The tree in a file of ``torch.save``, with what NxD puts into it."""
+    local.check_regular(path, within=(path.parent,))
+    window = Window(path, 0, local.size_of(path), readers)
+    return archive.read(window, _ALLOWED) if is_zip(window) else legacy.read(window)
+
+
+class _Loading:
+    def __init__(self, path: Path, readers: Readers, redirect: Path | None) -> None:
+        self._path, self._readers, self._redirect = path, readers, redirect
+        self._shards: dict[Hashable, Shard] = {}
+        self._infos: Mapping[Any, Any] = {}
+
+    def read(self) -> RankFile:
+        tree = read_tree(self._path, self._readers)
+        info = self._beside(INFO)
+        extra = [info] if local.is_file(info) else []
+        if extra:
+            found = read_tree(info, self._readers).root
+            self._infos = found if isinstance(found, dict) else {}
+        try:
+            root = rebuilt(tree.root, self._leaf, Budget(_STEPS * tree.nbytes + _LEAST))
+        except RecursionError as error:
+            raise DamagedError(f"{self._path}: its values are nested too deeply") from error
+        except DamagedError as error:
+            raise DamagedError(f"{self._path}: {error}") from error
+        shards = list(self._shards.values())
+        files = [
+            self._path,
+            *extra,
+            *dict.fromkeys(one.file for one in shards if one.file != self._path and one.exists),
+        ]
+        xser = bool(extra) or local.is_folder(self._beside(TENSORS))
+        return RankFile(self._path, root, tree.nbytes, tree.digest, files, shards, xser)
+
+    def _beside(self, ending: str) -> Path:
+        return self._path.with_name(self._path.name + ending)
+
+    def _leaf(self, path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._shards.setdefault(value.identity, Shard(value.info, self._path, lambda: value))
+        if isinstance(value, Record) and value.name in _REFERENCES:
+            tid = value.state.get("tid") if isinstance(value.state, dict) else None
+            if type(tid) is not int or tid < 0:
+                raise DamagedError(f"{show(path)} refers to no tensor")
+            if tid not in self._shards:
+                self._shards[tid] = self._referred(tid)
+            return self._shards[tid]
+        return value
+
+    def _referred(self, tid: int) -> Shard:
+        row = self._infos.get(tid)
+        row = row if isinstance(row, dict) else {}
+        expert = row.get("expert_model_parallel")
+        file = self._tensor_file(tid)
+        find = partial(_tensor, file, self._readers)
+        dtype, shape = row.get("dtype"), row.get("shape")
+        if isinstance(dtype, Dtype) and dtype.name in DTYPES and isinstance(shape, tuple):
+            return Shard(TensorInfo(DTYPES[dtype.name], tuple(shape)), file, find, expert)
+        found = find()
+        return Shard(found.info, file, lambda: found, expert)
+
+    def _tensor_file(self, tid: int) -> Path:
+        """A rank of experts has the files of their tensors only; all else is beside the first such rank's."""
+        own = self._beside(TENSORS) / f"tensor_{tid}.pt"
+        if self._redirect is not None and not local.is_file(own):
+            other = self._redirect.with_name(self._redirect.name + TENSORS) / own.name
+            return other if local.is_file(other) else own
+        return own
+
+
+def _tensor(file: Path, readers: Readers) -> Tensor:
+    if not local.is_file(file):
+        raise DamagedError(f"{file} is missing; the file of its rank names it")
+    found = read_tree(file, readers).root
+    if not isinstance(found, Tensor):
+        raise FormatError(f"{file} should hold a tensor, and holds {getattr(found, 'why', 'something else')}")
+    return found

@@ -1,0 +1,169 @@
+"""Checkpoints of NxD, as whole tensors by the names of parameters, whatever ranks wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import DamagedError, HoldfastError, InvalidArgumentError
+from holdfast.formats.arrange.contents import Contents, assembled
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.native import is_native
+from holdfast.formats.nxd import rules, states, tags
+from holdfast.formats.nxd.assembly import Assembly
+from holdfast.formats.nxd.evidence import Evidence
+from holdfast.formats.nxd.folder import Saved, read_folder
+from holdfast.formats.nxd.layout import Rule, Spec
+from holdfast.formats.nxd.names import MODEL
+from holdfast.formats.nxd.rankfile import Shard
+from holdfast.formats.nxd.zero import equal
+from holdfast.storage import local
+
+#: The keys that a reader of this format takes, and what three of them may be.
+LAYOUT, WEIGHTS, COPIES, OPTIMIZER = "layout", "weights", "copies", "optimizer"
+_MASTER, _MODEL = "master", "model"
+_EQUAL, _FIRST = "equal", "first"
+_READ, _SKIP = "read", "skip"
+_CHOICES = {WEIGHTS: (_MASTER, _MODEL), COPIES: (_EQUAL, _FIRST), OPTIMIZER: (_READ, _SKIP)}
+
+
+def is_nxd(path: Path) -> bool:
+    """Whether a folder is a checkpoint of NxD's, or has such in it, and none of ours: a run that has moved goes on."""
+    if not local.is_folder(path) or tags.is_tag(path):
+        return local.is_folder(path)
+    return not any(is_native(folder) for folder in local.subfolders(path)) and tags.is_run(path)
+
+
+class NxdReader(TreeReader):
+    """A checkpoint of NxD's: a tag's folder, or the newest in a folder of them.
+
+    ``keys``: ``layout`` is the name of a layout, the path of a spec file, or its text; ``weights`` says whether the
+    model's tensors are the optimizer's master weights where there are any (``master``, as without it), or ``model``,
+    those that it calculated with. With ``copies`` as ``first``, tensor-parallel ranks need not have the same of what
+    they do not divide, and the first one's is taken; else it is ``equal``, and a difference is damage. With
+    ``optimizer`` as ``skip`` its states are left alone; else they are ``read``.
+    """
+
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
+        _check_keys(keys)
+        self._replicas = keys.get(COPIES, _EQUAL) == _EQUAL
+        try:
+            self._saved = read_folder(path if tags.is_tag(path) else tags.newest(path))
+            self._assembly = Assembly(_spec(self._saved, keys), self._saved.evidence)
+            contents = self._arranged(keys)
+        except HoldfastError:
+            raise
+        except (AttributeError, LookupError, TypeError) as error:
+            raise DamagedError(f"{path} has files that are not as NxD writes them: {error}") from error
+        files = [one for file in self._saved.files for one in file.files] + self._saved.others
+        super().__init__(self._saved.path, "nxd", files, self._saved.fingerprint, contents)
+
+    def check_files(self) -> None:
+        """Every rank's tensors are there, what ranks have alike is equal, and what only fills up is zero."""
+        for file in self._saved.files:
+            if file.path.parent.name != MODEL or not _is_left_out(file.shards):
+                file.check()
+        self._saved.evidence.check(replicas=self._replicas)
+
+    def _arranged(self, keys: Mapping[str, str]) -> Contents:
+        model: dict[str, Stored] = {}
+        optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+        for stage in self._saved.stages:
+            own = {} if keys.get(OPTIMIZER) == _SKIP else _optimizer(stage, self._assembly, optimizer)
+            take = own if keys.get(WEIGHTS, _MASTER) == _MASTER else {}
+            for name, stored in _model(stage, self._assembly, take).items():
+                if name in model and model[name].info != stored.info:
+                    raise DamagedError(f"{stage.name} has another {name!r} than a stage before it")
+                model.setdefault(name, stored)
+        slots: dict[str, Any] = {"model": model} if model else {}
+        if optimizer["param_groups"]:
+            slots["optimizer"] = optimizer
+        values = dict(self._saved.values)
+        if "scheduler" in values:
+            slots["scheduler"] = values.pop("scheduler")
+        return assembled(slots, values, self._saved.nbytes, str(self._saved.path))
+
+
+def _check_keys(keys: Mapping[str, str]) -> None:
+    for key, value in keys.items():
+        if key not in {LAYOUT, *_CHOICES}:
+            known = ", ".join((LAYOUT, *_CHOICES))
+            raise InvalidArgumentError(f"keys: for checkpoints of NxD there are {known}, not {key!r}")
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise InvalidArgumentError(f"keys: {key} is one of {', '.join(_CHOICES[key])}, not {value!r}")
+
+
+def _spec(saved: Saved, keys: Mapping[str, str]) -> Spec:
+    if LAYOUT in keys:
+        return rules.named(keys[LAYOUT])
+    if saved.degrees.tp > 1 or saved.degrees.ep > 1:
+        raise InvalidArgumentError(
+            f"{saved.path} is of {saved.degrees.tp} tensor-parallel ranks, and NxD's files do not say how they divide "
+            f"each parameter: name a layout ({', '.join(rules.BUILT_IN)}), or a spec file, as layout (--key layout=…)"
+        )
+    return Spec((Rule("*"),))
+
+
+def _is_left_out(shards: Sequence[Shard]) -> bool:
+    """With avoid_saving_lower_precision_weights a model's file names tensors, and none of them is there."""
+    return bool(shards) and not any(shard.exists for shard in shards)
+
+
+def _model(stage: states.Stage, assembly: Assembly, masters: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
+    """The tensors of a stage: the master weights where there are any, which are all there is with some saves."""
+    found: dict[str, Stored] = {}
+    names = stage.names if stage.models else []
+    shards = [shard for name in names for row in stage.shards(name) for shard in row if isinstance(shard, Shard)]
+    left_out = _is_left_out(shards)
+    for name in names:
+        if name in masters:
+            found |= masters[name]
+        elif not left_out:
+            found |= assembly.whole(name, stage.shards(name), name)
+    if left_out and not found:
+        raise DamagedError(f"{stage.name}: the model's tensors were left out of it, and there are no master weights")
+    return found
+
+
+def _optimizer(stage: states.Stage, assembly: Assembly, into: dict[str, Any]) -> dict[str, Mapping[str, Stored]]:
+    """Add the states of a stage, and return its master weights by the names that parameters have in NxD."""
+    if not stage.optimizers:
+        return {}
+    if not stage.models:
+        return _by_number(stage, into)
+    groups = stage.optimizers[0][0]["param_groups"]
+    masters: dict[str, Mapping[str, Stored]] = {}
+    for number, known in enumerate(states.numbered(stage, assembly)):
+        _add_group(into, number, states.settings(groups[number]), stage.name, assembly.evidence)
+        for one in known:
+            into["param_groups"][number]["params"] += one.whole
+            into["state"] |= {name: own for name, own in states.states(stage, one, assembly).items() if own}
+            own = states.masters(stage, one, assembly)
+            if own:
+                masters[one.name] = own
+    return masters
+
+
+def _add_group(into: dict[str, Any], number: int, settings: dict[str, Any], where: str, evidence: Evidence) -> None:
+    groups = into["param_groups"]
+    if number == len(groups):
+        groups.append({**settings, "params": []})
+        return
+    before = {key: value for key, value in groups[number].items() if key != "params"}
+    if not equal(f"group {number} of the optimizer", before, settings, evidence):
+        raise DamagedError(f"{where}: group {number} of the optimizer has other settings than on the first stage")
+
+
+def _by_number(stage: states.Stage, into: dict[str, Any]) -> dict[str, Mapping[str, Stored]]:
+    """Without a model nobody knows a name; one rank's state is whole as it is."""
+    row = stage.optimizers[0]
+    if len(row) > 1 or into["param_groups"]:
+        raise InvalidArgumentError(
+            f"{stage.name} has no model, and the numbers of the optimizer's parameters mean nothing"
+        )
+    root = row[0]
+    into["param_groups"] = root["param_groups"]
+    into["state"] = root.get("base_state") or root.get("state", {})
+    return {}
