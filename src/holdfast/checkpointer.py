@@ -54,7 +54,7 @@ class Checkpointer:
         self._async, self._staging = async_save, staging
         self._guard = StepGuard()
         self._arena = Arena()
-        self._flight: SaveHandle | None = None
+        self._flight: SaveHandle[CheckpointInfo] | None = None
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
 
@@ -78,7 +78,7 @@ class Checkpointer:
         staging: str | None = None,
         staging_check: str = "sampled",
         rng: bool = True,
-    ) -> SaveHandle:
+    ) -> SaveHandle[CheckpointInfo]:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         started = time.perf_counter()
         self.finalize()

@@ -185,7 +185,7 @@ class Load:
 
     def _open(self, folder: Path) -> Reader:
         try:
-            return open_reader(folder, self._request.keys)
+            return self._request.seen(open_reader(folder, self._request.keys))
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise
@@ -227,6 +227,7 @@ class Load:
             exact=tuple(exact),
             rederived=tuple(rederived),
             fell_back_from=tuple(self.found.passed),
+            named_by=dict(intake.named_by),
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -19,8 +20,9 @@ class Restored:
     back, and with ``strict=False`` the names that are only in the objects; ``unexpected`` are those that are only in
     the checkpoint. A part that has such names is neither exact nor rederived.
 
-    ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of newer
-    checkpoints that are damaged.
+    ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of
+    newer checkpoints that are damaged. ``named_by`` tells, by slot, what an optimizer's parameters were found by:
+    ``"model"``, ``"names"`` that torch keeps in the groups, or ``"places"``.
     """
 
     user_content: Any
@@ -33,3 +35,4 @@ class Restored:
     exact: tuple[str, ...]
     rederived: tuple[str, ...] = ()
     fell_back_from: tuple[str, ...] = ()
+    named_by: Mapping[str, str] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def _optimizer(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
     for key, tensor in groups.get(slot, {}).items():
         fqn, state = split_state_key(key)
         tensors.setdefault(fqn, {})[state] = tensor
-    found = [_state_dict(part, tensors) for part in _parts(values[slot]["groups"])]
+    found = [optimizer_state_dict(part, tensors) for part in _parts(values[slot]["groups"])]
     return found[0] if len(found) == 1 else found
 
 
@@ -80,9 +80,13 @@ def _parts(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
     return parts
 
 
-def _state_dict(
+def optimizer_state_dict(
     groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Any]:
+    """What ``Optimizer.load_state_dict`` takes, from the groups of one optimizer and the states by parameter.
+
+    Raises ``InvalidArgumentError`` where nobody knows the order of the parameters.
+    """
     unordered = next((group for group in groups if not group[ORDERED]), None)
     if unordered is not None:
         raise InvalidArgumentError(

@@ -38,35 +38,60 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 Shape = Callable[[Groups, Mapping[str, Any]], Any]
 
 
+class TorchFile:
+    """A file of ``torch.save`` to be, whose tree has tensors without data where their bytes will be written."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def make(self, path: Path) -> None:
+        """Make it, at its final size."""
+        make_folder(path.parent)
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(self._tree, path)
+
+    def starts(self, path: Path) -> dict[int, int]:
+        """Where the bytes of each tensor without data start in the file that was made, by the tensor's ``id``."""
+        return {id(mine): offset for mine, offset in self._pairs(path) if isinstance(mine, FakeTensor)}
+
+    def finish(self, path: Path) -> None:
+        """Write the tensors that have data: small ones among the values."""
+        with BulkWriter(path) as writer:
+            for mine, offset in self._pairs(path):
+                if not isinstance(mine, FakeTensor) and mine.nbytes:
+                    _write(writer, offset, mine)
+            writer.sync()
+
+    def _pairs(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors of the tree, each with the byte of the file that it starts at."""
+        return _pairs(self._tree, read_tree(path).root)
+
+
 class TorchTarget:
     """A file; ``shape`` says what the tree in it is like."""
 
     def __init__(self, material: Material, draft: Path, shape: Shape) -> None:
         self._material, self._draft = material, draft
-        self._fakes = _Fakes(material.infos)
-        self._tree = shape(self._groups(), values.decode(dict(material.carried.shared), self._fakes, "the values"))
+        self._fakes = Fakes(material.infos)
+        decoded = values.decode(dict(material.carried.shared), self._fakes, "the values")
+        self._file = TorchFile(shape(self._groups(), decoded))
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
         make_folder(self._draft.parent)
         check_space(self._draft.parent, sum(info.nbytes for info in self._material.infos.values()))
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, self._draft)
+        self._file.make(self._draft)
 
     def places(self) -> Places:
         """See :class:`holdfast.conversion.target.Target`."""
         known = {id(fake): key for key, fake in self._fakes.made.items()}
-        found = {known[id(mine)]: offset for mine, offset in self._pairs() if isinstance(mine, FakeTensor)}
+        found = {known[number]: offset for number, offset in self._file.starts(self._draft).items()}
         return Places([self._draft], {key: (0, found[key]) for key in sorted(found, key=found.__getitem__)})
 
     def finish(self, fragments: Fragments) -> None:
-        """Write what is in memory: small tensors among the values."""
+        """See :class:`holdfast.conversion.target.Target`."""
         del fragments  # files of torch.save have no room for CRCs
-        with BulkWriter(self._draft) as writer:
-            for mine, offset in self._pairs():
-                if not isinstance(mine, FakeTensor) and mine.nbytes:
-                    _write(writer, offset, mine)
-            writer.sync()
+        self._file.finish(self._draft)
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
@@ -86,12 +111,8 @@ class TorchTarget:
                 groups[group][alias] = groups[group][name]
         return groups
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tensors of the tree, each with the byte of the file that it starts at."""
-        return _pairs(self._tree, read_tree(self._draft).root)
 
-
-class _Fakes(ArraysIn):
+class Fakes(ArraysIn):
     """Makes tensors without data, each once."""
 
     def __init__(self, infos: Mapping[Key, TensorInfo]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.catalog import CheckpointInfo
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError
@@ -27,7 +28,7 @@ class Saves:
 
     checkpoint_format: str
     async_save: bool
-    _handle: SaveHandle | None = None
+    _handle: SaveHandle[CheckpointInfo] | None = None
     _removals: list[Callable[[], object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

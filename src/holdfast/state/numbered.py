@@ -1,4 +1,4 @@
-"""Parameters of an optimizer that a checkpoint knows by number only, as ``Optimizer.state_dict()`` does."""
+"""Parameters of an optimizer that are known by number only, in a checkpoint (as ``state_dict()`` has them) or here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key
+from holdfast.layout.order import ORDERED
+from holdfast.state.groups import Encoded
 from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member
 
@@ -30,6 +32,37 @@ def by_number(found: Sequence[Group]) -> list[Group]:
     return numbered
 
 
+def has_names(found: Sequence[Group]) -> bool:
+    """Whether parameters are known by more than their places, for what the optimizer itself says of them."""
+    return any("param_names" in group.settings for group in found) or any(
+        isinstance(member.key, str) for group in found for member in group.members
+    )
+
+
+def by_order(found: Sequence[Group], saved: Encoded) -> list[Group]:
+    """The same groups, with parameters that have no names here called as those in the same places in a checkpoint.
+
+    Raises ``OptimizerMismatchError`` where the places are not known there, or there is another number of them.
+    """
+    theirs = [name for group in saved for name in group["params"]]
+    if not all(group.get(ORDERED) for group in saved):
+        raise OptimizerMismatchError(
+            "the checkpoint has the optimizer's parameters by name, in an order that nobody knows, and here they have "
+            "no names: pass the model, or make the optimizer with model.named_parameters()"
+        )
+    if len(theirs) != sum(len(group.members) for group in found):
+        raise OptimizerMismatchError(
+            f"the checkpoint holds an optimizer of {len(theirs)} parameters, this one trains "
+            f"{sum(len(group.members) for group in found)}; pass the model, so that they are found by name"
+        )
+    name = iter(theirs)
+    return [replace(group, members=[_called(one, next(name)) for one in group.members]) for group in found]
+
+
+def _called(member: Member, name: str) -> Member:
+    return Member(member.key, tuple(Handle(name, one.like, one.flat) for one in member.handles))
+
+
 def _numbered(member: Member, number: str) -> Member:
     if len(member.handles) > 1:
         raise OptimizerMismatchError(
@@ -48,8 +81,8 @@ def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None
         shape = shapes.get(number, info.shape)
         if not _spreads(info.shape, shape):
             raise OptimizerMismatchError(
-                f"the checkpoint knows the optimizer's parameters by number only; {state!r} of number {number} has "
-                f"shape {list(info.shape)} there, the parameter of that number has {list(shape)} here: make the "
+                f"the optimizer's parameters are known by their places only; {state!r} of {number!r} has shape "
+                f"{list(info.shape)} in the checkpoint, the parameter in that place has {list(shape)} here: make the "
                 "optimizer with its parameters in the order in which it was saved"
             )
 

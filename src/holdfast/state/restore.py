@@ -18,9 +18,9 @@ from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import LOADER, RNG, Own
-from holdfast.state.capture import STATE, Inventory, Training
+from holdfast.state.capture import STATE, Inventory, Training, named
 from holdfast.state.named import ModelView
-from holdfast.state.numbered import by_number, check_order
+from holdfast.state.numbered import by_number, by_order, check_order, has_names
 from holdfast.state.restoration import Restoration
 from holdfast.state.tensors import Described, describe
 
@@ -98,6 +98,8 @@ class Intake:
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
         self.findings = Findings()
+        #: What the parameters of each optimizer were found by: ``"model"``, ``"names"`` or ``"places"``.
+        self.named_by: dict[str, str] = {}
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
         self._restorations: dict[str, Restoration] = {}
@@ -262,9 +264,15 @@ class Intake:
         if slot not in self._values:
             self.findings.lack(slot, slot)
             return
-        groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
+        handles = optimizers.handles_for(slot, self._views or named(self._training))
+        groups = optimizers.groups(parts, handles)
+        self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get("by_number"):
             groups = by_number(groups)
+            check_order(groups, self._groups.get(slot, {}))
+            self.named_by[slot] = "places"
+        elif self.named_by[slot] == "places":
+            groups = by_order(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
         with self._mismatch_noted():
