@@ -198,7 +198,8 @@ class Load:
         checks = Checks(reader, reading.numbered) if self._request.verify else None
 
         def work() -> Fragments:
-            found = reading.run(self._ranks, self._session)
+            intake.materialise()
+            found = reading.run(reader, intake, self._ranks, self._session)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:
