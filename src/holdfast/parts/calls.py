@@ -68,7 +68,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     del gather_dtensor
     place = Place(local_path(checkpoint), shard)
     form = model_form(place, size_per_shard, use_safetensors=use_safetensors, model=model)
-    request = PartRequest(place, Training(model, rng=False), form.layout, form.text, prefix or "", form.arrange)
+    request = PartRequest(place, Training(model, rng=False), form.layout, form.text, prefix or "")
     return _saves.save(request, process_group, timeout, use_async=use_async)
 
 
@@ -98,7 +98,9 @@ def load_model(
         MismatchError: shapes, or names if ``strict``: one error that lists all of them. Nothing was changed.
         DamagedError: bytes are not what was saved; names the file and tensor.
     """
-    return _load(Training(model), checkpoint, Seen("model", prefix or ""), (process_group, timeout), strict=strict)
+    return _load(
+        Training(model), checkpoint, Seen("model", prefix or "", model), (process_group, timeout), strict=strict
+    )
 
 
 def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's users know

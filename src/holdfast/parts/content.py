@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from holdfast.engine.membership import Membership
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key, state_key
+from holdfast.state.hub import Origin, Stored
 
-MODEL, OPTIMIZER = "model", "optimizer"
-
-
-class Origin(NamedTuple):
-    """A stored tensor is the bytes from ``start`` on of the tensor that ranks hold under ``name``."""
-
-    name: str
-    start: int
+MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 
 
 @dataclass(frozen=True)
 class Content:
     """One part, as rank 0 lays it out in files.
 
-    ``kind`` is ``"model"`` or ``"optimizer"``; ``tensors`` are those to be stored, and ``origins`` says where each
+    ``kind`` is the part; ``tensors`` are those to be stored, and ``origins`` says where each
     comes from; ``tied`` are further names of some. ``values`` are encoded as in ``state.json``, ``companions`` files
     that lie beside a model.
     """
@@ -41,16 +35,19 @@ class Content:
         """The bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
+    def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], Stored]) -> Content:
+        """The same with tensors as somebody else stores them, ties included."""
+        found = stored(self.tensors)
+        origins = {name: Origin(self.origins[origin.name].name, origin.start) for name, (_, origin) in found.items()}
+        names = {origin.name: name for name, (_, origin) in found.items()}
+        tied = {alias: names[name] for alias, name in self.tied.items()}
+        return replace(self, tensors={name: info for name, (info, _) in found.items()}, origins=origins, tied=tied)
+
     def untied(self) -> Content:
         """The same with tied tensors stored once under each name, for readers that know nothing of ties."""
         tensors = {**self.tensors, **{alias: self.tensors[name] for alias, name in self.tied.items()}}
         origins = {**self.origins, **{alias: self.origins[name] for alias, name in self.tied.items()}}
-        return Content(self.kind, tensors, origins, {}, self.values, self.companions)
-
-
-#: Tells how tensors of a model are stored where that is not as they are: names and origins, by dtype and shape.
-Stored = Mapping[str, tuple[TensorInfo, Origin]]
-Arrange = Callable[[Mapping[str, TensorInfo]], Stored]
+        return replace(self, tensors=tensors, origins=origins, tied={})
 
 
 def content(

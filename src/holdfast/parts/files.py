@@ -13,6 +13,7 @@ from holdfast.conversion.torchfile import TorchFile
 from holdfast.engine.commit import block_crcs
 from holdfast.layout.blocks import Fragment
 from holdfast.layout.files import DataFile
+from holdfast.parts.content import Content
 from holdfast.storage.bulk import BulkWriter
 from holdfast.storage.local import allocate
 
@@ -36,11 +37,12 @@ class File(Protocol):
 
 @dataclass(frozen=True)
 class Shelf:
-    """The files of a part, and small ones beside them.
+    """The files of a part, and small ones beside them, for what is in ``content``.
 
     ``rivals`` are names in the same folder that would be taken for this part, too: what they name goes.
     """
 
+    content: Content
     files: Sequence[File]
     small: Mapping[str, bytes] = field(default_factory=dict)
     rivals: Sequence[str] = ()

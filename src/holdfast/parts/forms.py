@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.parts.content import Content
 from holdfast.parts.layouts import Layout, safetensors_file, safetensors_folder, torch_file, torch_folder
 from holdfast.parts.place import Place
+from holdfast.state.hub import stored
 
 #: Extensions of files of torch.save.
 TORCH = frozenset({".pt", ".pth", ".bin"})
@@ -19,21 +19,26 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Form:
-    """How a part lies in files, and that in words; ``arrange`` tells how tensors are stored there."""
+    """How a part lies in files, and that in words."""
 
     layout: Layout
     text: str
-    arrange: Callable[[Content], Content] = lambda content: content
 
 
 def model_form(place: Place, size_per_shard: float, *, use_safetensors: bool, model: Any) -> Form:
-    """The form of a model's files. Raises ``InvalidArgumentError`` for a size that is none."""
-    del model
+    """The form of a model's files: in folders, transformers' models are stored as transformers does.
+
+    Raises ``InvalidArgumentError`` for a size that is none.
+    """
     if place.folder:
         limit = shard_bytes(size_per_shard)
         kind = "safetensors" if use_safetensors else "torch"
         layout = safetensors_folder if use_safetensors else torch_folder
-        return Form(lambda content: layout(content, limit), f"a folder of {kind} files of {limit} bytes")
+        first = model[0] if isinstance(model, list | tuple) and model else model
+        return Form(
+            lambda content: layout(content.stored_as(partial(stored, first)), limit),
+            f"a folder of {kind} files of {limit} bytes",
+        )
     return _file(place, use_safetensors=use_safetensors)
 
 

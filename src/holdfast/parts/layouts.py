@@ -38,7 +38,7 @@ def safetensors_file(content: Content, name: str) -> Shelf:
     files = _pack(content, sys.maxsize)
     if len(files) > 1:
         raise InvalidArgumentError("there are more tensors than the header of one file holds; save with shard=True")
-    return Shelf([Safetensors(replace(files[0], path=name))])
+    return Shelf(content, [Safetensors(replace(files[0], path=name))])
 
 
 def safetensors_folder(content: Content, limit: int) -> Shelf:
@@ -47,15 +47,15 @@ def safetensors_folder(content: Content, limit: int) -> Shelf:
     small = dict(content.companions)
     if len(files) > 1:
         small[index_path(content.kind).rpartition("/")[2]] = index(files)
-    return Shelf([Safetensors(file) for file in files], small, RIVALS[content.kind])
+    return Shelf(content, [Safetensors(file) for file in files], small, RIVALS[content.kind])
 
 
 def torch_file(content: Content, name: str) -> Shelf:
     """One file of ``torch.save``: a state dict, as ``load_state_dict`` takes it."""
     if content.kind == MODEL:
-        return Shelf([model_file(name, content, content.tensors)])
+        return Shelf(content, [model_file(name, content, content.tensors)])
     fakes = Fakes({(content.kind, key): info for key, info in content.tensors.items()})
-    return Shelf([Torch(name, _optimizer(content, fakes), _by_name(fakes, content.tensors, content.kind))])
+    return Shelf(content, [Torch(name, _optimizer(content, fakes), _by_name(fakes, content.tensors, content.kind))])
 
 
 def torch_folder(content: Content, limit: int) -> Shelf:
@@ -71,7 +71,7 @@ def torch_folder(content: Content, limit: int) -> Shelf:
         weight_map |= {alias: weight_map[key] for alias, key in content.tied.items()}
         table = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         small["pytorch_model.bin.index.json"] = json.dumps(table, indent=2).encode() + b"\n"
-    return Shelf(files, small, RIVALS[MODEL])
+    return Shelf(content, files, small, RIVALS[MODEL])
 
 
 def model_file(name: str, content: Content, tensors: Mapping[str, TensorInfo]) -> Torch:

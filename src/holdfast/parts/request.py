@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from holdfast.engine.asked import Asked
 from holdfast.errors import InvalidArgumentError
-from holdfast.parts.content import MODEL, OPTIMIZER, Content
+from holdfast.parts.content import MODEL, OPTIMIZER
 from holdfast.parts.layouts import Layout
 from holdfast.parts.place import Place
 from holdfast.state import model as models
@@ -23,7 +23,7 @@ class PartRequest:
     """Where to save, and how it lies there.
 
     ``training`` has the one part; ``layout`` lays it out in files and ``form`` says how, in words; ``prefix`` goes
-    before names. ``arrange`` tells how a model's tensors are stored where that is not as they are.
+    before names.
     """
 
     place: Place
@@ -31,7 +31,6 @@ class PartRequest:
     layout: Layout
     form: str
     prefix: str = ""
-    arrange: Callable[[Content], Content] = lambda content: content
 
     @property
     def kind(self) -> str:

@@ -118,9 +118,9 @@ class PartSave:
             whole = self._content(agreement, membership)
             shelf = self._request.layout(whole)
             folder = self._request.place.draft()
-            self._draft = Draft(self._request.place, folder, shelf, whole.nbytes)
+            self._draft = Draft(self._request.place, folder, shelf, shelf.content.nbytes)
             self._names = [name for starts in self._draft.starts for name in starts]
-            places = _places(whole, self._draft.starts, sorted(self._held(membership)))
+            places = _places(shelf.content, self._draft.starts, sorted(self._held(membership)))
             return _encode(_Layout(str(folder), [file.name for file in shelf.files], places))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", decide)
@@ -134,8 +134,7 @@ class PartSave:
                 "use save_checkpoint"
             )
         companions = {name.rpartition("/")[2]: data for name, data in captured.small.items()}
-        whole = content(kind, membership, agreement.merged[kind], companions, self._request.prefix)
-        return self._request.arrange(whole)
+        return content(kind, membership, agreement.merged[kind], companions, self._request.prefix)
 
     def _held(self, membership: Membership) -> list[str]:
         return [held.name for held in membership.tensors() if held.group == self._request.kind]

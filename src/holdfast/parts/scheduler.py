@@ -15,6 +15,7 @@ from holdfast.errors import DamagedError, FormatError, InvalidArgumentError, Mis
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
 from holdfast.layout import values
 from holdfast.layout.blocks import crc64
+from holdfast.parts.content import SCHEDULER, Content
 from holdfast.parts.files import Shelf
 from holdfast.parts.place import Draft, Place
 from holdfast.state import scheduler as schedulers
@@ -48,7 +49,8 @@ def save(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> Non
     def decide(_: list[bytes]) -> bytes:
         told = _one(scheduler)
         encoded = _encoded(told)
-        draft = Draft(place, place.draft(), Shelf([], {path.name: _torch(told) if as_torch else encoded}), 0)
+        data = _torch(told) if as_torch else encoded
+        draft = Draft(place, place.draft(), Shelf(Content(SCHEDULER, {}, {}), [], {path.name: data}), len(data))
         draft.finish(lambda _: [])
         return b""
 
