@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench crash clean
+.PHONY: demo test test-colossalai lint bench crash clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -14,6 +14,10 @@ test: lint
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
+
+## test-colossalai: against ColossalAI 0.5.0 itself, which is installed into .venv-colossalai (1.2 GB) once
+test-colossalai: .venv/installed
+	$(BIN)/python -m pytest tests/colossalai -m colossalai
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -34,4 +38,4 @@ crash: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv demo_run crash_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-colossalai demo_run crash_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -89,7 +89,7 @@ def _serve(pipe: Connection, port: int) -> None:
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
         functions._defaults.clear()
-        calls._saves = Saves()
+        calls.saves = Saves()
         gc.collect()
         # A group that one rank leaves while another still connects to it takes that one down.
         dist.barrier()

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src/holdfast"
 #: From the top of the house to its foundation.
 FLOORS = [
     {"__main__"},
-    {"lightning"},
+    {"lightning", "compat"},
     {"cli"},
     {"functions", "view", "data", "stopping"},
     {"parts"},

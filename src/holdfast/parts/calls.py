@@ -23,7 +23,7 @@ from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path
 
 #: The saves that are under way. The only module-level state.
-_saves = Saves()
+saves = Saves()
 
 
 def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users know
@@ -69,7 +69,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     place = Place(local_path(checkpoint), shard)
     form = model_form(place, size_per_shard, use_safetensors=use_safetensors, model=model)
     request = PartRequest(place, Training(model, rng=False), form.layout, form.text, prefix or "")
-    return _saves.save(request, process_group, timeout, use_async=use_async)
+    return saves.save(request, process_group, timeout, use_async=use_async)
 
 
 def load_model(
@@ -98,7 +98,7 @@ def load_model(
         MismatchError: shapes, or names if ``strict``: one error that lists all of them. Nothing was changed.
         DamagedError: bytes are not what was saved; names the file and tensor.
     """
-    return _load(
+    return load_part(
         Training(model), checkpoint, Seen("model", prefix or "", model), (process_group, timeout), strict=strict
     )
 
@@ -140,7 +140,7 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
     form = optimizer_form(place, size_per_shard)
     training = Training(optimizer=optimizer, named_by=model, rng=False)
     request = PartRequest(place, training, form.layout, form.text, prefix or "")
-    return _saves.save(request, process_group, timeout, use_async=use_async)
+    return saves.save(request, process_group, timeout, use_async=use_async)
 
 
 def load_optimizer(
@@ -172,7 +172,7 @@ def load_optimizer(
     """
     del size_per_shard
     training = Training(optimizer=optimizer, named_by=model)
-    return _load(training, checkpoint, Seen("optimizer", prefix or ""), (process_group, timeout), strict=True)
+    return load_part(training, checkpoint, Seen("optimizer", prefix or ""), (process_group, timeout), strict=True)
 
 
 def save_lr_scheduler(
@@ -187,9 +187,8 @@ def save_lr_scheduler(
     With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, as plain torch loads it; else JSON,
     with the scheduler's class and a CRC.
     """
-    path = local_path(checkpoint)
-    session = _saves.ranks(process_group).session(timeout)
-    schedulers.save(lr_scheduler, path, session, as_torch=path.suffix in TORCH)
+    as_torch = local_path(checkpoint).suffix in TORCH
+    save_scheduler(lr_scheduler, checkpoint, (process_group, timeout), as_torch=as_torch)
 
 
 def load_lr_scheduler(
@@ -203,15 +202,15 @@ def load_lr_scheduler(
 
     Raises ``MismatchError`` for the state of a scheduler of another class; nothing was changed then.
     """
-    schedulers.load(lr_scheduler, local_path(checkpoint), _saves.ranks(process_group).session(timeout))
+    schedulers.load(lr_scheduler, local_path(checkpoint), saves.ranks(process_group).session(timeout))
 
 
 def finalize() -> None:
     """Wait for all saves of parts that are under way; raises what went wrong with the first that failed."""
-    _saves.finish_all()
+    saves.finish_all()
 
 
-def _load(
+def load_part(
     training: Training,
     checkpoint: str | PathLike[str],
     seen: Seen,
@@ -219,8 +218,9 @@ def _load(
     *,
     strict: bool,
 ) -> Restored:
+    """Load one part. ``where`` are the ranks that load together, and seconds that they wait for each other."""
     path = local_path(checkpoint)
-    _saves.finish(path)
+    saves.finish(path)
     request = LoadRequest(
         path=path,
         tag=None,
@@ -231,4 +231,12 @@ def _load(
         seen_as=f"{seen.kind} with the prefix {seen.prefix!r} taken off" if seen.prefix else f"{seen.kind} alone",
     )
     group, timeout = where
-    return load(request, _saves.ranks(group), timeout)
+    return load(request, saves.ranks(group), timeout)
+
+
+def save_scheduler(
+    lr_scheduler: Any, checkpoint: str | PathLike[str], where: tuple[dist.ProcessGroup | None, float], *, as_torch: bool
+) -> None:
+    """Save a scheduler's state as JSON or as a file of ``torch.save``. ``where`` is as in :func:`load_part`."""
+    group, timeout = where
+    schedulers.save(lr_scheduler, local_path(checkpoint), saves.ranks(group).session(timeout), as_torch=as_torch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key
@@ -14,20 +16,24 @@ from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member
 
 
-def by_number(found: Sequence[Group]) -> list[Group]:
+def by_number(found: Sequence[Group], saved: Encoded) -> list[Group]:
     """The same groups, with parameters named by their number, counted over all groups of an optimizer.
 
-    With several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` for parameters
-    that share a flat parameter, whose numbers nobody knows.
+    Where ``saved`` are as many as are trained here, and no more, frozen ones are not counted (as ColossalAI's
+    LowLevelZero saves them), and have no number. With several optimizers the number of each comes before: ``1.0``.
+    Raises ``OptimizerMismatchError`` for parameters that share a flat parameter, whose numbers nobody knows.
     """
+    found = _counted(found, sum(len(group["params"]) for group in saved))
     reached: dict[int, int] = {id(group.source): 0 for group in found}
     order = list(reached)
     numbered = []
     for group in found:
         source = id(group.source)
         prefix = f"{order.index(source)}." if len(order) > 1 else ""
-        members = [_numbered(one, f"{prefix}{reached[source] + i}") for i, one in enumerate(group.members)]
-        reached[source] += len(members)
+        counted = [one for one in group.members if one.handles]
+        named = iter(_numbered(one, f"{prefix}{reached[source] + i}") for i, one in enumerate(counted))
+        members = [next(named) if one.handles else one for one in group.members]
+        reached[source] += len(counted)
         numbered.append(replace(group, members=members))
     return numbered
 
@@ -61,6 +67,19 @@ def by_order(found: Sequence[Group], saved: Encoded) -> list[Group]:
 
 def _called(member: Member, name: str) -> Member:
     return Member(member.key, tuple(Handle(name, one.like, one.flat) for one in member.handles))
+
+
+def _counted(found: Sequence[Group], number: int) -> Sequence[Group]:
+    """The groups, with frozen parameters known by nothing where all that are trained are just as many as ``number``."""
+    members = [member for group in found for member in group.members]
+    trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
+    if len(members) == number or len(trained) != number:
+        return found
+    known = {id(member) for member in trained}
+    return [
+        replace(group, members=[one if id(one) in known else Member(one.key, ()) for one in group.members])
+        for group in found
+    ]
 
 
 def _numbered(member: Member, number: str) -> Member:

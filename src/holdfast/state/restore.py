@@ -308,7 +308,7 @@ class Intake:
         groups = optimizers.groups(parts, handles)
         self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get("by_number"):
-            groups = by_number(groups)
+            groups = by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
             self.named_by[slot] = "places"
         elif self.named_by[slot] == "places":

@@ -1,0 +1,1 @@
+"""The calls of other systems, under their own names and arguments."""
