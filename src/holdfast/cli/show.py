@@ -10,7 +10,7 @@ import typer
 from holdfast.cli import sections, target
 from holdfast.cli.described import Describing
 from holdfast.cli.modules import INSIDE, modules
-from holdfast.cli.output import console, print_error, print_json
+from holdfast.cli.output import clean, console, print_error, print_json
 from holdfast.cli.target import Target
 from holdfast.cli.values import plain
 from holdfast.formats.reader import Values
@@ -50,6 +50,8 @@ def _print(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str], 
         parts += [sections.summary(modules(found.reader.groups)), *sections.values(_values(found))]
     for i, part in enumerate(part for part in parts if part.rows):
         out.print(*[""] * bool(i), part)
+    for note in found.notes:
+        out.print(clean(note), style="yellow")
 
 
 def _tensors(found: Target) -> dict[str, TensorInfo]:
@@ -91,6 +93,7 @@ def _record(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str])
             for name, info in tensors.items()
         ],
         "tied": tied,
+        "notes": list(found.notes),
         "modules": [
             {"group": part.group, "module": part.name or None, "tensors": part.tensors, "bytes": part.nbytes}
             for part in modules(found.reader.groups)

@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.catalog import CheckpointInfo, latest, list_checkpoints
 from holdfast.errors import DamagedError
 from holdfast.formats.detect import is_checkpoint, open_reader
+from holdfast.formats.indexed.inspect import inspect
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
@@ -19,11 +20,12 @@ from holdfast.storage import local
 
 @dataclass(frozen=True)
 class Target:
-    """One checkpoint, its metadata read; ``manifest`` where it is one of ours."""
+    """One checkpoint, its metadata read; ``manifest`` where it is one of ours; ``notes`` on what lies beside it."""
 
     path: Path
     reader: Reader
     manifest: Manifest | None
+    notes: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[str, str, TensorInfo]]:
         """Group, name and description of every tensor, those inside values included; layer 2 comes before layer 10."""
@@ -71,5 +73,8 @@ def one(path: Path) -> Path:
 
 def load(path: Path) -> Target:
     """Read a checkpoint's metadata; no tensors, and without torch. Raises ``FormatError`` and ``DamagedError``, too."""
+    found = inspect(path)
+    if found.faults:
+        raise DamagedError("\n".join(found.faults))
     reader = open_reader(path)
-    return Target(path, reader, reader.manifest if isinstance(reader, NativeReader) else None)
+    return Target(path, reader, reader.manifest if isinstance(reader, NativeReader) else None, found.notes)

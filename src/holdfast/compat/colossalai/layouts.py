@@ -49,7 +49,8 @@ def model_folder(content: Content, limit: int, prefix: str | None, *, use_safete
         files.append(_safetensors(name, shelf) if use_safetensors else model_file(name, content, shelf))
         weight_map |= dict.fromkeys(shelf, name)
     weight_map |= {alias: weight_map[name] for alias, name in content.tied.items()}
-    index = _index({"total_size": content.nbytes / _MIB}, weight_map)
+    total = content.nbytes + sum(content.tensors[name].nbytes for name in content.tied.values())
+    index = _index({"total_size": total / _MIB}, weight_map)
     small = {**content.companions, variant(f"{stem}.{ending}.index.json", prefix): index}
     return Shelf(content, files, small, _rivals(MODEL, prefix))
 
