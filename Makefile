@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-colossalai lint bench crash clean
+.PHONY: demo test test-colossalai lint bench crash large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -31,6 +31,10 @@ bench: .venv/installed
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed
 	$(BIN)/python -m campaigns.crash
+
+## large: a model of 3 GB straight into the shards of four ranks, and a tensor of 3 GB
+large: .venv/installed
+	$(BIN)/python -m campaigns.large
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
