@@ -20,7 +20,7 @@ FLOORS = [
     {"handle", "falling_back"},
     {"saving", "loading"},
     {"moving"},
-    {"agreement", "reading", "finding"},
+    {"agreement", "reading", "finding", "fusing"},
     {"request", "restored"},
     {"upkeep"},
     {"retention"},

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -264,6 +265,37 @@ def test_over_ddp_fsdp_and_dtensor_models(ranks: Ranks, tmp_path: Path, kind: st
     assert ranks(n, layout, str(tmp_path), kind) == [[]] * n
     alone = zoo.fill(zoo.plain())
     assert same(load_file(tmp_path / "m.safetensors"), {k: v.detach() for k, v in alone.model.state_dict().items()})
+
+
+def fsdp1(path: str) -> bool:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+        return model, torch.optim.AdamW(model.parameters(), lr=7.0)
+
+    model, optimizer = start()
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    booster = Booster()
+    booster.boost(model, optimizer)
+    booster.save_model(model, f"{path}/m", shard=True)
+    booster.save_optimizer(optimizer, f"{path}/o", shard=True)
+    other, fresh = start()
+    booster.boost(other, fresh)
+    booster.load_model(other, f"{path}/m")
+    booster.load_optimizer(fresh, f"{path}/o")
+    alone = net()
+    expected = trained(alone, lr=7.0)
+    plain = torch.optim.AdamW(alone.parameters())
+    Booster().load_optimizer(plain, f"{path}/o")
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict())
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs) and all(
+        same(left, right) for left, right in zip(optimizer.state.values(), fresh.state.values(), strict=True)
+    )
+
+
+def test_over_fsdp1_whose_optimizer_knows_flat_parameters(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, fsdp1, str(tmp_path)) == [True, True]
 
 
 def ddp(path: str) -> None:

@@ -246,6 +246,40 @@ def test_saving_again_replaces_the_parts_own_files_and_leaves_the_rest(tmp_path:
     holdfast.load_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m")
 
 
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StorageError(28, "no space is left")
+
+    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
+    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for fails in (
+        "local.sync_folder",
+        "local.sync_tree",
+        "folders.replace_file",
+        "folders.replace",
+        "local.write_small",
+    ):
+        monkeypatch.setattr(f"holdfast.parts.place.{fails}", full)
+    with pytest.raises(StorageError):
+        holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
+    with pytest.raises(StorageError):
+        holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_async=True)
+    with pytest.raises(StorageError):
+        holdfast.finalize()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.pt"]
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    holdfast.save_model(nn.Linear(2, 2), tmp_path / "link", shard=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real/model.safetensors").exists()
+
+
 def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
     model, path = nn.Linear(64, 64), tmp_path / "m.safetensors"
     holdfast.save_model(model, path)

@@ -24,9 +24,11 @@ from holdfast.finding import Found, locate
 from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
+from holdfast.fusing import fused
 from holdfast.reading import Reading
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
+from holdfast.state import model as models
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import Own, Saved, resized, same
 from holdfast.state.capture import STATE, Training
@@ -184,8 +186,10 @@ class Load:
             raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of a damaged checkpoint")
 
     def _open(self, folder: Path) -> Reader:
+        training = self._request.training
         try:
-            return self._request.seen(open_reader(folder, self._request.keys))
+            reader = self._request.seen(open_reader(folder, self._request.keys))
+            return reader if isinstance(reader, NativeReader) else fused(reader, models.slots(training.model))
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise

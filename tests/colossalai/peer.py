@@ -4,6 +4,7 @@
 came out is left in files of torch.save, which the tests look at. On the CPU the package lacks ``synchronize``.
 """
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def load(folder: Path, *, tied: bool) -> None:
         booster.load_model(model, str(folder / model_name))
         booster.load_optimizer(optimizer, str(folder / optimizer_name))
         booster.load_lr_scheduler(scheduler, str(folder / "scheduler"))
-        loaded = state(*plain(model, optimizer))
+        loaded = copy.deepcopy(state(*plain(model, optimizer)))
         train(model, optimizer, scheduler, 3, 5)
         if not dist.is_initialized() or dist.get_rank() == 0:
             out = {"loaded": loaded, "trained": state(*plain(model, optimizer))}

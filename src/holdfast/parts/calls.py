@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.engine.ballot import LEADER
 from holdfast.falling_back import load
 from holdfast.handle import SaveHandle
 from holdfast.parts import scheduler as schedulers
@@ -21,6 +22,7 @@ from holdfast.restored import Restored
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path
+from holdfast.upkeep import recover
 
 #: The saves that are under way. The only module-level state.
 saves = Saves()
@@ -66,7 +68,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
             in :func:`holdfast.save_checkpoint`. All ranks raise it, and what was there before is as it was.
     """
     del gather_dtensor
-    place = Place(local_path(checkpoint), shard)
+    place = Place.of(local_path(checkpoint), folder=shard)
     form = model_form(place, size_per_shard, use_safetensors=use_safetensors, model=model)
     request = PartRequest(place, Training(model, rng=False), form.layout, form.text, prefix or "")
     return saves.save(request, process_group, timeout, use_async=use_async)
@@ -98,9 +100,7 @@ def load_model(
         MismatchError: shapes, or names if ``strict``: one error that lists all of them. Nothing was changed.
         DamagedError: bytes are not what was saved; names the file and tensor.
     """
-    return load_part(
-        Training(model), checkpoint, Seen("model", prefix or "", model), (process_group, timeout), strict=strict
-    )
+    return load_part(Training(model), checkpoint, Seen("model", prefix or ""), (process_group, timeout), strict=strict)
 
 
 def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's users know
@@ -136,7 +136,7 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
         timeout: seconds that ranks wait for each other before all of them fail.
     """
     del gather_dtensor
-    place = Place(local_path(checkpoint), shard)
+    place = Place.of(local_path(checkpoint), folder=shard)
     form = optimizer_form(place, size_per_shard)
     training = Training(optimizer=optimizer, named_by=model, rng=False)
     request = PartRequest(place, training, form.layout, form.text, prefix or "")
@@ -221,6 +221,10 @@ def load_part(
     """Load one part. ``where`` are the ranks that load together, and seconds that they wait for each other."""
     path = local_path(checkpoint)
     saves.finish(path)
+    group, timeout = where
+    ranks = saves.ranks(group)
+    if ranks.rank == LEADER:
+        recover(path.parent)
     request = LoadRequest(
         path=path,
         tag=None,
@@ -230,8 +234,7 @@ def load_part(
         seen=seen,
         seen_as=f"{seen.kind} with the prefix {seen.prefix!r} taken off" if seen.prefix else f"{seen.kind} alone",
     )
-    group, timeout = where
-    return load(request, saves.ranks(group), timeout)
+    return load(request, ranks, timeout)
 
 
 def save_scheduler(

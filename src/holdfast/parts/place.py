@@ -24,6 +24,11 @@ class Place:
     path: Path
     folder: bool
 
+    @classmethod
+    def of(cls, path: Path, *, folder: bool) -> Place:
+        """Of a link to a folder, the folder is replaced and not the link."""
+        return cls(path.resolve() if folder else path, folder)
+
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` where there is something of another kind."""
         if self.folder and local.is_file(self.path):

@@ -15,11 +15,14 @@ from holdfast.parts.saving import PartSave
 
 
 class Saves:
-    """One save of a path is under way at a time; the next one waits for it, and raises what went wrong with it."""
+    """One save of a path is under way at a time; the next one waits for it, and raises what went wrong with it.
+
+    There are as many arenas as saves were ever under way together, each for one of them at a time.
+    """
 
     def __init__(self) -> None:
-        self._flights: dict[Path, tuple[SaveHandle[Path], Arena]] = {}
-        self._arenas: list[Arena] = []
+        self._flights: dict[Path, SaveHandle[Path]] = {}
+        self._arenas: list[tuple[Arena, SaveHandle[Path] | None]] = []
         self._ranks: Ranks | None = None
 
     def save(
@@ -35,25 +38,27 @@ class Saves:
                 path = save.finish()
                 save.part()
                 return SaveHandle(save.path, time.perf_counter() - started, ended(path))
-            arena = self._arenas.pop() if self._arenas else Arena()
+            arena = self._free_arena()
             save.stage(arena)
             done = in_background(save)
         handle = SaveHandle(save.path, time.perf_counter() - started, done)
-        self._flights[save.path] = handle, arena
+        self._arenas = [(one, user) for one, user in self._arenas if one is not arena] + [(arena, handle)]
+        self._flights[save.path] = handle
         return handle
+
+    def _free_arena(self) -> Arena:
+        return next((arena for arena, user in self._arenas if user is None or user.done()), Arena())
 
     def finish(self, path: Path) -> None:
         """Wait for the save of a path that is under way. Raises what went wrong with it, once."""
-        flight = self._flights.get(path)
-        if flight is None:
+        handle = self._flights.get(path)
+        if handle is None:
             return
-        handle, arena = flight
         try:
             handle.wait()
         finally:
             if handle.done():  # and not where the wait was interrupted
                 del self._flights[path]
-                self._arenas.append(arena)
 
     def finish_all(self) -> None:
         """Wait for all. When they have ended, raises what went wrong with the first that failed."""

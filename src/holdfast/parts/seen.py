@@ -6,55 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from holdfast.errors import MismatchError
 from holdfast.formats.reader import Reader
 from holdfast.formats.rearranged import Made, Rearranged, as_it_lies
-from holdfast.layout.files import TensorInfo
 from holdfast.parts.content import MODEL, OPTIMIZER, renamed
-from holdfast.state import model as models
-from holdfast.state.hub import by_origin, stored
 
 
 @dataclass(frozen=True)
 class Seen:
-    """``kind`` is the part; ``prefix`` is taken off the names of parameters and buffers.
-
-    ``model`` is the one that is loaded: what transformers stores otherwise than its model has it is put together.
-    """
+    """``kind`` is the part; ``prefix`` is taken off the names of parameters and buffers."""
 
     kind: str
     prefix: str = ""
-    model: Any = None
 
     def __call__(self, reader: Reader) -> Reader:
         """The checkpoint, seen so. Raises ``MismatchError`` where it does not hold the part, or no such names."""
         if self.kind not in {name.partition("/")[0] for name in reader.groups}:
             held = " and ".join(sorted(name for name in reader.groups)) or "nothing"
             raise MismatchError(f"{reader.path} holds {held}, and no {self.kind}")
-        return self._put_together(self._without_prefix(reader))
-
-    def _put_together(self, reader: Reader) -> Reader:
-        """What the model has as one tensor, and the checkpoint as several, as one."""
-        if not isinstance(self.model, nn.Module):
-            return reader
-        names = reader.groups[self.kind]
-        view = models.view([self.model])
-        told = stored(self.model, {name: TensorInfo(one.dtype, one.shape) for name, one in view.tensors.items()})
-        made: dict[str, Made] = {}
-        for name, pieces in by_origin(told):
-            parts = [piece for piece, _ in pieces]
-            if name not in names and all(part in names and names[part].shape == told[part][0].shape for part in parts):
-                made[name] = Made(TensorInfo(names[parts[0]].dtype, view.tensors[name].shape), parts)
-        if not made:
-            return reader
-        taken = {part for one in made.values() for part in one.of}
-        table = {group: as_it_lies(infos) for group, infos in reader.groups.items()}
-        table[self.kind] = {name: one for name, one in table[self.kind].items() if name not in taken} | made
-        return Rearranged(reader, table, reader.tied, lambda shared: shared)
-
-    def _without_prefix(self, reader: Reader) -> Reader:
         if not self.prefix:
             return reader
         table = {group: as_it_lies(names) for group, names in reader.groups.items()}

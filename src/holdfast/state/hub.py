@@ -36,7 +36,7 @@ def stored(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
     They stay what they are for all models but transformers'. Raises ``UnsupportedTensorError`` for a conversion that
     does more than to cut tensors into ranges of bytes.
     """
-    module = unwrap(model) if isinstance(model, nn.Module) else None
+    module: Any = unwrap(model) if isinstance(model, nn.Module) else None
     as_they_are = {name: (info, Origin(name, 0)) for name, info in infos.items()}
     if not hasattr(getattr(module, "config", None), "model_type"):
         return as_they_are
@@ -74,7 +74,7 @@ def _told(
                 "holdfast does not convert: use the model's save_pretrained(), or a file with shard=False"
             )
         info = TensorInfo(infos[owner].dtype, tuple(view.shape))
-        told[name] = info, Origin(owner, view.storage_offset() * view.element_size())
+        told[name] = info, Origin(owner, int(view.storage_offset()) * view.element_size())
     _check_whole(told, infos)
     return told
 

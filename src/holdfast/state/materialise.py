@@ -7,7 +7,7 @@ such a model, else by the module's ``reset_parameters``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +120,3 @@ def _fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
                 yield from group.fsdp_params
-
-
-def without_values(model: nn.Module, aimed: Mapping[int, object]) -> Iterator[Unmade]:
-    """The tensors without memory that no stored tensor is for, and that nothing is known to initialise."""
-    for one in unmade(model):
-        if id(local_tensor(one.tensor)) not in aimed and initialiser(model, one.owner) is None:
-            yield one

@@ -20,20 +20,23 @@ def by_number(found: Sequence[Group], saved: Encoded) -> list[Group]:
     """The same groups, with parameters named by their number, counted over all groups of an optimizer.
 
     Where ``saved`` are as many as are trained here, and no more, frozen ones are not counted (as ColossalAI's
-    LowLevelZero saves them), and have no number. With several optimizers the number of each comes before: ``1.0``.
-    Raises ``OptimizerMismatchError`` for parameters that share a flat parameter, whose numbers nobody knows.
+    LowLevelZero saves them), and have no number. Parameters that share a flat parameter are counted in its order. With
+    several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` where a flat
+    parameter has not as many as were saved.
     """
-    found = _counted(found, sum(len(group["params"]) for group in saved))
+    number = sum(len(group["params"]) for group in saved)
+    found = _counted(found, number)
+    _check_flat(found, number)
     reached: dict[int, int] = {id(group.source): 0 for group in found}
     order = list(reached)
     numbered = []
     for group in found:
         source = id(group.source)
         prefix = f"{order.index(source)}." if len(order) > 1 else ""
-        counted = [one for one in group.members if one.handles]
-        named = iter(_numbered(one, f"{prefix}{reached[source] + i}") for i, one in enumerate(counted))
-        members = [next(named) if one.handles else one for one in group.members]
-        reached[source] += len(counted)
+        members = []
+        for one in group.members:
+            members.append(_numbered(one, prefix, reached[source]))
+            reached[source] += len(one.handles)
         numbered.append(replace(group, members=members))
     return numbered
 
@@ -82,13 +85,19 @@ def _counted(found: Sequence[Group], number: int) -> Sequence[Group]:
     ]
 
 
-def _numbered(member: Member, number: str) -> Member:
-    if len(member.handles) > 1:
+def _check_flat(found: Sequence[Group], number: int) -> None:
+    members = [member for group in found for member in group.members]
+    shared = next((member for member in members if len(member.handles) > 1), None)
+    if shared is not None and sum(len(member.handles) for member in members) != number:
         raise OptimizerMismatchError(
             "the checkpoint knows the optimizer's parameters by number only, and FSDP1 keeps "
-            f"{member.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
+            f"{shared.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
         )
-    return Member(member.key, tuple(Handle(number, one.like, one.flat) for one in member.handles))
+
+
+def _numbered(member: Member, prefix: str, first: int) -> Member:
+    handles = enumerate(member.handles, start=first)
+    return Member(member.key, tuple(Handle(f"{prefix}{i}", one.like, one.flat) for i, one in handles))
 
 
 def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None:

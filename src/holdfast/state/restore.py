@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from holdfast.engine.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
-from holdfast.layout.names import unwrapped
 from holdfast.state import fsdp1, sources, stateful
 from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
@@ -20,7 +19,7 @@ from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import LOADER, RNG, Own
 from holdfast.state.capture import STATE, Inventory, Training, named
-from holdfast.state.materialise import materialise, without_values
+from holdfast.state.lazy import LazyModels
 from holdfast.state.named import ModelView
 from holdfast.state.numbered import by_number, by_order, check_order, has_names
 from holdfast.state.restoration import Restoration
@@ -99,6 +98,7 @@ class Intake:
         self.shared = ArraysIn(groups.get(STATE, {}))
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
+        self._lazy = LazyModels(training)
         self.findings = Findings()
         #: What the parameters of each optimizer were found by: ``"model"``, ``"names"`` or ``"places"``.
         self.named_by: dict[str, str] = {}
@@ -165,7 +165,7 @@ class Intake:
         for slot, restoration in self._restorations.items():
             with self._mismatch_noted():
                 restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
-        self._check_made()
+        self.findings.different += self._lazy.problems({id(target.local) for target in self._every_target()})
         self._hint()
         self.findings.check(self._policy, source)
         if self._policy.rng and not self._own.has_generators():
@@ -254,7 +254,7 @@ class Intake:
             self.findings.different.append(
                 f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here (map_dtype=True casts)"
             )
-        elif tensor.local.is_meta and not self._can_materialise(slot):
+        elif tensor.local.is_meta and not self._lazy.may(slot):
             self.findings.different.append(
                 f"{name}: on the meta device here, without memory: load the model by itself, before the optimizer is "
                 "made; a state dict, or a model of FSDP1, needs memory first"
@@ -264,38 +264,13 @@ class Intake:
             return True
         return False
 
-    def _can_materialise(self, slot: str) -> bool:
-        """Whether loading may give the model memory: not where states were made for parameters without."""
-        parts = models.slots(self._training.model)[slot]
-        whole = all(isinstance(part, nn.Module) and not fsdp1.wrapped(part) for part in parts)
-        return whole and self._training.optimizer is None
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that are to be filled, by slot."""
-        for slot, parts in models.slots(self._training.model).items():
-            yield from ((slot, part) for part in parts if isinstance(part, nn.Module))
-
-    def _check_made(self) -> None:
-        """Note the tensors without memory that would have no value: the checkpoint has none, and nothing makes one."""
-        aimed = {id(target.local): None for target in self._every_target()}
-        for slot, module in self._modules():
-            for one in without_values(module, aimed) if self._can_materialise(slot) else ():
-                self.findings.different.append(
-                    f"{unwrapped(one.name)}: on the meta device here, not in the checkpoint, and "
-                    f"{type(one.owner).__qualname__} has no reset_parameters() that would make it"
-                )
-
     def _every_target(self) -> Iterator[Described]:
         yield from self.targets.values()
         yield from (target for _, target in self.more)
 
     def materialise(self) -> None:
         """Give tensors on the meta device memory, and initialise those that nothing is loaded into."""
-        made: dict[int, Tensor] = {}
-        filled = {id(target.local) for target in self._every_target()}
-        for slot, module in self._modules():
-            if self._can_materialise(slot):
-                made |= materialise(module, filled)
+        made = self._lazy.materialise({id(target.local) for target in self._every_target()})
         if made:
             self.targets = {key: _with_memory(target, made) for key, target in self.targets.items()}
             self.more = [(key, _with_memory(target, made)) for key, target in self.more]

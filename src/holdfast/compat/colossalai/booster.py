@@ -152,7 +152,7 @@ class Booster:
         del low_cpu_mem_mode, num_threads
         plain = _plain_model(model)
         path = _chosen(local_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
-        return calls.load_part(Training(plain), path, Seen("model", model=plain), (None, _TIMEOUT), strict=strict)
+        return calls.load_part(Training(plain), path, Seen("model"), (None, _TIMEOUT), strict=strict)
 
     #: The guide's name.
     load = load_model
@@ -239,7 +239,7 @@ def _plain_optimizer(optimizer: Any) -> Any:
 def _save(
     path: Path, training: Training, layout: Layout, text: str, *, shard: bool, use_async: bool
 ) -> SaveHandle[Path]:
-    request = PartRequest(Place(path, shard), training, layout, text)
+    request = PartRequest(Place.of(path, folder=shard), training, layout, text)
     return calls.saves.save(request, None, _TIMEOUT, use_async=use_async)
 
 

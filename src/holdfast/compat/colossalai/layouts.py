@@ -65,7 +65,9 @@ def optimizer_file(content: Content, name: str) -> Shelf:
 def optimizer_folder(content: Content, limit: int, prefix: str | None) -> Shelf:
     """An optimizer in numbered files by number of parameter, with a file of groups and an index."""
     known = _Numbered.of(content)
-    names, files, weight_map = [], [], {}
+    names: list[str] = []
+    files: list[File] = []
+    weight_map: dict[str, str] = {}
     for number, shelf in enumerate(known.shelves(limit), start=1):
         names.append(_numbered(variant("pytorch_optim.bin", prefix), number))
         inside = {key: known.fakes[key] for param in shelf for key in known.keys.get(param, {}).values()}

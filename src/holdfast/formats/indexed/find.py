@@ -20,7 +20,8 @@ _INDEX = re.compile(
     r"(?P<stem>pytorch_model|model|pytorch_optim|optimizer)\.(?P<form>bin|safetensors)\.index(\.(?P<variant>.+))?\.json"
 )
 _SINGLE = re.compile(
-    r"(?P<stem>pytorch_model|model)(\.(?P<variant>(?!safetensors|bin)[^-]+))?\.(?P<form>bin|safetensors)"
+    r"(?P<stem>pytorch_model(?=.*\.bin)|model(?=.*\.safetensors))"
+    r"(\.(?P<variant>(?!safetensors|bin)[^-]+))?\.(?P<form>bin|safetensors)"
 )
 
 _KINDS = {"pytorch_model": MODEL, "model": MODEL, "pytorch_optim": OPTIMIZER, "optimizer": OPTIMIZER}
