@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -265,6 +266,17 @@ def test_over_ddp_fsdp_and_dtensor_models(ranks: Ranks, tmp_path: Path, kind: st
     assert ranks(n, layout, str(tmp_path), kind) == [[]] * n
     alone = zoo.fill(zoo.plain())
     assert same(load_file(tmp_path / "m.safetensors"), {k: v.detach() for k, v in alone.model.state_dict().items()})
+
+
+def test_transformers_takes_a_prefix_for_its_variant(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    for prefix, safe in (("foo", True), ("bar", False), (None, False)):
+        options = {"prefix": prefix, "use_safetensors": safe, "size_per_shard": 0.004}
+        Booster().save_model(model, tmp_path, shard=True, **options)
+        found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, variant=prefix, use_safetensors=safe)
+        assert same(found.state_dict(), model.state_dict())
 
 
 def fsdp1(path: str) -> bool:

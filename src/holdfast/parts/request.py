@@ -70,7 +70,7 @@ def _places(training: Training) -> str:
 
 
 def _unnamed(slots: Mapping[str, Sequence[Any]]) -> Iterator[torch.Size]:
-    groups = [group for parts in slots.values() for part in parts for group in sources.source(part).groups]
-    for group in groups:
-        if "param_names" not in group:
-            yield from (one.shape for one in group["params"] if isinstance(one, torch.Tensor))
+    for part in (one for parts in slots.values() for one in parts if isinstance(one, torch.optim.Optimizer)):
+        for group in part.param_groups:
+            if "param_names" not in group:
+                yield from (one.shape for one in group["params"])

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from holdfast.compat.colossalai.layouts import model_folder, optimizer_file, optimizer_folder, variant
+from holdfast.compat.colossalai.wrapped import plain_model, plain_optimizer
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.handle import SaveHandle
 from holdfast.parts import calls
@@ -83,7 +84,7 @@ class Booster:
         elif self.device is not None:
             model.to(self.device)
         if given[1] is not None:
-            self._model_of[_plain_optimizer(given[1])] = weakref.ref(given[0])
+            self._model_of[plain_optimizer(given[1])] = weakref.ref(given[0])
         return given
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
@@ -128,7 +129,7 @@ class Booster:
             raise InvalidArgumentError(
                 f"with use_safetensors the path of a file ends in .safetensors, not {path.name!r}"
             )
-        plain = _plain_model(model)
+        plain = plain_model(model)
         if shard:
             limit = shard_bytes(size_per_shard)
             layout = partial(_folder_of_model, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors)
@@ -150,7 +151,7 @@ class Booster:
     ) -> Restored:
         """Load a model: see :func:`holdfast.load_model`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads
-        plain = _plain_model(model)
+        plain = plain_model(model)
         path = _chosen(local_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
         return calls.load_part(Training(plain), path, Seen("model"), (None, _TIMEOUT), strict=strict)
 
@@ -169,7 +170,7 @@ class Booster:
     ) -> SaveHandle[Path]:
         """Save an optimizer, its parameters by number: a file of ``torch.save``, or a folder of such files."""
         del gather_dtensor
-        path, plain = local_path(checkpoint), _plain_optimizer(optimizer)
+        path, plain = local_path(checkpoint), plain_optimizer(optimizer)
         if not shard and path.suffix == ".safetensors":
             raise InvalidArgumentError(
                 "an optimizer's file is one of torch.save: give it another ending than .safetensors, for which "
@@ -196,7 +197,7 @@ class Booster:
     ) -> Restored:
         """Load an optimizer: see :func:`holdfast.load_optimizer`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads, size_per_shard
-        plain = _plain_optimizer(optimizer)
+        plain = plain_optimizer(optimizer)
         path = _chosen(local_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
         training = Training(optimizer=plain, named_by=self._model(plain))
         return calls.load_part(training, path, Seen("optimizer"), (None, _TIMEOUT), strict=True)
@@ -213,27 +214,7 @@ class Booster:
         """The model that an optimizer was boosted with, while that lives."""
         known = self._model_of.get(optimizer)
         model = None if known is None else known()
-        return None if model is None else _plain_model(model)
-
-
-def _plain_model(model: Any) -> Any:
-    """The model in a plugin's wrapper, which knows how to give it."""
-    while callable(getattr(model, "unwrap", None)):
-        model = model.unwrap()
-    return model
-
-
-def _plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer in a plugin's wrapper. Raises ``InvalidArgumentError`` for one that keeps states of its own."""
-    inner = getattr(optimizer, "optim", None)
-    if not isinstance(inner, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if type(optimizer).__name__ != "OptimizerWrapper":
-        raise InvalidArgumentError(
-            f"a {type(optimizer).__name__} keeps optimizer states in parts of its own, which only its plugin can tell: "
-            "use torch's FSDP or ZeroRedundancyOptimizer instead"
-        )
-    return inner
+        return None if model is None else plain_model(model)
 
 
 def _save(
