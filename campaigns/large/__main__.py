@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from campaigns.large.ranks import SLACK, Job, loaded, saved, start
+from campaigns.large.ranks import SLACK, Job, loaded, saved, size_of_model, start
 from campaigns.large.tensor import round_trip
 
 RANKS = 4
@@ -30,7 +30,7 @@ def main() -> None:
             for work in (saved, loaded):
                 mp.spawn(start, (Job(work, RANKS, folder, nbytes), found), nprocs=RANKS)
             for rank, grown in enumerate(found):
-                over = grown - nbytes // RANKS
+                over = grown - size_of_model(nbytes) // RANKS
                 print(f"rank {rank}: its shard and {over / 2**20:.0f} MiB at the most")
                 if over > SLACK:
                     raise SystemExit(f"that is more than {SLACK / 2**20:.0f} MiB")

@@ -17,7 +17,9 @@ import holdfast
 #: What a rank may need beside its shard, in bytes.
 SLACK = 256 * 2**20
 
+#: The width of a layer, and its bytes.
 _WIDTH = 4096
+_LAYER = _WIDTH * _WIDTH * 4
 
 Work = Callable[[Path, int], int]
 
@@ -40,11 +42,15 @@ def start(rank: int, job: Job, found: MutableSequence[int]) -> None:
     dist.destroy_process_group()
 
 
+def size_of_model(nbytes: int) -> int:
+    """The bytes of a model of at least so many: whole layers."""
+    return -(-nbytes // _LAYER) * _LAYER
+
+
 def model_on_meta(nbytes: int) -> nn.Module:
-    """About so many bytes of float32, sharded, without memory."""
-    layers = max(1, nbytes // (_WIDTH * _WIDTH * 4))
+    """A model of at least so many bytes of float32, sharded, without memory."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
+        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(size_of_model(nbytes) // _LAYER)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
