@@ -3,6 +3,7 @@
 What the real package makes of these files, and the other way round, is in test_colossalai.py.
 """
 
+import contextlib
 import inspect
 import json
 import pickle
@@ -20,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.compat.colossalai import Booster
-from holdfast.errors import DamagedError, FormatError, InvalidArgumentError, OptimizerMismatchError, UnsafePickleError
+from holdfast.errors import (
+    DamagedError,
+    FormatError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    OptimizerMismatchError,
+    UnsafePickleError,
+)
 from tests import zoo
 from tests.pool import Ranks
 
@@ -344,3 +352,70 @@ def test_schedulers_are_files_of_torch_save(tmp_path: Path) -> None:
     other = torch.optim.lr_scheduler.CosineAnnealingLR(trained(net()), 10)
     Booster().load_lr_scheduler(other, tmp_path / "lr_scheduler")
     assert other.state_dict() == scheduler.state_dict()
+
+
+class ModelWrapper(nn.Module):
+    """As plugins of the real package wrap a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        return self.module
+
+
+class OptimizerWrapper:
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class LowLevelZeroOptimizer(OptimizerWrapper):
+    """Keeps states where only it knows."""
+
+
+class Plugin:
+    def __init__(self, wrapper: type[OptimizerWrapper]) -> None:
+        self.wrapper = wrapper
+
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> tuple[Any, ...]:
+        return ModelWrapper(model), self.wrapper(optimizer), *rest
+
+    def no_sync(self, *_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def test_what_a_plugin_wraps_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    booster = Booster(plugin=Plugin(OptimizerWrapper))
+    plain = net()
+    model, optimizer, _, _, scheduler = booster.boost(plain, torch.optim.AdamW(plain.parameters()))
+    assert scheduler is None
+    with booster.no_sync(model, optimizer):
+        booster.backward(plain(torch.ones(2, 16)).sum(), optimizer)
+    optimizer.optim.step()
+    booster.save_model(model, tmp_path / "m.bin")
+    booster.save_optimizer(optimizer, tmp_path / "o.bin", use_async=True)
+    booster.checkpoint_io._sync_io()
+    assert torch.load(tmp_path / "m.bin", weights_only=True).keys() == plain.state_dict().keys()
+    fresh = torch.optim.AdamW(plain.parameters())
+    fresh.load_state_dict(torch.load(tmp_path / "o.bin", weights_only=True))
+    assert same(fresh.state_dict()["state"], optimizer.optim.state_dict()["state"])
+
+
+def test_what_it_cannot_do_it_says(tmp_path: Path) -> None:
+    model = net()
+    with pytest.raises(InvalidArgumentError, match="mixed_precision"):
+        Booster(mixed_precision="fp16")
+    with pytest.raises(InvalidArgumentError, match="LowLevelZeroOptimizer keeps optimizer states"):
+        Booster(plugin=Plugin(LowLevelZeroOptimizer)).boost(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InvalidArgumentError, match="no_sync"), Booster().no_sync(model):
+        pass
+    with pytest.raises(InvalidArgumentError, match="another ending"):
+        Booster().save_optimizer(trained(model), tmp_path / "o.safetensors")
+    with pytest.raises(NoCheckpointError, match="prefix 'foo'"):
+        Booster().load_model(model, tmp_path, prefix="foo")
+    moved, *_ = Booster(device="cpu").boost(model)
+    assert moved is model
