@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs bench bench-full crash jobs kill faults fuzz clean
+.PHONY: demo test test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -14,6 +14,10 @@ test: lint
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
+
+## test-colossalai: against ColossalAI 0.5.0 itself, which is installed into .venv-colossalai (1.2 GB) once
+test-colossalai: .venv/installed
+	$(BIN)/python -m pytest tests/colossalai -m colossalai
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -58,10 +62,14 @@ fuzz: .venv/installed
 jobs: .venv/installed
 	TMPDIR=/dev/shm $(BIN)/python -m campaigns.side_by_side
 
+## large: a model of 3 GB straight into the shards of four ranks, and a tensor of 3 GB
+large: .venv/installed
+	$(BIN)/python -m campaigns.large
+
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable .
 	touch $@
 
 clean:
-	rm -rf .venv site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-colossalai site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast import functions
+from holdfast.parts import calls
+from holdfast.parts.saves import Saves
 
 TIMEOUT = 120.0
 
@@ -87,6 +89,7 @@ def _serve(pipe: Connection, port: int) -> None:
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
         functions._defaults.clear()
+        calls.saves = Saves()
         gc.collect()
         # A group that one rank leaves while another still connects to it takes that one down.
         dist.barrier()

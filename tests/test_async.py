@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import holdfast
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StorageError
+from holdfast.moving import Moving
 from holdfast.saving import Save
 from tests.pool import Ranks
 from tests.test_same_bytes import contents
@@ -31,7 +32,7 @@ def slow(seconds: float = 0.5) -> Any:
         time.sleep(seconds)
         return write_pieces(*arguments)
 
-    return mock.patch("holdfast.saving.write_pieces", write)
+    return mock.patch("holdfast.moving.write_pieces", write)
 
 
 def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) 
 
 
 def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_once(tmp_path: Path) -> None:
-    broken = mock.patch("holdfast.saving.write_pieces", side_effect=StorageError(28, "the disk is full"))
+    broken = mock.patch("holdfast.moving.write_pieces", side_effect=StorageError(28, "the disk is full"))
     for ask in (holdfast.finalize, lambda: holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})):
         with broken:
             handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
@@ -127,7 +128,7 @@ def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
 
 def one_fails(path: str) -> str:
     model = {"w": torch.ones(4)}
-    broken = mock.patch.object(Save, "_move", side_effect=KeyError("lost"))
+    broken = mock.patch.object(Moving, "write", side_effect=KeyError("lost"))
     with broken if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             handle = holdfast.save_checkpoint(path, "s", model, async_save=True)
@@ -153,9 +154,9 @@ import holdfast
 rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), size, rank == 0, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-import holdfast.saving as saving
-write = saving.write_pieces
-saving.write_pieces = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
+import holdfast.moving as moving
+write = moving.write_pieces
+moving.write_pieces = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
 holdfast.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
 if how == "destroyed":
     dist.destroy_process_group()
@@ -176,8 +177,8 @@ def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: s
 
 def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:
     code = (
-        "import sys, os, time, torch, holdfast, holdfast.saving as saving\n"
-        "saving.write_pieces = lambda *a: time.sleep(60)\n"
+        "import sys, os, time, torch, holdfast, holdfast.moving as moving\n"
+        "moving.write_pieces = lambda *a: time.sleep(60)\n"
         "holdfast.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
         "os._exit(3)\n"
     )
@@ -197,7 +198,7 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         raise StorageError(5, "enough")
 
-    with mock.patch("holdfast.saving.write_pieces", write):
+    with mock.patch("holdfast.moving.write_pieces", write):
         handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         with pytest.raises(StorageError):
             handle.wait()

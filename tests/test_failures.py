@@ -21,14 +21,14 @@ SAVING = [
     "holdfast.agreement.merged_bytes",
     "holdfast.saving.plan_save",
     "holdfast.engine.replicas.digests",
-    "holdfast.saving.write_stripes",
+    "holdfast.moving.write_stripes",
     "holdfast.engine.wire.Wire.send",
     "holdfast.engine.wire.Wire.receive",
     "holdfast.engine.wire.Wire.wait",
     "holdfast.engine.stripes.Share.put",
     "holdfast.storage.bulk.BulkWriter.write",
     "holdfast.storage.bulk.BulkWriter.sync",
-    "holdfast.saving.write_pieces",
+    "holdfast.moving.write_pieces",
     "holdfast.saving.encode_fragments",
 ]
 LEADING = ["holdfast.saving.successor", "holdfast.engine.commit.Draft.open", "holdfast.engine.commit.Draft.publish"]

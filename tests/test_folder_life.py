@@ -251,7 +251,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
         seen.append(partial)
         return {}
 
-    with mock.patch("holdfast.saving.write_pieces", look), pytest.raises(HoldfastError):
+    with mock.patch("holdfast.moving.write_pieces", look), pytest.raises(HoldfastError):
         save(tmp_path, 1)
     assert seen
     assert not hidden(tmp_path)
@@ -376,7 +376,7 @@ def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Pat
     for where in ("holdfast.engine.commit.local.allocate", "holdfast.saving.Save._write"):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
-    for where in ("holdfast.checkpointer.in_background", "holdfast.saving.stage"):
+    for where in ("holdfast.checkpointer.in_background", "holdfast.moving.stage"):
         with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
             save(tmp_path, 2, async_save=True)
     assert descriptors() == before

@@ -73,11 +73,13 @@ def test_map_dtype_casts_as_copy_does(saved: Path) -> None:
         assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
-def test_a_model_on_meta_is_told_to_materialise(saved: Path) -> None:
+def test_a_model_on_meta_is_loaded_before_its_optimizer_is_made(saved: Path) -> None:
     with torch.device("meta"):
         model = Net()
     with pytest.raises(MismatchError, match="meta device"):
-        holdfast.load_checkpoint(saved, model=model)
+        holdfast.load_checkpoint(saved, model=model, optimizer=make_optimizer("adamw", model))
+    with pytest.raises(MismatchError, match="meta device"):
+        holdfast.load_checkpoint(saved, model=model.state_dict())
 
 
 def test_another_optimizer_class_is_an_error(saved: Path) -> None:

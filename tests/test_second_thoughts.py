@@ -123,7 +123,7 @@ def test_an_argument_wrong_on_one_rank_does_not_part_the_ranks(ranks: Ranks, tmp
 
 def slow_work(path: str) -> str:
     patch = pytest.MonkeyPatch()
-    patch.setattr("holdfast.saving.write_pieces", _slow_write)
+    patch.setattr("holdfast.moving.write_pieces", _slow_write)
     try:
         return holdfast.save_checkpoint(path, "s", MODEL, timeout=1).wait().tag
     finally:

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from holdfast.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.handle import SaveHandle
+    from holdfast.parts.calls import (
+        load_lr_scheduler,
+        load_model,
+        load_optimizer,
+        save_lr_scheduler,
+        save_model,
+        save_optimizer,
+    )
     from holdfast.restored import Restored
     from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.stopping import Preemption, preemption
@@ -45,10 +53,16 @@ _HOMES = {
     "has_checkpoint": "holdfast.functions",
     "list_checkpoints": "holdfast.functions",
     "load_checkpoint": "holdfast.functions",
+    "load_lr_scheduler": "holdfast.parts.calls",
+    "load_model": "holdfast.parts.calls",
+    "load_optimizer": "holdfast.parts.calls",
     "open": "holdfast.view",
     "preemption": "holdfast.stopping",
     "restore": "holdfast.functions",
     "save_checkpoint": "holdfast.functions",
+    "save_lr_scheduler": "holdfast.parts.calls",
+    "save_model": "holdfast.parts.calls",
+    "save_optimizer": "holdfast.parts.calls",
     "shield_worker": "holdfast.data.workers",
 }
 
@@ -76,10 +90,16 @@ __all__ = [
     "has_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
+    "load_lr_scheduler",
+    "load_model",
+    "load_optimizer",
     "open",
     "preemption",
     "restore",
     "save_checkpoint",
+    "save_lr_scheduler",
+    "save_model",
+    "save_optimizer",
     "shield_worker",
 ]
 

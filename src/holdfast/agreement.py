@@ -8,21 +8,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.engine.asked import first_vote
+from holdfast.engine.asked import Asked, first_vote
 from holdfast.engine.census import Census, Digests, digests, distinct
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Session
 from holdfast.engine.spec import digest
-from holdfast.errors import TagExistsError
-from holdfast.layout import manifest
-from holdfast.layout.files import parse_size
-from holdfast.request import SaveRequest
-from holdfast.state.capture import Capture, capture, merge_values, merged_bytes
-from holdfast.storage import local
+from holdfast.state.capture import Capture, Training, capture, merge_values, merged_bytes
 
 #: Bytes of the key of a plan, and of the digest of the values.
 _KEY, _VALUES = 8, 16
@@ -34,6 +29,26 @@ _encode = msgspec.msgpack.Encoder().encode
 
 #: A rank's spec and meshes, as it tells them.
 _Held = tuple[bytes, bytes]
+
+
+class Wanted(Protocol):
+    """What a rank is asked to save."""
+
+    @property
+    def training(self) -> Training:
+        """The objects."""
+
+    def asked(self) -> Asked:
+        """What all ranks must be asked for alike."""
+
+    def check(self) -> None:
+        """Raise ``InvalidArgumentError`` for what cannot be done."""
+
+    def check_place(self) -> None:
+        """Rank 0: raise where there is something already that must stay, or that is of another kind."""
+
+    def packing(self) -> bytes:
+        """All that decides, beside the tensors, what lies in which file."""
 
 
 class _Terms(msgspec.Struct, frozen=True):
@@ -69,7 +84,7 @@ class Agreement:
     merged: Mapping[str, Any]
 
 
-def agree(request: SaveRequest, session: Session, global_ranks: Sequence[int], known: bytes) -> Agreement:
+def agree(request: Wanted, session: Session, global_ranks: Sequence[int], known: bytes) -> Agreement:
     """Look at what is to be saved, and agree. ``known`` is the key of the plan that this rank has."""
     captured = Capture()
 
@@ -89,17 +104,11 @@ def agree(request: SaveRequest, session: Session, global_ranks: Sequence[int], k
     return Agreement(captured, terms.key, membership, merged)
 
 
-def _settle(request: SaveRequest, posted: Sequence[bytes]) -> _Terms:
+def _settle(request: Wanted, posted: Sequence[bytes]) -> _Terms:
     """Rank 0's view of what all ranks announced."""
-    final = request.path / request.tag
-    there = local.exists(final)
-    if request.overwrite and local.lacks(final, manifest.NAME):
-        raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
-    if there and not request.overwrite:
-        raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
+    request.check_place()
     known, specs, meshes, values = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
-    limit = str(parse_size(request.max_shard_size)).encode()
-    key = digest(b"".join((*specs, *meshes, limit)), _KEY)
+    key = digest(b"".join((*specs, *meshes, request.packing())), _KEY)
     census = None if set(known) == {key} else Census.take(list(map(Digests, specs, meshes)))
     _, tellers = distinct(values)
     return _Terms(key, census, tellers if len(tellers) > 1 else [])

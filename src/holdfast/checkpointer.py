@@ -65,7 +65,7 @@ class Checkpointer:
         self._on_event = on_event or unheard
         self._guard = StepGuard()
         self._arena = Arena()
-        self._flight: SaveHandle | None = None
+        self._flight: SaveHandle[CheckpointInfo] | None = None
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
 
@@ -90,7 +90,7 @@ class Checkpointer:
         staging_check: str = "sampled",
         rng: bool = True,
         on_event: OnEvent | None = None,
-    ) -> SaveHandle:
+    ) -> SaveHandle[CheckpointInfo]:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         began = time.perf_counter()
         self.finalize()
@@ -115,7 +115,7 @@ class Checkpointer:
         )
         return self._at_once(request) if background is None else self._later(request)
 
-    def _at_once(self, request: SaveRequest) -> SaveHandle:
+    def _at_once(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         with self._watched(f"saving {request.tag}", request.on_event) as on_event:
             save = Save(replace(request, on_event=on_event), self._current_ranks(), self._plans, self._timeout)
             with _collector_paused(), save.undone_on_failure():
@@ -125,7 +125,7 @@ class Checkpointer:
                 save.part()
         return SaveHandle(save.path, save.telling.returned(), ended(info))
 
-    def _later(self, request: SaveRequest) -> SaveHandle:
+    def _later(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
         with _collector_paused(), save.undone_on_failure():
             save.begin()

@@ -13,6 +13,7 @@ from holdfast import catalog
 from holdfast.checkpointer import Checkpointer
 from holdfast.events import OnEvent
 from holdfast.handle import SaveHandle
+from holdfast.parts.calls import finalize as finalize_parts
 from holdfast.restored import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
@@ -46,7 +47,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
-) -> SaveHandle:
+) -> SaveHandle[CheckpointInfo]:
     """Save a training state into the folder ``path/tag``. Every rank of the process group calls it.
 
     Args:
@@ -195,9 +196,9 @@ def restore(
 def finalize() -> None:
     """Wait for all saves that are under way. When all have ended, raises what went wrong with the first that failed."""
     errors: list[Exception] = []
-    for checkpointer in list(_defaults.values()):
+    for wait in [*(checkpointer.finalize for checkpointer in _defaults.values()), finalize_parts]:
         try:
-            checkpointer.finalize()
+            wait()
         except Exception as error:  # noqa: BLE001 - raised when all have ended
             errors.append(error)
     if errors:

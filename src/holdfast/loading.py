@@ -23,9 +23,11 @@ from holdfast.finding import Found, Search
 from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values
+from holdfast.fusing import fused
 from holdfast.reading import Reading
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
+from holdfast.state import model as models
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import Own, Saved, resized, same
 from holdfast.state.capture import Training
@@ -176,8 +178,11 @@ class Load:
             raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
 
     def _open(self, folder: Path) -> Reader:
+        training = self._request.training
         try:
-            return NativeReader(folder) if self.found.id else open_reader(folder, self._request.keys)
+            opened = NativeReader(folder) if self.found.id else open_reader(folder, self._request.keys)
+            reader = self._request.seen(opened)
+            return reader if isinstance(reader, NativeReader) else fused(reader, models.slots(training.model))
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise
@@ -191,7 +196,8 @@ class Load:
         moved = self._telling.moving("load", reading.plan.nbytes).add
 
         def work() -> Fragments:
-            found = reading.run(self._ranks, self._session, moved)
+            intake.materialise()
+            found = reading.run(reader, intake, self._ranks, self._session, moved)
             return checks.check_own(found) if checks else {}
 
         def decide(posted: list[bytes]) -> bytes:
@@ -224,6 +230,7 @@ class Load:
             rederived=tuple(rederived),
             fell_back_from=tuple(self.found.passed),
             run=manifest.run if manifest else "",
+            named_by=dict(intake.named_by),
         )
 
 

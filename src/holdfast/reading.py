@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine import layouts
@@ -47,13 +47,12 @@ class _Files:
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's share of the reading; ``more`` are targets that take what another target has taken, too."""
+    """One rank's share of the reading; ``more`` goes into targets that take what another target has taken, too."""
 
     plan: LoadPlan
     numbered: Sequence[tuple[str, str]]
     files: Sequence[Source]
-    parts: Mapping[int, LocalPart]
-    more: Sequence[tuple[LocalPart, Sequence[Piece]]]
+    more: Sequence[Sequence[Piece]]
     exchange: bool
 
     @classmethod
@@ -64,30 +63,31 @@ class Reading:
         held = {number[one.group, one.name]: one for one in wanted}
         files = _Files(reader, numbered, held)
         plan = plan_load(held, ranks.rank, files.locate, exchange=exchange)
-        infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
         me = ranks.global_ranks()[ranks.rank]
         return cls(
             plan=plan,
             numbered=numbered,
-            parts={number[key]: _sink(target, infos[key]) for key, target in intake.targets.items()},
             more=[
-                (_sink(target, infos[key]), _runs(target, infos[key], me, files.locate(number[key])))
+                _runs(target, reader.groups[key[0]][key[1]], me, files.locate(number[key]))
                 for key, target in intake.more
             ],
             files=list(files.numbers),
             exchange=exchange,
         )
 
-    def run(self, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
-        """Read. Returns what was hashed here."""
+    def run(self, reader: Reader, intake: Intake, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
+        """Read into the targets of the intake, which all have memory now. Returns what was hashed here."""
+        number = {key: i for i, key in enumerate(self.numbered)}
+        infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
+        parts = {number[key]: _sink(target, infos[key]) for key, target in intake.targets.items()}
         found: Fragments = {}
         if self.exchange:
             with Wire(ranks.gloo(session.timeout), session) as wire:
-                found = read_shared(self.files, self.plan.shared, self.parts.__getitem__, wire, moved)
-        found |= read_stripes(self.files, self.plan.alone, self.parts.__getitem__, moved)
-        found |= read_pieces(self.files, self.plan.pieces, self.parts.__getitem__, moved)
-        for target, pieces in self.more:
-            sinks = {piece.tensor: target for piece in pieces}
+                found = read_shared(self.files, self.plan.shared, parts.__getitem__, wire, moved)
+        found |= read_stripes(self.files, self.plan.alone, parts.__getitem__, moved)
+        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
+        for (key, target), pieces in zip(intake.more, self.more, strict=True):
+            sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
             for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found

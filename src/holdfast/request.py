@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.asked import Asked
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import InvalidArgumentError, TagExistsError
 from holdfast.events import OnEvent, unheard
+from holdfast.formats.reader import Reader
+from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
 from holdfast.layout.names import check_tag, check_text, number
 from holdfast.retention import Retention
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
+from holdfast.storage import local
 
 #: When the state is copied: before the call returns, or, where only steps of optimizers change it, until the next step.
 STAGING = ("eager", "overlapped")
@@ -86,6 +89,19 @@ class SaveRequest:
         if self.keep is not None:
             self.keep.check(self.step, self.metrics)
 
+    def check_place(self) -> None:
+        """Raise ``TagExistsError`` where the tag is taken, and is not to be overwritten."""
+        final = self.path / self.tag
+        there = local.exists(final)
+        if self.overwrite and local.lacks(final, manifest.NAME):
+            raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
+        if there and not self.overwrite:
+            raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
+
+    def packing(self) -> bytes:
+        """All that decides, beside the tensors, what lies in which file."""
+        return str(parse_size(self.max_shard_size)).encode()
+
     def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
         """The step and the metrics as the manifest has them; metrics that are not finite become ``None``."""
         step = None if self.step is None else number("step", self.step)
@@ -97,7 +113,11 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What to load from where. Without a ``tag``: the latest, or ``path`` itself where it is a checkpoint."""
+    """What to load from where. Without a ``tag``: the latest, or ``path`` itself where it is a checkpoint.
+
+    ``seen`` makes of the checkpoint's reader another one, which has what is asked for under other names, or put
+    together otherwise; ``seen_as`` says how, in words.
+    """
 
     path: Path
     tag: str | None
@@ -107,6 +127,8 @@ class LoadRequest:
     exchange: str = "auto"
     on_damage: str = "fall_back"
     keys: Mapping[str, str] = field(default_factory=dict)
+    seen: Callable[[Reader], Reader] = lambda reader: reader
+    seen_as: str = "as it is"
     on_event: OnEvent = unheard
     began: float = field(default_factory=time.perf_counter)
 
@@ -119,6 +141,7 @@ class LoadRequest:
             "exchange": self.exchange,
             "on_damage": self.on_damage,
             "keys": repr(sorted(self.keys.items())),
+            "how the checkpoint is seen": self.seen_as,
         }
         return Asked("load", about)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,6 +22,8 @@ class Restored:
 
     ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of newer
     checkpoints that are damaged. ``run`` is the id of the run that saved it, where the format is holdfast's.
+    ``named_by`` tells, by slot, what an optimizer's parameters were found by: ``"model"``, ``"names"`` that torch
+    keeps in the groups, or ``"places"``.
     """
 
     user_content: Any
@@ -34,3 +37,4 @@ class Restored:
     rederived: tuple[str, ...] = ()
     fell_back_from: tuple[str, ...] = ()
     run: str = ""
+    named_by: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +25,17 @@ from holdfast.catalog import Successor, successor
 from holdfast.engine import replicas
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.commit import Draft, Overwrite
-from holdfast.engine.gather import write_stripes
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import WATCHED, Arena, Later, Staged, stage
-from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
-from holdfast.engine.wire import Wire
-from holdfast.engine.write import write_pieces
+from holdfast.engine.stage import WATCHED, Arena, Later, Staged
+from holdfast.engine.transfer import decode_fragments, encode_fragments
 from holdfast.errors import (
     DamagedError,
     DisagreementError,
     FormatError,
     HoldfastError,
     NoCheckpointError,
-    ReplicaMismatchError,
     StorageError,
     TagExistsError,
 )
@@ -49,6 +45,7 @@ from holdfast.layout import manifest
 from holdfast.layout.files import parse_size
 from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
+from holdfast.moving import Moving
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
@@ -128,13 +125,7 @@ class Save:
         """Copy what this rank will write, but for what may be copied later."""
         later = self._later()
 
-        def work() -> Staged:
-            if not self._plan.exchanges:
-                return stage(self._plan, self._part_of, arena, None, later)
-            with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
-                return stage(self._plan, self._part_of, arena, wire, later)
-
-        self._staged = self._session.all("copying what is to be saved", work)
+        self._staged = self._session.all("copying what is to be saved", lambda: self._moving.stage(arena, later))
         if not self._is_overlapped:
             self._let_go()
 
@@ -264,19 +255,13 @@ class Save:
         opened = msgspec.msgpack.decode(raw, type=_Opened)
         if opened.successor is None:
             cache.key = b""
-            raise self._mismatch()
+            raise self._moving.differing()
         cache.saves += 1
         return opened.successor
 
-    def _mismatch(self) -> ReplicaMismatchError:
-        """Find out together which replicas differ."""
-        _, message = self._session.vote(
-            "comparing replicas",
-            lambda: replicas.details(self._plan, self._part_of),
-            lambda own: own,
-            lambda posted: replicas.mismatch(self._plan, posted).encode(),
-        )
-        return ReplicaMismatchError(message.decode())
+    @property
+    def _moving(self) -> Moving:
+        return Moving(self._ranks, self._session, self._plan, self._part_of)
 
     def _write(self, draft: Draft, following: Successor) -> Manifest:
         """Write this rank's share; rank 0 commits when all have written theirs."""
@@ -288,7 +273,8 @@ class Save:
                     f"{draft.folder}, which rank 0 has made, cannot be seen here: "
                     "all ranks must save into a shared file system"
                 )
-            return _Report(encode_fragments(self._move(files, draft.plan)), self._captured.own)
+            moved = self.telling.moving("save", draft.plan.nbytes).add
+            return _Report(encode_fragments(self._moving.write(files, self._staged, moved)), self._captured.own)
 
         def decide(posted: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
@@ -315,17 +301,6 @@ class Save:
             there = CheckpointInfo.of(self.path, read_manifest(self.path))
             if there.age > CheckpointInfo.of(self.path, described).age:
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
-
-    def _move(self, files: Sequence[Path], plan: SavePlan) -> Fragments:
-        """Write this rank's stripes and pieces."""
-        moved = self.telling.moving("save", plan.nbytes).add
-        if self._staged is not None:
-            return write_pieces(files, self._staged.pieces, self._staged.part_of, moved)
-        found: Fragments = {}
-        if plan.exchanges:
-            with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
-                found = write_stripes(files, plan.crossings, self._part_of, wire, moved)
-        return found | write_pieces(files, plan.pieces, self._part_of, moved)
 
     def _describe(self, following: Successor, files: dict[str, FileRecord]) -> Manifest:
         step, metrics = self._request.numbers()

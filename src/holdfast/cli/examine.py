@@ -22,7 +22,8 @@ class Verdict:
 
     ``status`` is ``"unchecked"`` where all could be read, but not all has checksums; ``"unreadable"`` where it
     could not even be opened, for another reason than damage. ``tensors`` and ``bytes`` are those that are sound,
-    read in ``seconds``; ``checksummed`` of all tensors have checksums. ``problems`` name files and tensors.
+    read in ``seconds``; ``checksummed`` of all tensors have checksums. ``problems`` name files and tensors, ``notes``
+    what lies beside them without harm.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Verdict:
     bytes: int = 0
     seconds: float = 0.0
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -48,7 +50,7 @@ def examine(path: Path) -> Verdict:
         raise
     except HoldfastError as error:
         status: Literal["damaged", "unreadable"] = "damaged" if isinstance(error, DamagedError) else "unreadable"
-        return Verdict(path=str(path), status=status, problems=(message(error),))
+        return Verdict(path=str(path), status=status, problems=tuple(message(error).splitlines()))
     with progress(f"verifying {path.name}", target.nbytes) as done:
         checkpoint = holdfast.Checkpoint(target.reader)
         started = time.perf_counter()  # torch is imported now
@@ -62,6 +64,7 @@ def examine(path: Path) -> Verdict:
         bytes=sum(sound.values()),
         seconds=seconds,
         problems=tuple(problems),
+        notes=target.notes,
     )
 
 

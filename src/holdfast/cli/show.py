@@ -16,7 +16,7 @@ from holdfast.cli.values import plain
 from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.storage.local import local_path
-from holdfast.terminal import console
+from holdfast.terminal import clean, console
 
 
 def show(
@@ -51,6 +51,8 @@ def _print(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str], 
         parts += [sections.summary(modules(found.reader.groups)), *sections.values(_values(found))]
     for i, part in enumerate(part for part in parts if part.rows):
         out.print(*[""] * bool(i), part)
+    for note in found.notes:
+        out.print(clean(note), style="yellow")
 
 
 def _tensors(found: Target) -> dict[str, TensorInfo]:
@@ -85,6 +87,7 @@ def _record(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str])
             for name, info in tensors.items()
         ],
         "tied": tied,
+        "notes": list(found.notes),
         "modules": [
             {"group": part.group, "module": part.name or None, "tensors": part.tensors, "bytes": part.nbytes}
             for part in modules(found.reader.groups)

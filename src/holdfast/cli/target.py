@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.catalog import list_checkpoints, open_latest
 from holdfast.errors import DamagedError
 from holdfast.formats.detect import is_checkpoint
+from holdfast.formats.indexed.inspect import inspect
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
@@ -20,11 +21,12 @@ from holdfast.survey import CheckpointInfo
 
 @dataclass(frozen=True)
 class Target:
-    """One checkpoint, its metadata read; ``manifest`` where it is one of ours."""
+    """One checkpoint, its metadata read; ``manifest`` where it is one of ours; ``notes`` on what lies beside it."""
 
     path: Path
     reader: Reader
     manifest: Manifest | None
+    notes: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[str, str, TensorInfo]]:
         """Group, name and description of every tensor, those inside values included; layer 2 comes before layer 10."""
@@ -66,5 +68,9 @@ def load(path: Path) -> Target:
     found = checkpoints(path)
     if found and found[-1].status != "complete":
         raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
+    noticed = inspect(path)
+    if noticed.faults:
+        raise DamagedError("\n".join(noticed.faults))
     reader = open_latest(path)
-    return Target(reader.path, reader, reader.manifest if isinstance(reader, NativeReader) else None)
+    manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    return Target(reader.path, reader, manifest, noticed.notes)

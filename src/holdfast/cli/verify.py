@@ -78,6 +78,8 @@ def _print(verdict: Verdict) -> None:
         out.print(f"  {clean(problem)}", style="red")
     if len(verdict.problems) > _SHOWN:
         out.print(f"  and {count(len(verdict.problems) - _SHOWN, 'more problem')}; --json names all", style="red")
+    for note in verdict.notes:
+        out.print(f"  {clean(note)}", style="yellow")
     if verdict.status == "unchecked":
         out.print(f"  {_reservation(verdict)}", style="yellow")
     if verdict.seconds:

@@ -140,7 +140,7 @@ def _model(slot: str, groups: Groups, values: Mapping[str, Any]) -> dict[str, An
 
 def _optimizer(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
     tensors, named = _states(slot, groups), not values[slot].get(BY_NUMBER)
-    found = [_state_dict(part, tensors, named=named) for part in _parts(values[slot]["groups"])]
+    found = [optimizer_state_dict(part, tensors, named=named) for part in _parts(values[slot]["groups"])]
     return found[0] if len(found) == 1 else found
 
 
@@ -154,9 +154,13 @@ def _parts(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
     return parts
 
 
-def _state_dict(
+def optimizer_state_dict(
     groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]], *, named: bool
 ) -> dict[str, Any]:
+    """What ``Optimizer.load_state_dict`` takes, from the groups of one optimizer and the states by parameter.
+
+    Raises ``InvalidArgumentError`` where nobody knows the order of the parameters.
+    """
     unordered = next((group for group in groups if not group[ORDERED]), None)
     if unordered is not None:
         raise InvalidArgumentError(

@@ -26,37 +26,61 @@ from holdfast.storage.folders import check_space
 from holdfast.storage.local import created, make_folder
 
 
+class TorchFile:
+    """A file of ``torch.save`` to be, whose tree has tensors without data where their bytes will be written."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def make(self, path: Path) -> None:
+        """Make it, at its final size."""
+        make_folder(path.parent)
+        with created(path) as file, skip_data(materialize_fake_tensors=True):
+            torch.save(self._tree, file)  # which has a path's name inside, given one
+
+    def starts(self, path: Path) -> dict[int, int]:
+        """Where the bytes of each tensor without data start in the file that was made, by the tensor's ``id``."""
+        return {id(mine): offset for mine, offset in self._pairs(path) if isinstance(mine, FakeTensor)}
+
+    def finish(self, path: Path) -> None:
+        """Write the tensors that have data: small ones among the values."""
+        with BulkWriter(path) as writer:
+            for mine, offset in self._pairs(path):
+                if not isinstance(mine, FakeTensor) and mine.nbytes:
+                    patch(writer, offset, raw(mine))
+            writer.sync()
+
+    def _pairs(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors of the tree, each with the byte of the file that it starts at."""
+        return ((mine, theirs.place().offset) for mine, theirs in pairs(self._tree, read_tree(path).root))
+
+
 class TorchTarget:
     """A file; ``shape`` says what the tree in it is like."""
 
     def __init__(self, material: Material, draft: Path, shape: Shape) -> None:
         self._material, self._draft = material, draft
         self._fakes = Fakes(material.infos)
-        self._tree = self._fakes.tree(material, shape)
+        self._file = TorchFile(self._fakes.tree(material, shape))
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
         make_folder(self._draft.parent)
         check_space(self._draft.parent, sum(info.nbytes for info in self._material.infos.values()))
-        with created(self._draft) as file, skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, file)  # which has a path's name inside, given one
+        self._file.make(self._draft)
 
     def places(self) -> Places:
         """See :class:`holdfast.conversion.target.Target`."""
         known = {id(fake): key for key, fake in self._fakes.made.items()}
-        found = {known[id(mine)]: offset for mine, offset in self._pairs() if isinstance(mine, FakeTensor)}
+        found = {known[number]: offset for number, offset in self._file.starts(self._draft).items()}
         infos = self._material.infos
         ordered = sorted(found, key=found.__getitem__)
         return Places([self._draft], {key: [Spot(0, found[key], 0, infos[key].nbytes)] for key in ordered})
 
     def finish(self, fragments: Fragments) -> None:
-        """Write what is in memory: small tensors among the values."""
+        """See :class:`holdfast.conversion.target.Target`."""
         del fragments  # files of torch.save have no room for CRCs
-        with BulkWriter(self._draft) as writer:
-            for mine, offset in self._pairs():
-                if not isinstance(mine, FakeTensor) and mine.nbytes:
-                    patch(writer, offset, raw(mine))
-            writer.sync()
+        self._file.finish(self._draft)
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
@@ -65,10 +89,6 @@ class TorchTarget:
     def close(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tensors of the tree, each with the byte of the file that it starts at."""
-        return ((mine, theirs.place().offset) for mine, theirs in pairs(self._tree, read_tree(self._draft).root))
 
 
 def pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, Tensor]]:

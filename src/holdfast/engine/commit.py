@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
 from holdfast.errors import DisagreementError, StorageError, TagExistsError
 from holdfast.layout import blocks, manifest
+from holdfast.layout.blocks import Fragment
 from holdfast.layout.files import DataFile, index, index_path
 from holdfast.layout.manifest import FileRecord, Manifest
 from holdfast.storage import folders, local
@@ -118,7 +119,11 @@ class Draft:
         """Write the headers, which hold the CRCs of all blocks."""
         number = itertools.count()
         for file in self.plan.files:
-            crcs = [self._crcs(next(number), entry.nbytes, fragments) for entry in file.entries.values()]
+            crcs = []
+            for entry in file.entries.values():
+                tensor = next(number)
+                group, name = self.plan.tensors[tensor]
+                crcs.append(block_crcs(fragments.get(tensor, []), entry.nbytes, f"{group} tensor {name!r}"))
             header = file.header(itertools.chain(*crcs))
             with BulkWriter(self.folder / file.path) as writer:
                 writer.write(0, memoryview(header))
@@ -126,17 +131,17 @@ class Draft:
             crc = blocks.crc64(header)
             yield file.path, FileRecord(file.size, f"{_whole(crc, file, crcs):016x}", len(header), f"{crc:016x}")
 
-    def _crcs(self, tensor: int, nbytes: int, fragments: Fragments) -> list[int]:
-        found = blocks.assemble(fragments.get(tensor, []), nbytes)
-        whole = [crc for crc in found if crc is not None]
-        if len(whole) != len(found):
-            group, name = self.plan.tensors[tensor]
-            start, stop = blocks.span(found.index(None), nbytes)
-            raise DisagreementError(
-                f"{group} tensor {name!r}: no rank saved all of bytes {start} to {stop}; "
-                "some rank of its mesh did not pass it to the save"
-            )
-        return whole
+
+def block_crcs(found: Sequence[Fragment], nbytes: int, what: str) -> list[int]:
+    """The CRC of each block of a tensor from what all ranks hashed. Raises ``DisagreementError`` naming a gap."""
+    crcs = blocks.assemble(found, nbytes)
+    whole = [crc for crc in crcs if crc is not None]
+    if len(whole) != len(crcs):
+        start, stop = blocks.span(crcs.index(None), nbytes)
+        raise DisagreementError(
+            f"{what}: no rank saved all of bytes {start} to {stop}; some rank of its mesh did not pass it to the save"
+        )
+    return whole
 
 
 def _forget(final: Path, how: Overwrite) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,8 +38,8 @@ def write_stripes(
         numbers = sorted({piece.file for crossing in owned for piece in crossing.pieces})
         writers = {file: stack.enter_context(BulkWriter(files[file])) for file in numbers}
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        for piece, stripe in _put_together(crossings, part_of, wire, shelf):
-            written.append(pool.submit(_write, piece, stripe, writers[piece.file], shelf, moved))
+        for pieces, stripe in _put_together(crossings, part_of, wire, shelf):
+            written.append(pool.submit(_write, pieces, stripe, writers, shelf, moved))
         found = [future.result() for future in written]
         for writer in writers.values():
             writer.sync()
@@ -47,10 +47,14 @@ def write_stripes(
 
 
 def put_together(crossings: Sequence[Crossing], part_of: PartOf, wire: Wire) -> Iterator[tuple[Piece, Bytes]]:
-    """The stripes that this rank owns, in the order of the plan, each valid until the next one is asked for."""
+    """The pieces of the stripes that this rank owns, in the order of the plan, valid until the next one is asked for.
+
+    A stripe has several pieces where its tensor is stored as several.
+    """
     shelf = _Shelf()
-    for piece, buffer in _put_together(crossings, part_of, wire, shelf):
-        yield piece, _inside(buffer, piece)
+    for pieces, buffer in _put_together(crossings, part_of, wire, shelf):
+        stripe = _inside(buffer, pieces)
+        yield from ((piece, _cut_out(stripe, piece)) for piece in pieces)
         shelf.put_back(buffer)
 
 
@@ -78,14 +82,14 @@ class _Flight:
     """A stripe on its way: what this rank sends, or what it waits for to put together in ``buffer``."""
 
     works: Works
-    piece: Piece | None = None
+    pieces: tuple[Piece, ...] = ()
     buffer: Bytes | None = None
     arriving: list[tuple[Share, Bytes]] = field(default_factory=list)
 
 
 def _put_together(
     crossings: Sequence[Crossing], part_of: PartOf, wire: Wire, shelf: _Shelf
-) -> Iterator[tuple[Piece, Bytes]]:
+) -> Iterator[tuple[tuple[Piece, ...], Bytes]]:
     """The stripes that this rank owns, in buffers of the shelf; on the way it sends what others need."""
     flying: deque[_Flight] = deque()
     for crossing in crossings:
@@ -99,12 +103,12 @@ def _put_together(
         yield from _landed(flying.popleft(), wire)
 
 
-def _landed(flight: _Flight, wire: Wire) -> Iterator[tuple[Piece, Bytes]]:
+def _landed(flight: _Flight, wire: Wire) -> Iterator[tuple[tuple[Piece, ...], Bytes]]:
     wire.wait(flight.works)
-    if flight.piece is not None and flight.buffer is not None:
+    if flight.buffer is not None:
         for place, data in flight.arriving:
-            place.put(data, _inside(flight.buffer, flight.piece))
-        yield flight.piece, flight.buffer
+            place.put(data, _inside(flight.buffer, flight.pieces))
+        yield flight.pieces, flight.buffer
 
 
 def _pass_on(crossing: Passed, part_of: PartOf, wire: Wire) -> _Flight:
@@ -112,16 +116,16 @@ def _pass_on(crossing: Passed, part_of: PartOf, wire: Wire) -> _Flight:
 
 
 def _assemble(crossing: Owned, part_of: PartOf, wire: Wire, buffer: Bytes) -> _Flight:
-    (piece,) = crossing.pieces
+    pieces = crossing.pieces
     works, arriving = [], []
     for cut, place in crossing.cuts:
         if cut.source == wire.rank:
-            place.put(_bytes_of(part_of(piece.tensor), cut), _inside(buffer, piece))
+            place.put(_bytes_of(part_of(pieces[0].tensor), cut), _inside(buffer, pieces))
             continue
         data = np.empty(cut.size, np.uint8)
         works.append(wire.receive(data, cut.source))
         arriving.append((place, data))
-    return _Flight(works, piece, buffer, arriving)
+    return _Flight(works, pieces, buffer, arriving)
 
 
 def _bytes_of(part: LocalPart, cut: Cut) -> Bytes:
@@ -132,20 +136,40 @@ def _bytes_of(part: LocalPart, cut: Cut) -> Bytes:
     return data
 
 
-def _inside(buffer: Bytes, piece: Piece) -> Bytes:
+def _inside(buffer: Bytes, pieces: tuple[Piece, ...]) -> Bytes:
     """Where a stripe lies in its buffer: as far from a page's start as in the file."""
-    lead = piece.offset % SECTOR
-    return buffer[lead : lead + piece.stop - piece.start]
+    lead = pieces[0].offset % SECTOR
+    return buffer[lead : lead + max(piece.local + piece.stop - piece.start for piece in pieces)]
 
 
-def _write(piece: Piece, buffer: Bytes, writer: BulkWriter, shelf: _Shelf, moved: Moved) -> list[tuple[int, Fragment]]:
+def _cut_out(stripe: Bytes, piece: Piece) -> Bytes:
+    return stripe[piece.local : piece.local + piece.stop - piece.start]
+
+
+def _write(
+    pieces: tuple[Piece, ...], buffer: Bytes, writers: Mapping[int, BulkWriter], shelf: _Shelf, moved: Moved
+) -> list[tuple[int, Fragment]]:
     try:
-        stripe = _inside(buffer, piece)
-        writer.write(piece.offset, stripe.data)
-        moved(len(stripe))
-        return list(hashed(piece, stripe))
+        stripe = _inside(buffer, pieces)
+        found: list[tuple[int, Fragment]] = []
+        for piece in pieces:
+            data = _cut_out(stripe, piece)
+            writers[piece.file].write(piece.offset, _as_far_from_a_page(data, piece).data)
+            moved(len(data))
+            found += hashed(piece, data)
+        return found
     finally:
         shelf.put_back(buffer)
+
+
+def _as_far_from_a_page(data: Bytes, piece: Piece) -> Bytes:
+    """The bytes as far from a page's start as they go in the file: a copy, for those that were not."""
+    lead = piece.offset % SECTOR
+    if data.ctypes.data % SECTOR == lead:
+        return data
+    copy = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
+    np.copyto(copy, data)
+    return copy
 
 
 def hashed(piece: Piece, data: Bytes) -> Iterator[tuple[int, Fragment]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.engine.layouts import Coordinate
 from holdfast.engine.membership import Held, Membership, first_part
@@ -47,6 +48,21 @@ class SavePlan:
         return nbytes_of(self.pieces) + sum(nbytes_of(pieces) for pieces in stripes)
 
 
+class Stretch(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor as ranks hold it, where they are stored.
+
+    They are those of stored tensor number ``tensor`` from byte ``at`` on, from byte ``offset`` on of file number
+    ``file``.
+    """
+
+    start: int
+    stop: int
+    tensor: int
+    at: int
+    file: int
+    offset: int
+
+
 #: The plan of a save of nothing.
 NOTHING = SavePlan((), {}, (), (), (), {}, exchanges=False)
 
@@ -64,9 +80,34 @@ def plan_save(membership: Membership, rank: int, limit: int) -> SavePlan:
     ]
     own = _Share(rank)
     for tensor, (key, (file, offset)) in enumerate(zip(names, starts, strict=True)):
-        own.add(tensor, held[key], file, offset)
-    exchanges = any(is_narrow(first_part(tensor)) for tensor in held.values())
-    return SavePlan(files, groups, names, own.pieces(), own.crossings, own.replicas, exchanges)
+        own.add(held[key], [Stretch(0, held[key].info.nbytes, tensor, 0, file, offset)])
+    return SavePlan(files, groups, names, own.pieces(), own.crossings, own.replicas, _exchanges(held))
+
+
+def plan_into(
+    membership: Membership,
+    rank: int,
+    names: Sequence[tuple[str, str]],
+    places: Mapping[tuple[str, str], Sequence[Stretch]],
+) -> SavePlan:
+    """The plan of ``rank`` for files that somebody else has laid out. ``names`` are the stored tensors by number.
+
+    ``places`` tells where the bytes of each tensor that ranks hold go, in an order that is the same on all ranks; they
+    may be several stored tensors, and one may be stored twice.
+    """
+    held = {(tensor.group, tensor.name): tensor for tensor in membership.tensors()}
+    own = _Share(rank)
+    for key, stretches in sorted(places.items(), key=_in_files):
+        own.add(held[key], stretches)
+    return SavePlan((), {}, names, own.pieces(), own.crossings, own.replicas, _exchanges(held))
+
+
+def _in_files(place: tuple[tuple[str, str], Sequence[Stretch]]) -> list[tuple[int, int]]:
+    return [(one.file, one.offset) for one in place[1]]
+
+
+def _exchanges(held: Mapping[tuple[str, str], Held]) -> bool:
+    return any(is_narrow(first_part(tensor)) for tensor in held.values())
 
 
 def _pack(
@@ -84,6 +125,15 @@ def _writers(held: Held, coordinate: Coordinate) -> tuple[int, ...]:
     return holders if held.shared else holders[:1]
 
 
+def _pieces(stretches: Sequence[Stretch], start: int, stop: int) -> Iterator[Piece]:
+    """Where bytes ``[start, stop)`` of a tensor are stored."""
+    for one in stretches:
+        low, high = max(start, one.start), min(stop, one.stop)
+        if low < high:
+            skip = low - one.start
+            yield Piece(one.tensor, one.at + skip, one.at + skip + high - low, low - start, one.file, one.offset + skip)
+
+
 class _Share:
     """Collects what one rank writes, passes on and proves."""
 
@@ -93,8 +143,11 @@ class _Share:
         self.crossings: list[Crossing] = []
         self.replicas: dict[tuple[int, ...], list[Replica]] = {}
 
-    def add(self, tensor: int, held: Held, file: int, offset: int) -> None:
+    def add(self, held: Held, stretches: Sequence[Stretch]) -> None:
         """Take note of one tensor."""
+        if not stretches:
+            return
+        tensor = stretches[0].tensor
         coordinate = held.coordinate(self._rank)
         if coordinate is None:
             return
@@ -103,7 +156,7 @@ class _Share:
             self.replicas.setdefault(holders, []).append(Replica(tensor, mine.nbytes))
 
         def locate(start: int, stop: int) -> tuple[Piece, ...]:
-            return (Piece(tensor, start, stop, 0, file, offset + start),)
+            return tuple(_pieces(stretches, start, stop))
 
         writers = _writers(held, coordinate)
         if is_narrow(first_part(held)):
@@ -125,8 +178,12 @@ class _Share:
             (
                 piece
                 for holders, pieces in self._held.items()
-                for piece in split_evenly(pieces, holders.index(self._rank), len(holders))
+                for piece in split_evenly(sorted(pieces, key=_place), holders.index(self._rank), len(holders))
                 if piece.start < piece.stop
             ),
-            key=lambda piece: (piece.file, piece.offset),
+            key=_place,
         )
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.file, piece.offset

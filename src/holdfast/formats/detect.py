@@ -9,7 +9,10 @@ from holdfast.errors import FormatError, NoCheckpointError
 from holdfast.formats.dcp.folder import is_dcp
 from holdfast.formats.dcp.reader import DcpReader
 from holdfast.formats.dcp.shards import ShardsReader, is_sharded
-from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface
+from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface, kinds_in
+from holdfast.formats.indexed.find import MODEL, OPTIMIZER, chosen
+from holdfast.formats.indexed.reader import IndexedReader, is_indexed
+from holdfast.formats.joined import JoinedReader
 from holdfast.formats.lightning import LightningReader, is_lightning
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.nxd.reader import NxdReader, is_nxd
@@ -29,7 +32,7 @@ _FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, st
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the path itself is a checkpoint of a known format (and not a run's folder of them)."""
-    return is_native(path) or is_huggingface(path) or any(is_one(path) for is_one, _ in _FOREIGN)
+    return is_native(path) or is_indexed(path) or is_huggingface(path) or any(is_one(path) for is_one, _ in _FOREIGN)
 
 
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
@@ -39,6 +42,10 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path)
+    if local.is_folder(path) and (is_huggingface(path) or is_indexed(path)):
+        return _open_parts(path, keys or {})
+    if is_indexed(path):
+        return IndexedReader(path, keys or {})
     if is_huggingface(path):
         return HuggingFaceReader(path)
     for is_one, reader in _FOREIGN:
@@ -51,3 +58,13 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         "nor weights as Hugging Face lays them out, nor a file of torch.save, nor a folder of "
         "torch.distributed.checkpoint, Lightning or NxD"
     )
+
+
+def _open_parts(folder: Path, keys: Mapping[str, str]) -> Reader:
+    """A folder of weights, or of an optimizer, or of both, each in a format of its own."""
+    known = kinds_in(folder)
+    others = [kind for kind in (MODEL, OPTIMIZER) if kind not in known and chosen(folder, kind) is not None]
+    readers: list[Reader] = [HuggingFaceReader(folder)] if known else []
+    if others:
+        readers.append(IndexedReader(folder, keys, others))
+    return readers[0] if len(readers) == 1 else JoinedReader(folder, readers)

@@ -5,68 +5,82 @@ Source: ``save_pretrained`` of transformers. A single safetensors file is read a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.indexed.index import read_index
+from holdfast.formats.native import check_form
 from holdfast.formats.reader import Extent, Values
-from holdfast.formats.safetensors import FileGroup, SafetensorsFile
-from holdfast.layout import blocks
+from holdfast.formats.safetensors import FileGroup, SafetensorsFile, is_safetensors
+from holdfast.layout import blocks, values
 from holdfast.layout.files import TensorInfo
-from holdfast.layout.names import check_inside
+from holdfast.layout.header import parse_json_object
 from holdfast.layout.values import ArrayCodec
 from holdfast.storage import local
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-MODEL = "model"
+#: The same of an optimizer by itself, as ``save_optimizer`` writes it.
+_OPTIMIZER = ("optimizer.safetensors.index.json", "optimizer.safetensors")
 
+#: Key of the header metadata of a first file that holds values beside the tensors, as JSON by part.
+VALUES_KEY = "holdfast.values"
 
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def is_huggingface(path: Path) -> bool:
     """Whether a folder holds weights in this layout, or a file is a safetensors file."""
     if local.is_file(path):
-        return path.suffix == ".safetensors"
-    return local.is_file(path / INDEX) or local.is_file(path / SINGLE)
+        return path.suffix == ".safetensors" or is_safetensors(path)
+    return bool(kinds_in(path))
+
+
+def kinds_in(folder: Path) -> list[str]:
+    """What a folder holds in this layout: a model, an optimizer as we write it."""
+    index, single = _OPTIMIZER
+    ours = local.is_file(folder / single) or (
+        local.is_file(folder / index) and not read_index(folder / index).groups_file
+    )
+    model = local.is_file(folder / INDEX) or local.is_file(folder / SINGLE)
+    return [kind for kind, there in ((MODEL, model), (OPTIMIZER, ours)) if there]
 
 
 class HuggingFaceReader:
-    """A folder of weights, or one safetensors file; a model without anything else."""
+    """A folder of weights, or one safetensors file: a model, or an optimizer by itself as we write it, or both."""
 
     format = "huggingface"
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files: Sequence[Path] = self._files()
-        self._group = FileGroup([SafetensorsFile.open(file) for file in self.files])
-        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {MODEL: self._group.tensors}
-        self.tied: Mapping[str, Mapping[str, str]] = {MODEL: self._group.tied}
+        self._sets = dict(self._open())
+        self.files: Sequence[Path] = [file.path for group in self._sets.values() for file in group.files]
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {name: one.tensors for name, one in self._sets.items()}
+        self.tied: Mapping[str, Mapping[str, str]] = {name: one.tied for name, one in self._sets.items()}
 
-    def _files(self) -> list[Path]:
+    def _open(self) -> Iterator[tuple[str, FileGroup]]:
         if local.is_file(self.path):
-            return [self.path]
-        if not local.is_file(self.path / INDEX):
-            return [self._checked(self.path / SINGLE)]
-        return [self._checked(self.path / name) for name in sorted(set(self._weight_map().values()))]
+            file = SafetensorsFile.open(self.path)
+            yield (OPTIMIZER if OPTIMIZER in self._told([file]) else MODEL), FileGroup([file])
+            return
+        for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+            files = self._files(index, single)
+            if files:
+                yield group, FileGroup([SafetensorsFile.open(file) for file in files])
 
-    def _weight_map(self) -> dict[str, str]:
-        file = self._checked(self.path / INDEX)
-        try:
-            index = msgspec.json.decode(local.read_small(file), type=_Index)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise DamagedError(f"{file} is no index of weights: {error}") from error
-        for name in index.weight_map.values():
-            check_inside(name, str(file))
-        return index.weight_map
+    def _files(self, index: str, single: str) -> list[Path]:
+        if local.is_file(self.path / index) and not read_index(self.path / index).groups_file:
+            return [self._checked(self.path / name, index) for name in sorted(set(self._weight_map(index).values()))]
+        return [self._checked(self.path / single, index)] if local.is_file(self.path / single) else []
 
-    def _checked(self, file: Path) -> Path:
+    def _weight_map(self, name: str) -> dict[str, str]:
+        return read_index(self._checked(self.path / name, name)).weight_map
+
+    def _checked(self, file: Path, index: str) -> Path:
         if not local.exists(file):
-            raise DamagedError(f"{file} is missing; {INDEX} names it")
+            raise DamagedError(f"{file} is missing; {index} names it")
         # In the hub's cache a file is a link from snapshots/<revision>/ to blobs/ of the same repository.
         cached = self.path.parent.name == "snapshots"
         local.check_regular(file, within=(self.path, self.path.parent.parent / "blobs") if cached else (self.path,))
@@ -76,37 +90,58 @@ class HuggingFaceReader:
     def fingerprint(self) -> str:
         """A digest of names, dtypes, shapes and places."""
         text = repr(
-            sorted(
-                (name, info, self._group.home(name).extent(name, 0, 0).offset)
-                for name, info in self._group.tensors.items()
-            )
+            [
+                sorted((name, info, group.home(name).extent(name, 0, 0).offset) for name, info in group.tensors.items())
+                for group in self._sets.values()
+            ]
         )
-        return f"{blocks.crc64(text.encode()):016x}"
+        told = repr([self._texts(group.files) for group in self._sets.values()])
+        return f"{blocks.crc64((text + told).encode()):016x}"
 
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """See :class:`holdfast.formats.reader.Reader`."""
-        if group != MODEL:
-            raise FormatError(f"{self.path} holds a model and no {group}")
-        return [self._group.home(name).extent(name, start, stop)]
+        if group not in self._sets:
+            raise FormatError(f"{self.path} holds {' and '.join(self._sets)}, and no {group}")
+        return [self._sets[group].home(name).extent(name, start, stop)]
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRCs where a folder of ours is read as it lies; others have none."""
-        del group  # there is one
-        return self._group.home(name).crcs.get(name)
+        """The CRCs in files of ours; others have none."""
+        return self._sets[group].home(name).crcs.get(name)
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
-        """A folder of weights has none."""
-        del rank, shared, own
-        return Values({})
+        """What the headers of files of ours tell beside the tensors; others have none."""
+        del rank, own
+        found = {}
+        for name, group in self._sets.items():
+            told = self._told(group.files)
+            if name == OPTIMIZER and name not in told:
+                raise DamagedError(f"{self.path}: no file of the optimizer tells its groups")
+            if name in told:
+                found[name] = check_form(name, values.decode(told[name], shared, str(self.path)), self.path)
+        return Values(found)
+
+    def _told(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
+        """The values in headers, encoded, by part."""
+        found: dict[str, Any] = {}
+        for text in self._texts(files):
+            found |= parse_json_object(text, f"{VALUES_KEY} of {self.path}")
+        return found
+
+    def _texts(self, files: Sequence[SafetensorsFile]) -> list[str]:
+        every = [file.header.metadata.get(VALUES_KEY) for file in files]
+        return [text for text in every if text is not None]
 
     def is_current(self) -> bool:
         """Nobody can tell: a folder of weights has no name of its own."""
         return True
 
     def check_files(self) -> None:
-        """There is nothing to check them against, but that the index names just the tensors that are there."""
-        if local.is_file(self.path / INDEX):
-            weight_map = self._weight_map()
-            for name, file in weight_map.items():
-                if name not in self._group.tensors or self._group.home(name).path.name != file:
-                    raise DamagedError(f"{self.path / INDEX} says that tensor {name!r} is in {file}, where it is not")
+        """There is nothing to check them against, but that an index names just the tensors that are there."""
+        for name, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+            if local.is_file(self.path / index):
+                self._check_index(index, self._sets[name])
+
+    def _check_index(self, index: str, group: FileGroup) -> None:
+        for name, file in self._weight_map(index).items():
+            if name not in group.tensors or group.home(name).path.name != file:
+                raise DamagedError(f"{self.path / index} says that tensor {name!r} is in {file}, where it is not")

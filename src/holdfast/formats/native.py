@@ -144,7 +144,7 @@ class NativeReader:
             raise DamagedError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")
         mine = values.decode(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
         for name, value in tree.items():
-            _check_form(value, _FORMS.get(name.partition("/")[0], Any), self.path / STATE)
+            check_form(name, value, self.path / STATE)
             if name.partition("/")[0] == OPTIMIZER:
                 value["groups"] = self._ordered(value["groups"], name, table)
         _check_form({} if mine is None else mine, _Own, self.path / RANKS)
@@ -176,6 +176,12 @@ class NativeReader:
         for name in self.manifest.files:
             if not name.endswith(".safetensors"):
                 self.small(name)
+
+
+def check_form(slot: str, value: Any, file: Path) -> Any:
+    """The values of a slot, where they are of its form. Raises ``DamagedError`` naming the file."""
+    _check_form(value, _FORMS.get(slot.partition("/")[0], Any), file)
+    return value
 
 
 def _check_form(tree: Any, form: Any, file: Path) -> None:

@@ -17,6 +17,17 @@ from holdfast.storage import local
 from holdfast.storage.bulk import BulkReader
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors files do: the length of a header that it has room for, and a brace."""
+    size = local.size_of(path)
+    if size <= header.LENGTH:
+        return False
+    start = bytearray(header.LENGTH + 1)
+    with BulkReader(path) as reader:
+        reader.read(0, memoryview(start))
+    return int.from_bytes(start[:-1], "little") <= size - header.LENGTH and start[-1:] == b"{"
+
+
 @dataclass(frozen=True)
 class SafetensorsFile:
     """A file whose header has been read and checked."""
@@ -84,6 +95,7 @@ class FileGroup:
     """The files of one group of tensors, seen as one."""
 
     def __init__(self, files: list[SafetensorsFile]) -> None:
+        self.files = files
         self._home = {name: file for file in files for name in file.tensors}
         if len(self._home) != sum(len(file.tensors) for file in files):
             raise DamagedError(f"two of the files beside {files[0].path} hold a tensor of the same name")

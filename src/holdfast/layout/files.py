@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -60,15 +60,19 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class DataFile:
-    """One safetensors file to be: its path inside the checkpoint and its tensors in order."""
+    """One safetensors file to be: its path inside the checkpoint and its tensors in order.
+
+    ``notes`` is what else its header's metadata says.
+    """
 
     path: str
     entries: Mapping[str, Entry]
     tied: Mapping[str, str]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def header(self, crcs: Iterable[int]) -> bytes:
         """The bytes before the data, with the CRC of each block of each tensor, in order."""
-        metadata = {"format": "pt", CRC_KEY: blocks.to_hex(crcs)}
+        metadata = {"format": "pt", **self.notes, CRC_KEY: blocks.to_hex(crcs)}
         if self.tied:
             metadata[TIED_KEY] = json.dumps(dict(sorted(self.tied.items())), separators=(",", ":"))
         return encode(self.entries, metadata)

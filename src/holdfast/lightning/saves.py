@@ -16,6 +16,7 @@ from holdfast.handle import SaveHandle
 from holdfast.lightning.removal import remove
 from holdfast.restored import Restored
 from holdfast.storage.folders import rename
+from holdfast.survey import CheckpointInfo
 
 #: What strategies may write.
 FORMATS = ("native", "lightning")
@@ -27,7 +28,7 @@ class Saves:
 
     checkpoint_format: str
     async_save: bool
-    _handle: SaveHandle | None = None
+    _handle: SaveHandle[CheckpointInfo] | None = None
     _removals: list[Callable[[], object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,10 @@ _MERGED = (MODEL, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Training:
-    """The objects of a training run, as the user passed them; what is ``None`` is not saved."""
+    """The objects of a training run, as the user passed them; what is ``None`` is not saved.
+
+    ``named_by`` is a model that is not saved or loaded, and tells the names of the optimizer's parameters.
+    """
 
     model: Any = None
     optimizer: Any = None
@@ -42,6 +45,7 @@ class Training:
     stateful: Any = None
     dataloader: Any = None
     rng: bool = True
+    named_by: Any = None
 
     def given(self) -> list[str]:
         """Which were passed, by slot, but for what only one rank needs to pass."""
@@ -118,7 +122,7 @@ def capture(training: Training, rank: int) -> Capture:
         tree[slot] = views[slot].extra
         captured.small.update((f"{slot}/{name}", data) for name, data in companions(parts))
     for slot, parts in sources.slots(training.optimizer).items():
-        groups = optimizers.groups(parts, optimizers.handles_for(slot, views))
+        groups = optimizers.groups(parts, optimizers.handles_for(slot, views or named(training)))
         for name, tensor in optimizers.tensors(groups):
             captured.add(slot, name, tensor)
         tree[slot] = _by_part(optimizers.values(groups))
@@ -135,6 +139,11 @@ def capture(training: Training, rank: int) -> Capture:
     captured.own = values.dumps(belonging, own, f"{rank}/")
     _add_own_arrays(captured, own, f"{rank}/")
     return captured
+
+
+def named(training: Training) -> dict[str, ModelView]:
+    """The models that only tell names, by slot."""
+    return {slot: models.view(parts) for slot, parts in models.slots(training.named_by).items()}
 
 
 def _add_model(captured: Capture, slot: str, view: ModelView) -> None:

@@ -1,42 +1,103 @@
-"""Parameters of an optimizer that a checkpoint knows by number only, as ``Optimizer.state_dict()`` does."""
+"""Parameters of an optimizer that are known by number only, in a checkpoint (as ``state_dict()`` has them) or here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key
+from holdfast.layout.order import ORDERED
+from holdfast.state.groups import Encoded
 from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member
 
 
-def by_number(found: Sequence[Group]) -> list[Group]:
+def by_number(found: Sequence[Group], saved: Encoded) -> list[Group]:
     """The same groups, with parameters named by their number, counted over all groups of an optimizer.
 
-    With several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` for parameters
-    that share a flat parameter, whose numbers nobody knows.
+    Where ``saved`` are as many as are trained here, and no more, frozen ones are not counted (as ColossalAI's
+    LowLevelZero saves them), and have no number. Parameters that share a flat parameter are counted in its order. With
+    several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` where a flat
+    parameter has not as many as were saved.
     """
+    number = sum(len(group["params"]) for group in saved)
+    found = _counted(found, number)
+    _check_flat(found, number)
     reached: dict[int, int] = {id(group.source): 0 for group in found}
     order = list(reached)
     numbered = []
     for group in found:
         source = id(group.source)
         prefix = f"{order.index(source)}." if len(order) > 1 else ""
-        members = [_numbered(one, f"{prefix}{reached[source] + i}") for i, one in enumerate(group.members)]
-        reached[source] += len(members)
+        members = []
+        for one in group.members:
+            members.append(_numbered(one, prefix, reached[source]))
+            reached[source] += len(one.handles)
         numbered.append(replace(group, members=members))
     return numbered
 
 
-def _numbered(member: Member, number: str) -> Member:
-    if len(member.handles) > 1:
+def has_names(found: Sequence[Group]) -> bool:
+    """Whether parameters are known by more than their places, for what the optimizer itself says of them."""
+    return any("param_names" in group.settings for group in found) or any(
+        isinstance(member.key, str) for group in found for member in group.members
+    )
+
+
+def by_order(found: Sequence[Group], saved: Encoded) -> list[Group]:
+    """The same groups, with parameters that have no names here called as those in the same places in a checkpoint.
+
+    Raises ``OptimizerMismatchError`` where the places are not known there, or there is another number of them.
+    """
+    theirs = [name for group in saved for name in group["params"]]
+    if not all(group.get(ORDERED) for group in saved):
+        raise OptimizerMismatchError(
+            "the checkpoint has the optimizer's parameters by name, in an order that nobody knows, and here they have "
+            "no names: pass the model, or make the optimizer with model.named_parameters()"
+        )
+    if len(theirs) != sum(len(group.members) for group in found):
+        raise OptimizerMismatchError(
+            f"the checkpoint holds an optimizer of {len(theirs)} parameters, this one trains "
+            f"{sum(len(group.members) for group in found)}; pass the model, so that they are found by name"
+        )
+    name = iter(theirs)
+    return [replace(group, members=[_called(one, next(name)) for one in group.members]) for group in found]
+
+
+def _called(member: Member, name: str) -> Member:
+    return Member(member.key, tuple(Handle(name, one.like, one.flat) for one in member.handles))
+
+
+def _counted(found: Sequence[Group], number: int) -> Sequence[Group]:
+    """The groups, with frozen parameters known by nothing where all that are trained are just as many as ``number``."""
+    members = [member for group in found for member in group.members]
+    trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
+    if len(members) == number or len(trained) != number:
+        return found
+    known = {id(member) for member in trained}
+    return [
+        replace(group, members=[one if id(one) in known else Member(one.key, ()) for one in group.members])
+        for group in found
+    ]
+
+
+def _check_flat(found: Sequence[Group], number: int) -> None:
+    members = [member for group in found for member in group.members]
+    shared = next((member for member in members if len(member.handles) > 1), None)
+    if shared is not None and sum(len(member.handles) for member in members) != number:
         raise OptimizerMismatchError(
             "the checkpoint knows the optimizer's parameters by number only, and FSDP1 keeps "
-            f"{member.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
+            f"{shared.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
         )
-    return Member(member.key, tuple(Handle(number, one.like, one.flat) for one in member.handles))
+
+
+def _numbered(member: Member, prefix: str, first: int) -> Member:
+    handles = enumerate(member.handles, start=first)
+    return Member(member.key, tuple(Handle(f"{prefix}{i}", one.like, one.flat) for i, one in handles))
 
 
 def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None:
@@ -48,8 +109,8 @@ def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None
         shape = shapes.get(number, info.shape)
         if not _spreads(info.shape, shape):
             raise OptimizerMismatchError(
-                f"the checkpoint knows the optimizer's parameters by number only; {state!r} of number {number} has "
-                f"shape {list(info.shape)} there, the parameter of that number has {list(shape)} here: make the "
+                f"the optimizer's parameters are known by their places only; {state!r} of {number!r} has shape "
+                f"{list(info.shape)} in the checkpoint, the parameter in that place has {list(shape)} here: make the "
                 "optimizer with its parameters in the order in which it was saved"
             )
 

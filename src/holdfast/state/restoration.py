@@ -11,6 +11,7 @@ from holdfast.errors import OptimizerMismatchError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key, state_key
 from holdfast.state import fsdp1
+from holdfast.state.foreign import as_kept, check_states
 from holdfast.state.groups import Encoded, check_trained, match
 from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member, place
@@ -36,7 +37,8 @@ class Restoration:
         for name, info in infos.items():
             fqn, state = split_state_key(name)
             by_name.setdefault(fqn, {})[state] = info
-        for group in groups:
+        for group, own in zip(groups, self._matched, strict=True):
+            check_states(group, own, by_name)
             for member in group.members:
                 if group.source.owns(member.key):
                     self._states.append((group, member, self._allocate(group, member, by_name)))
@@ -89,6 +91,7 @@ class Restoration:
                 plain_states.update(saved["state"])
         for group, member, tensors in self._states:
             plain = {name: value for one in member.handles for name, value in plain_states.get(one.name, {}).items()}
+            plain = as_kept(group, member, plain)
             group.source.put(member.key, {**plain, **tensors} or None)
         for group in self._groups:
             group.source.settle()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.engine.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
@@ -19,9 +19,10 @@ from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import LOADER, RNG, Own
-from holdfast.state.capture import STATE, Inventory, Training
+from holdfast.state.capture import STATE, Inventory, Training, named
+from holdfast.state.lazy import LazyModels
 from holdfast.state.named import ModelView
-from holdfast.state.numbered import by_number, check_order
+from holdfast.state.numbered import by_number, by_order, check_order, has_names
 from holdfast.state.restoration import Restoration
 from holdfast.state.tensors import Described, describe
 
@@ -100,7 +101,10 @@ class Intake:
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
         self.filled: set[tuple[str, str]] = set()
+        self._lazy = LazyModels(training)
         self.findings = Findings()
+        #: What the parameters of each optimizer were found by: ``"model"``, ``"names"`` or ``"places"``.
+        self.named_by: dict[str, str] = {}
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
         self._restorations: dict[str, Restoration] = {}
@@ -164,6 +168,7 @@ class Intake:
         for slot, restoration in self._restorations.items():
             with self._mismatch_noted():
                 restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
+        self.findings.different += self._lazy.problems({id(target.local) for target in self._every_target()})
         self._hint()
         self.findings.check(self._policy, source)
         if self._policy.rng and not self._own.has_generators():
@@ -253,22 +258,40 @@ class Intake:
             self.findings.different.append(
                 f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here (map_dtype=True casts)"
             )
-        elif tensor.local.is_meta:
+        elif tensor.local.is_meta and not self._lazy.may(slot):
             self.findings.different.append(
-                f"{name}: on the meta device here, without memory; materialise the model first, with to_empty()"
+                f"{name}: on the meta device here, without memory: load the model by itself, before the optimizer is "
+                "made; a state dict, or a model of FSDP1, needs memory first"
             )
         else:
             self.findings.cast |= {slot} if tensor.dtype != info.dtype else set()
             return True
         return False
 
+    def _every_target(self) -> Iterator[Described]:
+        yield from self.targets.values()
+        yield from (target for _, target in self.more)
+
+    def materialise(self) -> None:
+        """Give tensors on the meta device memory, and initialise those that nothing is loaded into."""
+        made = self._lazy.materialise({id(target.local) for target in self._every_target()})
+        if made:
+            self.targets = {key: _with_memory(target, made) for key, target in self.targets.items()}
+            self.more = [(key, _with_memory(target, made)) for key, target in self.more]
+
     def _match_optimizer(self, slot: str, parts: Sequence[object]) -> None:
         if slot not in self._values:
             self.findings.lack(slot, slot)
             return
-        groups = optimizers.groups(parts, optimizers.handles_for(slot, self._views))
+        handles = optimizers.handles_for(slot, self._views or named(self._training))
+        groups = optimizers.groups(parts, handles)
+        self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
-            groups = by_number(groups)
+            groups = by_number(groups, self._values[slot]["groups"])
+            check_order(groups, self._groups.get(slot, {}))
+            self.named_by[slot] = "places"
+        elif self.named_by[slot] == "places":
+            groups = by_order(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
         with self._mismatch_noted():
@@ -293,6 +316,10 @@ class Intake:
             if name in self._values.get("stateful", {}):
                 one.load_state_dict(self._values["stateful"][name])
         self._own.apply(self._training.dataloader)
+
+
+def _with_memory(target: Described, made: Mapping[int, Tensor]) -> Described:
+    return replace(target, local=made[id(target.local)]) if id(target.local) in made else target
 
 
 def _several(slot: str, others: Sequence[str]) -> str:

@@ -123,6 +123,40 @@ def replace(partial: Path, final: Path, aside: Path) -> None:
     sync_folder(final.parent)
 
 
+def replace_file(partial: Path, final: Path) -> None:
+    """Give a finished file its final name in one atomic step, whatever file had it before. Made durable."""
+    with reported("rename to its final name", partial):
+        partial.replace(final)
+    sync_folder(final.parent)
+
+
+def link_rest(source: Path, target: Path, gone: set[str]) -> None:
+    """Put what is in one folder into another, too, but for the names in ``gone`` and those that are there already.
+
+    Files are linked, so that they are not copied; where the file system has no links, they are.
+    """
+    with reported("take over the contents of", source):
+        for entry in sorted(source.iterdir()):
+            if entry.name not in gone and not (target / entry.name).exists():
+                _link_tree(entry, target / entry.name)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
+    elif source.is_dir():
+        target.mkdir()
+        for entry in sorted(source.iterdir()):
+            _link_tree(entry, target / entry.name)
+    else:
+        try:
+            target.hardlink_to(source)
+        except OSError as error:
+            if error.errno not in {errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EXDEV}:
+                raise
+            shutil.copy2(source, target)
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename a folder, and make that durable."""
     with reported("rename", source):

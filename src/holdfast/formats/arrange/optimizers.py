@@ -36,12 +36,14 @@ class Group:
 class Optimizer:
     """One optimizer: its groups, and the states of its parameters by name.
 
-    With ``by_number`` the parameters have no names: they are known by their number, counted over all groups.
+    With ``by_number`` the parameters have no names: they are known by their number, counted over all groups. ``kind``
+    is its class, where that was saved.
     """
 
     groups: Sequence[Group]
     states: Mapping[str, Mapping[str, Any]]
     by_number: bool = False
+    kind: str | None = None
 
     @property
     def params(self) -> list[str]:
@@ -61,7 +63,7 @@ class Optimizer:
         }
         groups = [
             {
-                "class": None,
+                "class": self.kind,
                 "number": group.number,
                 "params": list(group.params),
                 ORDERED: group.number is not None,
@@ -111,7 +113,8 @@ def _parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
         if not isinstance(own, dict):
             raise DamagedError(f"the optimizer's state of {str(key)[:100]!r} has no names")
         states[by_text.get(str(key), str(key))] = {str(state): value for state, value in own.items()}
-    return Optimizer(groups, states, by_number)
+    kind = node.get("class")
+    return Optimizer(groups, states, by_number, kind if isinstance(kind, str) else None)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

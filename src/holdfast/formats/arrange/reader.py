@@ -29,9 +29,9 @@ class TreeReader:
             raise FormatError(f"{self.path} holds no {group}")
         return self._contents.groups[group][name].extents(start, stop)
 
-    def crcs(self, group: str, name: str) -> None:
-        """There are none."""
-        del group, name
+    def crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """The CRCs of a tensor's blocks, which most of these formats lack."""
+        return self._contents.groups[group][name].crcs if group in self._contents.groups else None
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
         """The values. None belong to single ranks."""

@@ -22,6 +22,11 @@ class Stored(ABC):
         """Equal for two that are the same bytes seen the same way: tied weights."""
         return id(self)
 
+    @property
+    def crcs(self) -> Sequence[int] | None:
+        """The CRC of each block; ``None`` in formats without."""
+        return None
+
     @abstractmethod
     def extents(self, start: int, stop: int) -> Sequence[Extent]:
         """Where its bytes ``[start, stop)`` lie, in their order; the same objects each time."""

@@ -1,0 +1,46 @@
+"""``python -m campaigns.large FOLDER``: needs 7 GB of memory, and 7 GB of disk in FOLDER; a minute or two."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from campaigns.large.ranks import SLACK, Job, loaded, saved, size_of_model, start
+from campaigns.large.tensor import round_trip
+
+RANKS = 4
+
+
+def main() -> None:
+    """Do both, and print what was seen."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("folder", nargs="?", default=".", type=Path)
+    arguments.add_argument("--gigabytes", type=float, default=3.0)
+    given = arguments.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=given.folder, prefix="large-"))
+    nbytes = int(given.gigabytes * 1e9)
+    try:
+        with mp.Manager() as manager:
+            found = manager.list([0] * RANKS)
+            for work in (saved, loaded):
+                mp.spawn(start, (Job(work, RANKS, folder, nbytes), found), nprocs=RANKS)
+            for rank, grown in enumerate(found):
+                over = grown - size_of_model(nbytes) // RANKS
+                print(f"rank {rank}: its shard and {over / 2**20:.0f} MiB at the most")
+                if over > SLACK:
+                    raise SystemExit(f"that is more than {SLACK / 2**20:.0f} MiB")
+        shutil.rmtree(folder / "model")
+        round_trip(folder, nbytes)
+        print(f"a tensor of {nbytes:,} bytes came back from a safetensors file and from a file of torch.save")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,90 @@
+"""A model that is built on the meta device, saved and loaded by FSDP2 ranks: how much memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import holdfast
+
+#: What a rank may need beside its shard, in bytes.
+SLACK = 256 * 2**20
+
+#: The width of a layer, and its bytes.
+_WIDTH = 4096
+_LAYER = _WIDTH * _WIDTH * 4
+
+Work = Callable[[Path, int], int]
+
+
+class Job(NamedTuple):
+    """What ``ranks`` ranks do with a model of about ``nbytes`` in a folder."""
+
+    work: Work
+    ranks: int
+    folder: Path
+    nbytes: int
+
+
+def start(rank: int, job: Job, found: MutableSequence[int]) -> None:
+    """One rank of a group of its own; ``found`` takes what its work gave."""
+    torch.set_num_threads(1)
+    store = job.folder / f"store.{job.work.__name__}"
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks)
+    found[rank] = job.work(job.folder / "model", job.nbytes)
+    dist.destroy_process_group()
+
+
+def size_of_model(nbytes: int) -> int:
+    """The bytes of a model of at least so many: whole layers."""
+    return -(-nbytes // _LAYER) * _LAYER
+
+
+def model_on_meta(nbytes: int) -> nn.Module:
+    """A model of at least so many bytes of float32, sharded, without memory."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(size_of_model(nbytes) // _LAYER)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def saved(folder: Path, nbytes: int) -> int:
+    """Save a model whose layers hold their numbers."""
+    model = model_on_meta(nbytes).to_empty(device="cpu")
+    for number, part in enumerate(_parts(model)):
+        part.fill_(number)
+    holdfast.save_model(model, folder, shard=True)
+    return 0
+
+
+def loaded(folder: Path, nbytes: int) -> int:
+    """Load it. Returns by how many bytes the most that was resident grew."""
+    model = model_on_meta(nbytes)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _peak()
+    holdfast.load_model(model, folder)
+    grown = _peak() - before
+    for number, part in enumerate(_parts(model)):
+        if not bool((part == number).all()):
+            raise SystemExit(f"layer {number} is not what was saved")
+    return grown
+
+
+def _parts(model: nn.Module) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    return [one.to_local().detach() for one in parameters if isinstance(one, DTensor)]
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,26 @@
+"""One tensor that is larger than what a system call writes at a time (2 GiB)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import holdfast
+
+
+def round_trip(folder: Path, nbytes: int) -> None:
+    """Save and load it in both forms. Raises ``SystemExit`` where it is not the same."""
+    numbers = torch.arange(nbytes // 4, dtype=torch.int32)
+    for name in ("one.safetensors", "one.pt"):
+        model = nn.Module()
+        model.register_buffer("large", numbers)
+        holdfast.save_model(model, folder / name)
+        with torch.device("meta"):
+            other = nn.Module()
+            other.register_buffer("large", torch.empty(len(numbers), dtype=torch.int32))
+        holdfast.load_model(other, folder / name)
+        if not torch.equal(other.get_buffer("large"), numbers):
+            raise SystemExit(f"{name} does not hold what was saved")
+        (folder / name).unlink()

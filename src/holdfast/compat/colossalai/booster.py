@@ -1,0 +1,243 @@
+"""``Booster`` with the signatures of ColossalAI 0.5.0, over plain torch objects, DDP, FSDP and DTensor models.
+
+Where the guide has other names than that version, they are keywords. Loading takes everything that the real one writes,
+and saving writes what it loads, each file or folder in one atomic step, and nothing is gathered on one rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.compat.colossalai.layouts import model_folder, optimizer_file, optimizer_folder, variant
+from holdfast.compat.colossalai.wrapped import plain_model, plain_optimizer
+from holdfast.errors import InvalidArgumentError, NoCheckpointError
+from holdfast.handle import SaveHandle
+from holdfast.parts import calls
+from holdfast.parts.content import Content
+from holdfast.parts.files import Shelf
+from holdfast.parts.forms import shard_bytes
+from holdfast.parts.layouts import Layout, safetensors_file, torch_file
+from holdfast.parts.place import Place
+from holdfast.parts.request import PartRequest
+from holdfast.parts.seen import Seen
+from holdfast.restored import Restored
+from holdfast.state.capture import Training
+from holdfast.state.hub import stored
+from holdfast.storage.local import is_file, is_folder, local_path
+
+_Path = str | PathLike[str]
+
+#: Seconds that ranks wait for each other.
+_TIMEOUT = 600.0
+
+
+class CheckpointIO:
+    """What scripts call to wait for asynchronous saves."""
+
+    def synchronize(self) -> None:
+        """Nothing: what is saved asynchronously is copied when the call returns."""
+
+    _sync_d2h = synchronize
+
+    def _sync_io(self) -> None:
+        calls.finalize()
+
+
+class Booster:
+    """Saves and loads models, optimizers and schedulers. Every rank makes the same calls.
+
+    ``plugin`` may be any object with a ``configure`` method like those of ColossalAI's plugins; without one,
+    :meth:`boost` gives back what it was given.
+    """
+
+    def __init__(self, device: str | None = None, mixed_precision: Any = None, plugin: Any = None) -> None:
+        if mixed_precision is not None:
+            raise InvalidArgumentError(
+                "mixed_precision is not for checkpoints: use torch.autocast, or FSDP's own policy"
+            )
+        self.device, self.plugin = device, plugin
+        self.checkpoint_io = CheckpointIO()
+        self._model_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """The five, as the plugin makes them; an optimizer that comes with its model knows the names of parameters."""
+        given = model, optimizer, criterion, dataloader, lr_scheduler
+        if self.plugin is not None:
+            given = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        elif self.device is not None:
+            model.to(self.device)
+        if given[1] is not None:
+            self._model_of[plain_optimizer(given[1])] = weakref.ref(given[0])
+        return given
+
+    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+        """The gradients of a loss."""
+        backward = getattr(optimizer, "backward", None)
+        if callable(backward):
+            backward(loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:
+        """No exchange of gradients inside, for models that have such a context."""
+        if self.plugin is not None:
+            with self.plugin.no_sync(model, optimizer):
+                yield
+            return
+        context = getattr(model, "no_sync", None)
+        if context is None:
+            raise InvalidArgumentError("no_sync is for models that have such a method, as DDP's and FSDP1's do")
+        with context():
+            yield
+
+    def save_model(  # noqa: PLR0917 - the real order
+        self,
+        model: Any,
+        checkpoint: _Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> SaveHandle[Path]:
+        """Save a model: see :func:`holdfast.save_model`. ``prefix`` is a variant of the names of a folder's files."""
+        del gather_dtensor
+        if use_async and not use_safetensors:
+            warnings.warn("use_async=True saves safetensors files, as ColossalAI does", stacklevel=2)
+            use_safetensors = True
+        path = local_path(checkpoint)
+        if not shard and use_safetensors and path.suffix != ".safetensors":
+            raise InvalidArgumentError(
+                f"with use_safetensors the path of a file ends in .safetensors, not {path.name!r}"
+            )
+        plain = plain_model(model)
+        if shard:
+            limit = shard_bytes(size_per_shard)
+            layout = partial(_folder_of_model, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors)
+        else:
+            use_safetensors = use_safetensors or path.suffix == ".safetensors"
+            layout = partial(_file_of_model, name=path.name, use_safetensors=use_safetensors)
+        text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
+        return _save(path, Training(plain, rng=False), layout, text, shard=shard, use_async=use_async)
+
+    def load_model(
+        self,
+        model: Any,
+        checkpoint: _Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+        *,
+        prefix: str | None = None,
+    ) -> Restored:
+        """Load a model: see :func:`holdfast.load_model`. ``prefix`` chooses a variant."""
+        del low_cpu_mem_mode, num_threads
+        plain = plain_model(model)
+        path = _chosen(local_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
+        return calls.load_part(Training(plain), path, Seen("model"), (None, _TIMEOUT), strict=strict)
+
+    #: The guide's name.
+    load = load_model
+
+    def save_optimizer(  # noqa: PLR0917 - the real order
+        self,
+        optimizer: Any,
+        checkpoint: _Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_async: bool = False,
+    ) -> SaveHandle[Path]:
+        """Save an optimizer, its parameters by number: a file of ``torch.save``, or a folder of such files."""
+        del gather_dtensor
+        path, plain = local_path(checkpoint), plain_optimizer(optimizer)
+        if not shard and path.suffix == ".safetensors":
+            raise InvalidArgumentError(
+                "an optimizer's file is one of torch.save: give it another ending than .safetensors, for which "
+                "ColossalAI puts pickles into safetensors files"
+            )
+        layout: Layout
+        if shard:
+            layout = partial(optimizer_folder, limit=shard_bytes(size_per_shard), prefix=prefix)
+        else:
+            layout = partial(optimizer_file, name=path.name)
+        training = Training(optimizer=plain, named_by=self._model(plain), rng=False)
+        text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
+        return _save(path, training, layout, text, shard=shard, use_async=use_async)
+
+    def load_optimizer(
+        self,
+        optimizer: Any,
+        checkpoint: _Path,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+        *,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+    ) -> Restored:
+        """Load an optimizer: see :func:`holdfast.load_optimizer`. ``prefix`` chooses a variant."""
+        del low_cpu_mem_mode, num_threads, size_per_shard
+        plain = plain_optimizer(optimizer)
+        path = _chosen(local_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
+        training = Training(optimizer=plain, named_by=self._model(plain))
+        return calls.load_part(training, path, Seen("optimizer"), (None, _TIMEOUT), strict=True)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
+        """Save a scheduler's state dict as a file of ``torch.save``."""
+        calls.save_scheduler(lr_scheduler, checkpoint, (None, _TIMEOUT), as_torch=True)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
+        """Load a scheduler's state."""
+        calls.load_lr_scheduler(lr_scheduler, checkpoint)
+
+    def _model(self, optimizer: Any) -> Any:
+        """The model that an optimizer was boosted with, while that lives."""
+        known = self._model_of.get(optimizer)
+        model = None if known is None else known()
+        return None if model is None else plain_model(model)
+
+
+def _save(
+    path: Path, training: Training, layout: Layout, text: str, *, shard: bool, use_async: bool
+) -> SaveHandle[Path]:
+    request = PartRequest(Place.of(path, folder=shard), training, layout, text)
+    return calls.saves.save(request, None, _TIMEOUT, use_async=use_async)
+
+
+def _folder_of_model(content: Content, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool) -> Shelf:
+    return model_folder(content.stored_as(partial(stored, model)), limit, prefix, use_safetensors=use_safetensors)
+
+
+def _file_of_model(content: Content, *, name: str, use_safetensors: bool) -> Shelf:
+    return safetensors_file(content.untied(), name) if use_safetensors else torch_file(content, name)
+
+
+def _chosen(path: Path, prefix: str | None, stems: tuple[str, ...]) -> Path:
+    """The index of a variant in a folder; without a prefix the reader finds what is there."""
+    if prefix is None or not is_folder(path):
+        return path
+    for stem in stems:
+        index = path / variant(f"{stem}.index.json", prefix)
+        if is_file(index):
+            return index
+    raise NoCheckpointError(f"{path} holds nothing with the prefix {prefix!r}")

@@ -1,0 +1,171 @@
+"""Files as ColossalAI 0.5.0 has them, so that it loads them.
+
+Source: ``colossalai/checkpoint_io`` of that version. Sizes in its indexes are MiB. What it calls a prefix is a variant
+of the files' names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.foo.json``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.conversion.fakes import Fakes
+from holdfast.errors import InvalidArgumentError
+from holdfast.layout import values
+from holdfast.layout.files import TensorInfo, pack
+from holdfast.layout.names import split_state_key
+from holdfast.layout.order import ORDERED
+from holdfast.parts.content import MODEL, OPTIMIZER, Content
+from holdfast.parts.files import File, Safetensors, Shelf, Torch
+from holdfast.parts.layouts import greedy, model_file
+
+_MIB = 2**20
+
+
+def variant(name: str, prefix: str | None) -> str:
+    """A file's name with the prefix where ColossalAI puts it: before the last ending."""
+    if not prefix:
+        return name
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{prefix}.{ending}"
+
+
+def model_folder(content: Content, limit: int, prefix: str | None, *, use_safetensors: bool) -> Shelf:
+    """A model in numbered files with an index, and its configuration where it has one."""
+    # Its loader knows of no tied weights: safetensors files need a copy under each name.
+    content = content.untied() if use_safetensors else content
+    stem, ending = ("model", "safetensors") if use_safetensors else ("pytorch_model", "bin")
+    shelves = list(greedy(content.tensors, limit))
+    names = [_numbered(variant(f"{stem}.{ending}", prefix), number) for number in range(1, len(shelves) + 1)]
+    files: list[File] = []
+    weight_map: dict[str, str] = {}
+    for name, shelf in zip(names, shelves, strict=True):
+        files.append(_safetensors(name, shelf) if use_safetensors else model_file(name, content, shelf))
+        weight_map |= dict.fromkeys(shelf, name)
+    weight_map |= {alias: weight_map[name] for alias, name in content.tied.items()}
+    total = content.nbytes + sum(content.tensors[name].nbytes for name in content.tied.values())
+    index = _index({"total_size": total / _MIB}, weight_map)
+    small = {**content.companions, variant(f"{stem}.{ending}.index.json", prefix): index}
+    return Shelf(content, files, small, _rivals(MODEL, prefix))
+
+
+def optimizer_file(content: Content, name: str) -> Shelf:
+    """An optimizer in one file, as ``Optimizer.load_state_dict`` takes it."""
+    known = _Numbered.of(content)
+    tree = {"state": known.states(known.params()), "param_groups": known.groups}
+    return Shelf(content, [Torch(name, tree, known.fakes)])
+
+
+def optimizer_folder(content: Content, limit: int, prefix: str | None) -> Shelf:
+    """An optimizer in numbered files by number of parameter, with a file of groups and an index."""
+    known = _Numbered.of(content)
+    names: list[str] = []
+    files: list[File] = []
+    weight_map: dict[str, str] = {}
+    for number, shelf in enumerate(known.shelves(limit), start=1):
+        names.append(_numbered(variant("pytorch_optim.bin", prefix), number))
+        inside = {key: known.fakes[key] for param in shelf for key in known.keys.get(param, {}).values()}
+        files.append(Torch(names[-1], known.states(shelf), inside))
+        weight_map |= {str(param): names[-1] for param in shelf}
+    groups = variant("pytorch_optim_group.bin", prefix)
+    metadata = {"param_groups": groups, "total_size": content.nbytes / _MIB}
+    small = {
+        variant("pytorch_optim.bin.index.json", prefix): _index(metadata, weight_map),
+        groups: _saved(known.groups),
+    }
+    return Shelf(content, files, small, _rivals(OPTIMIZER, prefix))
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """An optimizer whose parameters are known by number, counted over all groups.
+
+    ``keys`` are, by number and state, the names of tensors in the content; ``fakes`` are tensors without data by these
+    names; ``plain`` are states that are no tensors.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    keys: Mapping[int, Mapping[str, str]]
+    fakes: Mapping[str, torch.Tensor]
+    plain: Mapping[int, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, content: Content) -> _Numbered:
+        """Number the parameters. Raises ``InvalidArgumentError`` where nobody knows their order."""
+        fakes = Fakes({(OPTIMIZER, key): info for key, info in content.tensors.items()})
+        groups = values.decode(dict(content.values), fakes, "the optimizer's values")["groups"]
+        if not all(group[ORDERED] for group in groups):
+            raise InvalidArgumentError(
+                "ColossalAI numbers an optimizer's parameters, and nobody knows the order of these, which several "
+                "stages of a pipeline or several optimizers have: use holdfast.save_optimizer, which goes by names"
+            )
+        numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+        keys: dict[int, dict[str, str]] = {}
+        for key in content.tensors:
+            name, state = split_state_key(key)
+            keys.setdefault(numbers[name], {})[state] = key
+        return cls(
+            [{**group["settings"], "params": [numbers[name] for name in group["params"]]} for group in groups],
+            keys,
+            {key: fakes.make((OPTIMIZER, key)) for key in content.tensors},
+            {numbers[name]: states for group in groups for name, states in group["state"].items()},
+        )
+
+    def params(self) -> list[int]:
+        """The parameters that have a state."""
+        return sorted(self.keys.keys() | self.plain.keys())
+
+    def states(self, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The states of some parameters."""
+        return {number: {**self.inside(number), **self.plain.get(number, {})} for number in wanted}
+
+    def inside(self, number: int) -> dict[str, torch.Tensor]:
+        """The state tensors of one parameter, by state."""
+        return {state: self.fakes[key] for state, key in self.keys.get(number, {}).items()}
+
+    def shelves(self, limit: int) -> Iterator[list[int]]:
+        """Parameters for each file: at most ``limit`` bytes of several, each with all its states. One file at least."""
+        shelf: list[int] = []
+        filled = 0
+        for number in self.params():
+            nbytes = sum(tensor.nbytes for tensor in self.inside(number).values())
+            if filled and filled + nbytes > limit:
+                yield shelf
+                shelf, filled = [], 0
+            shelf.append(number)
+            filled += nbytes
+        yield shelf
+
+
+def _safetensors(name: str, shelf: Mapping[str, TensorInfo]) -> Safetensors:
+    (data,) = pack(MODEL, shelf, {}, sys.maxsize)
+    return Safetensors(replace(data, path=name))
+
+
+def _numbered(name: str, number: int) -> str:
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}-{number:05d}.{ending}"
+
+
+def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"
+
+
+def _saved(groups: Sequence[Mapping[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(list(groups), buffer)
+    return buffer.getvalue()
+
+
+def _rivals(kind: str, prefix: str | None) -> list[str]:
+    """What would be taken for this variant of the part, too."""
+    model = ("model.safetensors", "pytorch_model.bin")
+    stems = model if kind == MODEL else ("optimizer.safetensors", "pytorch_optim.bin")
+    singles = model if kind == MODEL else ("optimizer.safetensors",)
+    return [variant(f"{stem}.index.json", prefix) for stem in stems] + [variant(stem, prefix) for stem in singles]

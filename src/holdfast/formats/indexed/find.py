@@ -1,0 +1,68 @@
+"""What a folder holds of models and optimizers, told by the names of indexes and single files.
+
+Source: transformers' ``utils/hub.py`` and ColossalAI 0.5.0's ``checkpoint_io/utils.py``. What ColossalAI calls a prefix
+is transformers' variant: it stands before ``.json``, and before the ending of a single file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import FormatError
+from holdfast.storage import local
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+_INDEX = re.compile(
+    r"(?P<stem>pytorch_model|model|pytorch_optim|optimizer)\.(?P<form>bin|safetensors)\.index(\.(?P<variant>.+))?\.json"
+)
+_SINGLE = re.compile(
+    r"(?P<stem>pytorch_model(?=.*\.bin)|model(?=.*\.safetensors))"
+    r"(\.(?P<variant>(?!safetensors|bin)[^-]+))?\.(?P<form>bin|safetensors)"
+)
+
+_KINDS = {"pytorch_model": MODEL, "model": MODEL, "pytorch_optim": OPTIMIZER, "optimizer": OPTIMIZER}
+
+
+class Found(NamedTuple):
+    """An index, or a single file, of one part in one variant (``""`` is none) and one form."""
+
+    kind: str
+    variant: str
+    form: str
+    path: Path
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it names the files, or is the file."""
+        return self.path.suffix == ".json"
+
+
+def named(path: Path) -> Found | None:
+    """What a file is, by its name."""
+    match = _INDEX.fullmatch(path.name) or _SINGLE.fullmatch(path.name)
+    return Found(_KINDS[match["stem"]], match["variant"] or "", match["form"], path) if match else None
+
+
+def everything(folder: Path) -> Iterator[Found]:
+    """All that a folder holds."""
+    for file in local.files(folder):
+        if (found := named(file)) is not None:
+            yield found
+
+
+def chosen(folder: Path, kind: str) -> Found | None:
+    """What a folder holds of one kind. Raises ``FormatError`` where it has several variants and none without a name.
+
+    Of both forms safetensors is taken, and an index before a single file, as transformers does.
+    """
+    every = [found for found in everything(folder) if found.kind == kind]
+    variants = sorted({found.variant for found in every})
+    if len(variants) > 1 and "" not in variants:
+        names = ", ".join(sorted(found.path.name for found in every))
+        raise FormatError(f"{folder} holds several variants of a {kind}: {names}; name one of these files")
+    same = [found for found in every if found.variant == variants[0]]
+    return min(same, key=lambda found: (found.form != "safetensors", not found.is_index), default=None)

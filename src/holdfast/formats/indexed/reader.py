@@ -1,0 +1,102 @@
+"""Reading folders of files with an index, or one of their files: a model, an optimizer, or both.
+
+What ColossalAI's Booster writes, and weights of transformers in files of ``torch.save``. ColossalAI's optimizers know
+parameters by number: counted over all groups, by LowLevelZero those only that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.arrange.contents import arrange
+from holdfast.formats.arrange.reader import TreeReader
+from holdfast.formats.indexed.find import MODEL, OPTIMIZER, Found, chosen, named
+from holdfast.formats.indexed.index import read_index
+from holdfast.formats.indexed.shards import PICKLED, Shard, read, states
+from holdfast.formats.safetensors import SafetensorsFile, is_safetensors
+from holdfast.layout.blocks import crc64
+from holdfast.storage import local
+
+_GROUPS = "param_groups"
+
+
+def is_indexed(path: Path) -> bool:
+    """Whether a file is an index or an optimizer of an asynchronous save, or a folder has indexes or such weights."""
+    if local.is_folder(path):
+        return any(chosen(path, kind) is not None for kind in (MODEL, OPTIMIZER))
+    found = named(path)
+    return local.is_file(path) and ((found is not None and found.is_index) or is_flat_optimizer(path))
+
+
+def is_flat_optimizer(path: Path) -> bool:
+    """Whether a file is a whole optimizer as ColossalAI's asynchronous saves have it."""
+    if path.suffix != ".safetensors" or not is_safetensors(path):
+        return False
+    file = SafetensorsFile.open(path)
+    return PICKLED in file.header.metadata and _GROUPS in file.tensors
+
+
+class IndexedReader(TreeReader):
+    """A folder, an index in it, or one file. Only what is of ``kinds`` is read."""
+
+    def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
+        self._files: list[Path] = []
+        self._nbytes, self._digests = 0, list[int]()
+        found = [one for kind in kinds if (one := chosen(path, kind))] if local.is_folder(path) else [_only(path)]
+        tree = {one.kind: self._read(one) for one in found}
+        kind = "colossalai" if _is_colossal(self._files) else "huggingface"
+        fingerprint = f"{crc64(repr(self._digests).encode()):016x}"
+        contents = arrange(tree, keys or {one.kind: one.kind for one in found}, self._nbytes, str(path))
+        super().__init__(path, kind, self._files, fingerprint, contents)
+
+    def _read(self, found: Found) -> Any:
+        if not found.is_index:
+            tree = self._shard(found.path, found.path.parent).tree
+            return tree if found.kind == MODEL else {"state": states([tree]), _GROUPS: tree[_GROUPS]}
+        index, folder = read_index(found.path), found.path.parent
+        self._files.append(found.path)
+        self._digests.append(crc64(local.read_small(found.path)))
+        shards = {name: self._shard(folder / name, folder).tree for name in dict.fromkeys(index.weight_map.values())}
+        if found.kind == MODEL:
+            return _model(found.path, index.weight_map, shards)
+        if index.groups_file is None:
+            raise FormatError(f"{found.path} names no file of the optimizer's groups")
+        return {"state": states(list(shards.values())), _GROUPS: self._groups(folder / index.groups_file, folder)}
+
+    def _groups(self, path: Path, folder: Path) -> Any:
+        groups = self._shard(path, folder).tree
+        if not isinstance(groups, list):
+            raise DamagedError(f"{path} holds no list of parameter groups")
+        return groups
+
+    def _shard(self, path: Path, folder: Path) -> Shard:
+        shard = read(path, folder)
+        self._files.append(path)
+        self._nbytes += shard.nbytes
+        self._digests.append(shard.digest)
+        return shard
+
+
+def _only(path: Path) -> Found:
+    return named(path) or Found(OPTIMIZER, "", "safetensors", path)
+
+
+def _model(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict, of just the names that are in the index."""
+    found = {}
+    for name, file in weight_map.items():
+        shard = shards[file]
+        if not isinstance(shard, Mapping) or name not in shard:
+            raise DamagedError(f"{index} says that {name!r} is in {file}, where it is not")
+        found[name] = shard[name]
+    return found
+
+
+def _is_colossal(files: Iterable[Path]) -> bool:
+    """Its shards are numbered without a total."""
+    return any(
+        file.suffix in {".bin", ".safetensors"} and "-" in file.name and "-of-" not in file.name for file in files
+    )

@@ -1,0 +1,122 @@
+"""The files that hold tensors: files of torch.save, and safetensors files, those with pickles in them included."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.errors import DamagedError
+from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.pickles.arrays import NUMPY
+from holdfast.formats.pickles.plain import PLAIN
+from holdfast.formats.pickles.unpickle import unpickle
+from holdfast.formats.reader import Extent
+from holdfast.formats.safetensors import SafetensorsFile
+from holdfast.formats.torchfile.reader import read_tree
+from holdfast.layout import strictjson
+from holdfast.layout.blocks import crc64
+from holdfast.layout.files import TensorInfo
+from holdfast.storage import local
+from holdfast.storage.bulk import BulkReader
+
+#: Key of ColossalAI's header metadata with the names of values that are pickled into bytes: asynchronous saves.
+PICKLED = "non_tensor_keys"
+
+#: The largest pickled value that is read, in bytes.
+_LARGEST = 2**30
+
+
+class Shard(NamedTuple):
+    """What is in one file; ``nbytes`` is about how much was read of it, ``digest`` stands for that."""
+
+    tree: Any
+    nbytes: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Entry(Stored):
+    """A tensor of a safetensors file."""
+
+    info: TensorInfo
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def identity(self) -> Hashable:
+        """See :class:`Stored`."""
+        return self.file.path, self.name
+
+    @property
+    def crcs(self) -> Sequence[int] | None:
+        """Those in files of ours."""
+        return self.file.crcs.get(self.name)
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent]:
+        """See :class:`Stored`."""
+        return [self.file.extent(self.name, start, stop)]
+
+
+def read(path: Path, within: Path) -> Shard:
+    """What is in a file that an index names. Raises ``DamagedError`` where it is missing, or not whole."""
+    if not local.exists(path):
+        raise DamagedError(f"{path} is missing; the index names it. A save may have been cut short")
+    local.check_regular(path, within=(within,))
+    if path.suffix == ".safetensors":
+        return _safetensors(SafetensorsFile.open(path))
+    tree = read_tree(path)
+    return Shard(tree.root, tree.nbytes, tree.digest)
+
+
+def _safetensors(file: SafetensorsFile) -> Shard:
+    pickled = _pickled(file)
+    tree: dict[str, Any] = {name: Entry(info, file, name) for name, info in file.tensors.items()}
+    size = file.header.size
+    for name in pickled:
+        raw = _bytes(file, name)
+        size += len(raw)
+        tree[name] = unpickle(raw, {**PLAIN, **NUMPY}, f"{file.path}: {name!r}")
+    return Shard(tree, size, crc64(repr(sorted((name, file.tensors[name]) for name in file.tensors)).encode()))
+
+
+def _pickled(file: SafetensorsFile) -> list[str]:
+    """The names of values that are no tensors."""
+    text = file.header.metadata.get(PICKLED)
+    names = strictjson.parse(text.encode(), f"{PICKLED} of {file.path}") if text else []
+    if not isinstance(names, list) or not all(name in file.tensors for name in names):
+        raise DamagedError(f"{PICKLED} of {file.path} names what is not in the file")
+    return names
+
+
+def _bytes(file: SafetensorsFile, name: str) -> bytes:
+    info = file.tensors[name]
+    if info.dtype != "U8" or info.nbytes > _LARGEST:
+        raise DamagedError(f"{file.path}: {name!r} is no row of bytes")
+    raw = bytearray(info.nbytes)
+    with BulkReader(file.path) as reader:
+        reader.read(file.extent(name, 0, 0).offset, memoryview(raw))
+    return bytes(raw)
+
+
+def states(shards: Sequence[Any]) -> dict[Any, dict[str, Any]]:
+    """The states of an optimizer by number, from files by number, or by names such as ``state.3.exp_avg``."""
+    found: dict[Any, dict[str, Any]] = {}
+    for shard in shards:
+        if not isinstance(shard, Mapping):
+            raise DamagedError("a file of optimizer states holds no dict")
+        for number, own in _by_number(shard):
+            found.setdefault(number, {}).update(own)
+    return found
+
+
+def _by_number(shard: Mapping[Any, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    for key, value in shard.items():
+        if isinstance(key, int) and isinstance(value, Mapping):
+            yield key, value
+        elif isinstance(key, str) and key.startswith("state.") and key.split(".")[1].isdigit():
+            _, number, state = key.split(".", 2)
+            yield int(number), {state: value}
+        elif key != "param_groups":
+            raise DamagedError(f"a file of optimizer states holds {key!r:.80}, which is no number of a parameter")

@@ -1,0 +1,95 @@
+"""Files to be: made at their final size by rank 0, filled by all ranks, finished by rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from holdfast.conversion.torchfile import TorchFile
+from holdfast.engine.commit import block_crcs
+from holdfast.layout.blocks import Fragment
+from holdfast.layout.files import DataFile
+from holdfast.parts.content import Content
+from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.local import allocate
+
+#: What all ranks hashed of a stored tensor.
+Found = Callable[[str], Sequence[Fragment]]
+
+
+class File(Protocol):
+    """One file of a part."""
+
+    @property
+    def name(self) -> str:
+        """Its name in its folder."""
+
+    def make(self, path: Path) -> Mapping[str, int]:
+        """Make it at its final size. Returns where each of its tensors starts, in bytes."""
+
+    def finish(self, path: Path, found: Found) -> None:
+        """Write all but the bytes of tensors, and make it durable. Raises ``DisagreementError`` for a gap in one."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The files of a part, and small ones beside them, for what is in ``content``.
+
+    ``rivals`` are names in the same folder that would be taken for this part, too: what they name goes.
+    """
+
+    content: Content
+    files: Sequence[File]
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    rivals: Sequence[str] = ()
+
+    def names(self) -> set[str]:
+        """All its files."""
+        return {file.name for file in self.files} | self.small.keys()
+
+
+class Safetensors:
+    """A safetensors file with the CRCs of its tensors' blocks."""
+
+    def __init__(self, data: DataFile) -> None:
+        self.name, self._data = Path(data.path).name, data
+
+    def make(self, path: Path) -> Mapping[str, int]:
+        """See :class:`File`."""
+        allocate(path, self._data.size)
+        return {name: self._data.data_start + entry.data_offsets[0] for name, entry in self._data.entries.items()}
+
+    def finish(self, path: Path, found: Found) -> None:
+        """See :class:`File`."""
+        crcs: Iterable[int] = (
+            crc
+            for name, entry in self._data.entries.items()
+            for crc in block_crcs(found(name), entry.nbytes, f"tensor {name!r}")
+        )
+        with BulkWriter(path) as writer:
+            writer.write(0, memoryview(self._data.header(crcs)))
+            writer.sync()
+
+
+class Torch:
+    """A file of ``torch.save``. ``fakes`` are the tensors without data in its tree, by name."""
+
+    def __init__(self, name: str, tree: object, fakes: Mapping[str, torch.Tensor]) -> None:
+        self.name, self._file, self._fakes = name, TorchFile(tree), fakes
+
+    def make(self, path: Path) -> Mapping[str, int]:
+        """See :class:`File`."""
+        self._file.make(path)
+        starts = self._file.starts(path)
+        # A tensor of no elements lies nowhere.
+        return {name: starts.get(id(fake), 0) for name, fake in self._fakes.items()}
+
+    def finish(self, path: Path, found: Found) -> None:
+        """See :class:`File`. There is no room for CRCs."""
+        for name, fake in self._fakes.items():
+            block_crcs(found(name), fake.nbytes, f"tensor {name!r}")
+        self._file.finish(path)

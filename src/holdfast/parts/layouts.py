@@ -1,0 +1,134 @@
+"""How a part lies in files: one file, or a folder as Hugging Face libraries have it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from holdfast.conversion.fakes import Fakes
+from holdfast.conversion.shapes import optimizer_state_dict
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats.huggingface import VALUES_KEY
+from holdfast.layout import values
+from holdfast.layout.files import DataFile, TensorInfo, index, index_path, pack
+from holdfast.layout.names import split_state_key
+from holdfast.parts.content import MODEL, Content
+from holdfast.parts.files import Safetensors, Shelf, Torch
+
+#: Lays a part out in files.
+Layout = Callable[[Content], Shelf]
+
+#: Names of indexes and of single files of weights, of either format: where both are, readers take the one or the other.
+RIVALS = {
+    "model": (
+        *("model.safetensors.index.json", "model.safetensors"),
+        *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    ),
+    "optimizer": ("optimizer.safetensors.index.json", "optimizer.safetensors"),
+}
+
+
+def safetensors_file(content: Content, name: str) -> Shelf:
+    """One safetensors file."""
+    files = _pack(content, sys.maxsize)
+    if len(files) > 1:
+        raise InvalidArgumentError("there are more tensors than the header of one file holds; save with shard=True")
+    return Shelf(content, [Safetensors(replace(files[0], path=name))])
+
+
+def safetensors_folder(content: Content, limit: int) -> Shelf:
+    """Files of at most ``limit`` bytes of tensors, an index where there are several, and a model's configuration."""
+    files = _pack(content, limit)
+    small = dict(content.companions)
+    if len(files) > 1:
+        small[index_path(content.kind).rpartition("/")[2]] = index(files)
+    return Shelf(content, [Safetensors(file) for file in files], small, RIVALS[content.kind])
+
+
+def torch_file(content: Content, name: str) -> Shelf:
+    """One file of ``torch.save``: a state dict, as ``load_state_dict`` takes it."""
+    if content.kind == MODEL:
+        return Shelf(content, [model_file(name, content, content.tensors)])
+    fakes = Fakes({(content.kind, key): info for key, info in content.tensors.items()})
+    return Shelf(content, [Torch(name, _optimizer(content, fakes), _by_name(fakes, content.tensors, content.kind))])
+
+
+def torch_folder(content: Content, limit: int) -> Shelf:
+    """A model in files of ``torch.save``, as transformers had them before safetensors."""
+    shelves = list(greedy(content.tensors, limit))
+    number = len(shelves)
+    names = [f"pytorch_model-{i:05d}-of-{number:05d}.bin" for i in range(1, number + 1)]
+    names = ["pytorch_model.bin"] if number == 1 else names
+    files = [model_file(name, content, shelf) for name, shelf in zip(names, shelves, strict=True)]
+    small = dict(content.companions)
+    if number > 1:
+        weight_map = {key: name for name, shelf in zip(names, shelves, strict=True) for key in shelf}
+        weight_map |= {alias: weight_map[key] for alias, key in content.tied.items()}
+        table = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        small["pytorch_model.bin.index.json"] = json.dumps(table, indent=2).encode() + b"\n"
+    return Shelf(content, files, small, RIVALS[MODEL])
+
+
+def model_file(name: str, content: Content, tensors: Mapping[str, TensorInfo]) -> Torch:
+    """A file of ``torch.save`` with some tensors of a model, and all that is tied to them."""
+    fakes = Fakes({(MODEL, key): info for key, info in tensors.items()})
+    tree: dict[str, Any] = {key: fakes.make((MODEL, key)) for key in tensors}
+    tree |= {alias: tree[key] for alias, key in content.tied.items() if key in tensors}
+    if len(tensors) == len(content.tensors):
+        tree |= values.decode(dict(content.values), fakes, "the model's values")
+    return Torch(name, tree, _by_name(fakes, tensors, MODEL))
+
+
+def greedy(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, TensorInfo]]:
+    """Tensors in their order, in shelves of at most ``limit`` bytes or one tensor; at least one shelf."""
+    shelf: dict[str, TensorInfo] = {}
+    filled = 0
+    for name, info in tensors.items():
+        if filled and filled + info.nbytes > limit:
+            yield shelf
+            shelf, filled = {}, 0
+        shelf[name] = info
+        filled += info.nbytes
+    yield shelf
+
+
+def is_by_number(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the parameters of an optimizer have no names but their places."""
+    names = [name for group in groups for name in group["params"]]
+    return bool(names) and names == [str(number) for number in range(len(names))]
+
+
+def _optimizer(content: Content, fakes: Fakes) -> dict[str, Any]:
+    """A state dict that says, beside what torch's have, the names of parameters and the optimizer's class."""
+    groups = values.decode(dict(content.values), fakes, "the optimizer's values")["groups"]
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for key in content.tensors:
+        fqn, state = split_state_key(key)
+        tensors.setdefault(fqn, {})[state] = fakes.make((content.kind, key))
+    found = optimizer_state_dict(groups, tensors, named=not is_by_number(groups))
+    kinds = {group["class"] for group in groups}
+    return {**found, "class": kinds.pop()} if len(kinds) == 1 else found
+
+
+def _by_name(fakes: Fakes, tensors: Mapping[str, TensorInfo], kind: str) -> dict[str, torch.Tensor]:
+    return {key: fakes.make((kind, key)) for key in tensors}
+
+
+def _pack(content: Content, limit: int) -> list[DataFile]:
+    """Files of safetensors; the header of the first one holds the values."""
+    files = pack(content.kind, content.tensors, content.tied, limit)
+    files = files or [DataFile(f"{content.kind}/{content.kind}.safetensors", {}, {})]
+    told = _told(content)
+    return [replace(files[0], notes={VALUES_KEY: told}), *files[1:]] if told else files
+
+
+def _told(content: Content) -> str:
+    told = dict(content.values)
+    if content.kind != MODEL and is_by_number(told["groups"]):
+        told["by_number"] = True
+    return values.to_json({content.kind: told}).decode() if told else ""

@@ -1,0 +1,113 @@
+"""Where a part is saved: a hidden folder first, whose file or contents get the final name in one step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import InvalidArgumentError, StorageError
+from holdfast.formats.indexed.index import named_by
+from holdfast.layout.hidden import Hidden, parse
+from holdfast.parts.files import Found, Shelf
+from holdfast.storage import folders, local
+from holdfast.storage.folders import Lock
+from holdfast.upkeep import recover
+
+
+@dataclass(frozen=True)
+class Place:
+    """The final path; ``folder`` tells whether it is that of a folder."""
+
+    path: Path
+    folder: bool
+
+    @classmethod
+    def of(cls, path: Path, *, folder: bool) -> Place:
+        """Of a link to a folder, the folder is replaced and not the link."""
+        return cls(path.resolve() if folder else path, folder)
+
+    def check(self) -> None:
+        """Raise ``InvalidArgumentError`` where there is something of another kind."""
+        if self.folder and local.is_file(self.path):
+            raise InvalidArgumentError(f"{self.path} is a file; with shard=True a folder is written: choose another")
+        if not self.folder and local.is_folder(self.path):
+            raise InvalidArgumentError(f"{self.path} is a folder; with shard=False one file is written: name that")
+        if self.folder and Path.cwd().is_relative_to(self.path.resolve()):
+            raise InvalidArgumentError(
+                f"{self.path} is, or holds, the folder this process works in, which cannot be replaced in one step: "
+                "choose a folder of its own"
+            )
+
+    def draft(self) -> Path:
+        """A name for the hidden folder of a new save."""
+        hidden = Hidden(self.path.name, secrets.token_hex(8), secrets.token_hex(8), "partial")
+        return self.path.parent / hidden.name
+
+
+class Draft:
+    """Rank 0's part of a save: the files in a hidden folder, and how they get their final names."""
+
+    def __init__(self, place: Place, folder: Path, shelf: Shelf, nbytes: int) -> None:
+        """Make the files. Raises ``StorageError``; nothing is left then."""
+        self._place, self._folder, self._shelf = place, folder, shelf
+        local.make_durable_folder(folder.parent)
+        recover(folder.parent)
+        _clean_up(place)
+        folders.check_space(folder.parent, nbytes)
+        local.make_folder(folder)
+        with local.reported("lock", folder):
+            self._lock = Lock(folder)
+        try:
+            self.starts: Sequence[Mapping[str, int]] = [file.make(folder / file.name) for file in shelf.files]
+        except BaseException:
+            self.discard()
+            raise
+
+    def finish(self, found: Found) -> None:
+        """Complete the files, and publish them."""
+        for file in self._shelf.files:
+            file.finish(self._folder / file.name, found)
+        for name, data in self._shelf.small.items():
+            local.write_small(self._folder / name, data)
+        if self._place.folder:
+            self._publish_folder()
+        else:
+            (name,) = self._shelf.names()
+            local.sync_folder(self._folder)
+            folders.replace_file(self._folder / name, self._place.path)
+            self.discard()
+
+    def _publish_folder(self) -> None:
+        """What else is in the folder that is replaced, stays."""
+        final, aside = self._place.path, self._folder.with_suffix(".replaced")
+        if not local.exists(final):
+            local.sync_folder(self._folder)
+            folders.publish(self._folder, final)
+            self._lock.close()
+            return
+        gone = named_by(final, self._shelf.rivals) | self._shelf.names()
+        folders.link_rest(final, self._folder, gone)
+        local.sync_tree(self._folder)
+        folders.replace(self._folder, final, aside)
+        self._lock.close()
+        for folder in (aside, self._folder):
+            folders.remove_tree(folder)
+
+    def discard(self) -> None:
+        """Remove what is left of the hidden folder; what cannot be removed stays hidden."""
+        with suppress(StorageError):
+            folders.remove_tree(self._folder)
+        self._lock.close()
+
+
+def _clean_up(place: Place) -> None:
+    """Remove what dead saves of the same part have left; a living one holds its lock."""
+    for folder in local.hidden_folders(place.path.parent):
+        hidden = parse(folder.name)
+        if hidden is not None and hidden.tag == place.path.name and hidden.state == "partial":
+            with suppress(OSError, StorageError), closing(Lock(folder)) as lock:
+                if lock.held:
+                    folders.remove_tree(folder)

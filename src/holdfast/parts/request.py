@@ -1,0 +1,76 @@
+"""What a save of one part is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.engine.asked import Asked
+from holdfast.errors import InvalidArgumentError
+from holdfast.parts.content import MODEL, OPTIMIZER
+from holdfast.parts.layouts import Layout
+from holdfast.parts.place import Place
+from holdfast.state import model as models
+from holdfast.state import sources
+from holdfast.state.capture import Training
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """Where to save, and how it lies there.
+
+    ``training`` has the one part; ``layout`` lays it out in files and ``form`` says how, in words; ``prefix`` goes
+    before names.
+    """
+
+    place: Place
+    training: Training
+    layout: Layout
+    form: str
+    prefix: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Which part it is."""
+        return MODEL if self.training.model is not None else OPTIMIZER
+
+    def asked(self) -> Asked:
+        """What all ranks must be asked for alike."""
+        about = {
+            "the path": repr(str(self.place.path)),
+            "the prefix": repr(self.prefix),
+            "the form of the files": self.form,
+            "what names the optimizer's parameters": "a model" if self.training.named_by is not None else "nothing",
+        }
+        if self.kind == OPTIMIZER and self.training.named_by is None:
+            about["the optimizer's parameters, known by their places without model="] = _places(self.training)
+        return Asked(f"save of {'a model' if self.kind == MODEL else 'an optimizer'}", about)
+
+    def check(self) -> None:
+        """Raise ``InvalidArgumentError`` for what is not one part."""
+        slots = models.slots(self.training.model) or sources.slots(self.training.optimizer)
+        if list(slots) != [self.kind]:
+            raise InvalidArgumentError(f"one {self.kind} is saved at a time, not a dict of several")
+
+    def check_place(self) -> None:
+        """Raise ``InvalidArgumentError`` where there is something of another kind."""
+        self.place.check()
+
+    def packing(self) -> bytes:
+        """All that decides, beside the tensors, what lies in which file."""
+        return self.form.encode()
+
+
+def _places(training: Training) -> str:
+    """The shapes of parameters without names: ranks that hold different ones in one place must not mix them."""
+    return ", ".join(str(list(shape)) for shape in _unnamed(sources.slots(training.optimizer)))
+
+
+def _unnamed(slots: Mapping[str, Sequence[Any]]) -> Iterator[torch.Size]:
+    for part in (one for parts in slots.values() for one in parts if isinstance(one, torch.optim.Optimizer)):
+        for group in part.param_groups:
+            if "param_names" not in group:
+                yield from (one.shape for one in group["params"])

@@ -1,0 +1,169 @@
+"""One save of one part, on all ranks together: each step ends in a vote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from holdfast.agreement import Agreement, agree
+from holdfast.engine import replicas
+from holdfast.engine.local import LocalPart
+from holdfast.engine.membership import Membership
+from holdfast.engine.plan import NOTHING, Stretch, plan_into
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.stage import Arena, Later, Staged
+from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
+from holdfast.errors import DisagreementError, UnstorableError
+from holdfast.moving import Moving
+from holdfast.parts.content import Content, content
+from holdfast.parts.place import Draft
+from holdfast.parts.request import PartRequest
+from holdfast.state.capture import STATE, Capture
+from holdfast.storage.local import is_folder
+
+
+class _Layout(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 has made: a hidden folder, the files in it, and where the bytes of each tensor go, by name."""
+
+    folder: str = ""
+    files: list[str] = []
+    places: dict[str, list[Stretch]] = {}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PartSave:
+    """The steps of one save. On failure nothing is left, and all ranks raise the same error."""
+
+    def __init__(self, request: PartRequest, ranks: Ranks, timeout: float) -> None:
+        self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
+        self._captured = Capture()
+        self._made = _Layout()
+        self._plan, self._names = NOTHING, list[str]()
+        self._draft: Draft | None = None
+        self._staged: Staged | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file or folder to be."""
+        return self._request.place.path
+
+    def begin(self) -> None:
+        """Look at what is to be saved, make the files, and prove that replicas are equal."""
+        agreement = agree(self._request, self._session, self._ranks.global_ranks(), b"")
+        self._captured = agreement.captured
+        membership = agreement.membership
+        if membership is None:
+            raise DisagreementError("ranks did not agree on what is saved")
+        self._lay_out(agreement, membership)
+        self._prove(membership)
+
+    def stage(self, arena: Arena) -> None:
+        """Copy what this rank will write. Afterwards the training objects may change."""
+        self._staged = self._session.all("copying what is to be saved", lambda: self._moving.stage(arena, Later()))
+        self._captured.parts.clear()
+
+    def complete(self) -> None:
+        """Nothing was left for later."""
+
+    def finish(self) -> Path:
+        """Write; rank 0 publishes when all have written."""
+        files = [Path(self._made.folder) / name for name in self._made.files]
+
+        def work() -> bytes:
+            if not is_folder(Path(self._made.folder)):
+                raise DisagreementError(
+                    f"{self._made.folder}, which rank 0 has made, cannot be seen here: all ranks must save into a "
+                    "shared file system"
+                )
+            return encode_fragments(self._moving.write(files, self._staged))
+
+        def decide(posted: list[bytes]) -> bytes:
+            found: Fragments = decode_fragments(posted)
+            number = {name: i for i, name in enumerate(self._names)}
+            if self._draft is not None:
+                self._draft.finish(lambda name: found.get(number[name], []))
+            return b""
+
+        self._session.vote("writing", work, lambda own: own, decide)
+        return self.path
+
+    def part(self) -> None:
+        """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
+        self._session.part()
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Leave no draft where a step fails."""
+        try:
+            yield
+        except BaseException:
+            if self._draft is not None:
+                self._draft.discard()
+            raise
+
+    @property
+    def _moving(self) -> Moving:
+        return Moving(self._ranks, self._session, self._plan, self._part_of)
+
+    def _part_of(self, tensor: int) -> LocalPart:
+        return self._captured.parts[self._plan.tensors[tensor]]
+
+    def _lay_out(self, agreement: Agreement, membership: Membership) -> None:
+        def decide(_: list[bytes]) -> bytes:
+            whole = self._content(agreement, membership)
+            shelf = self._request.layout(whole)
+            folder = self._request.place.draft()
+            self._draft = Draft(self._request.place, folder, shelf, shelf.content.nbytes)
+            self._names = [name for starts in self._draft.starts for name in starts]
+            places = _places(shelf.content, self._draft.starts, sorted(self._held(membership)))
+            return _encode(_Layout(str(folder), [file.name for file in shelf.files], places))
+
+        _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", decide)
+        self._made = msgspec.msgpack.decode(raw, type=_Layout)
+
+    def _content(self, agreement: Agreement, membership: Membership) -> Content:
+        kind, captured = self._request.kind, agreement.captured
+        if any(held.group == STATE for held in membership.tensors()):
+            raise UnstorableError(
+                f"the {kind} has values with tensors of more than 64 KiB in them, which these files have no place for: "
+                "use save_checkpoint"
+            )
+        companions = {name.rpartition("/")[2]: data for name, data in captured.small.items()}
+        return content(kind, membership, agreement.merged[kind], companions, self._request.prefix)
+
+    def _held(self, membership: Membership) -> list[str]:
+        return [held.name for held in membership.tensors() if held.group == self._request.kind]
+
+    def _prove(self, membership: Membership) -> None:
+        """Plan, and compare replicas."""
+        kind = self._request.kind
+
+        def work() -> bytes:
+            places = {(kind, name): stretches for name, stretches in self._made.places.items()}
+            numbered = sorted((one.tensor, key) for key, stretches in places.items() for one in stretches)
+            self._plan = plan_into(membership, self._session.rank, [key for _, key in numbered], places)
+            return replicas.digests(self._plan, self._part_of, 0)
+
+        def decide(posted: list[bytes]) -> bytes:
+            return b"=" if replicas.agree(posted) else b"!"
+
+        _, decision = self._session.vote("comparing what is held twice", work, lambda own: own, decide)
+        if decision == b"!":
+            raise self._moving.differing()
+
+
+def _places(whole: Content, starts: Sequence[Mapping[str, int]], held: Sequence[str]) -> dict[str, list[Stretch]]:
+    """Where the bytes of each tensor that ranks hold go. Stored tensors are numbered in the order of the files."""
+    found: dict[str, list[Stretch]] = {name: [] for name in held}
+    number = 0
+    for file, names in enumerate(starts):
+        for name, offset in names.items():
+            origin, nbytes = whole.origins[name], whole.tensors[name].nbytes
+            found[origin.name].append(Stretch(origin.start, origin.start + nbytes, number, 0, file, offset))
+            number += 1
+    return {name: sorted(stretches) for name, stretches in found.items()}
