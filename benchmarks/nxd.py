@@ -21,8 +21,8 @@ from holdfast.conversion.names_hash import names_hash
 from holdfast.conversion.planned import write
 from holdfast.engine.runs import Box
 from holdfast.engine.woven import Part, Place, row_major
-from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.nxd import zero
+from holdfast.formats.nxd.parts import Joined
 from holdfast.formats.nxd.writing import rank_files
 from holdfast.layout.files import TensorInfo
 
@@ -99,13 +99,13 @@ def make(folder: Path, gigabytes: float, *, xser: bool) -> None:
     data.unlink()
 
 
-def _tensor(file: Path, shape: tuple[int, ...]) -> Chunked:
+def _tensor(file: Path, shape: tuple[int, ...]) -> Joined:
     place = Place(file, 0, row_major(shape, 4))
-    return Chunked(TensorInfo("F32", shape), (Part(Box((0,) * len(shape), shape), lambda: place, (file, 0)),))
+    return Joined(TensorInfo("F32", shape), (Part(Box((0,) * len(shape), shape), lambda: place, (file, 0)),))
 
 
-def _again(one: Chunked) -> Chunked:
-    return Chunked(one.info, one.parts)
+def _again(one: Joined) -> Joined:
+    return Joined(one.info, one.parts)
 
 
 class _Job:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import holdfast
 from holdfast.conversion.convert import convert
@@ -215,3 +216,15 @@ def test_repeated_keys_over_other_numbers_of_ranks_are_refused(tmp_path: Path) -
         read(folder, "llama:kv_size_multiplier=2,kv_heads=4")
     with pytest.raises(InvalidArgumentError, match="kv_heads=8"):
         read(folder, "llama:kv_size_multiplier=2")
+
+
+def test_tied_weights_have_both_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(8, 4), "lm_head": nn.Linear(4, 8, bias=False)})
+    model["lm_head"].weight = model["embed_tokens"].weight
+    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    convert(tmp_path / "run", tmp_path / "nxd", to="nxd", layout="llama", tp_size=2)
+    for rank in range(2):
+        found = load(tmp_path / "nxd" / "model" / name(tp=rank))
+        own = model["lm_head"].weight.chunk(2)[rank]
+        assert torch.equal(found["embed_tokens.weight"], own)
+        assert torch.equal(found["lm_head.weight"], own)

@@ -48,10 +48,11 @@ class NxdWriter:
         groups = self._values.get("optimizer", {}).get("groups", [])
         self._groups: Sequence[Mapping[str, Any]] = groups
         trained = [name for group in groups for name in group["params"]]
-        names = list(self.material.chosen.group(MODEL))
+        self._tied = self.material.chosen.tied.get(MODEL, {})
+        names = [*self.material.chosen.group(MODEL), *self._tied]
         self._parameters = divided(self._spec, [*(one for one in trained if one in set(names)), *names])
         self._check_alone()
-        self._whole = {name: self._stored(MODEL, name) for name in names}
+        self._whole = {name: self._stored(MODEL, self._tied.get(name, name)) for name in names}
 
     def _check_alone(self) -> None:
         others = [group for group in self.material.chosen.groups() if "/" in group]
@@ -100,7 +101,7 @@ class NxdWriter:
 
     def _dtype(self, one: Divided) -> str:
         """The dtype that a parameter gets."""
-        return self.material.chosen.infos[MODEL, one.names[0]].dtype
+        return self.material.chosen.infos[MODEL, self._tied.get(one.names[0], one.names[0])].dtype
 
     def _optimizers(self) -> Iterator[PlannedFile]:
         if not self._groups:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import DamagedError, InvalidArgumentError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.nxd.evidence import Evidence
 from holdfast.formats.nxd.layout import EXPERT, Piece, Rule, Spec, held, pieces
-from holdfast.formats.nxd.parts import Parts, along, at, cut, moved, turned
+from holdfast.formats.nxd.parts import Joined, Parts, along, at, cut, moved, turned
 from holdfast.formats.nxd.rankfile import Shard
 from holdfast.layout.files import TensorInfo
 
@@ -89,7 +88,7 @@ class Assembly:
             found[piece.name] = before + count * size, parts + moved(more, at(info.shape, dim, before))
             start += size
         return {
-            key: Chunked(TensorInfo(info.dtype, along(info.shape, dim, 0, size).shape), parts)
+            key: Joined(TensorInfo(info.dtype, along(info.shape, dim, 0, size).shape), parts)
             for key, (size, parts) in found.items()
         }
 
@@ -105,7 +104,7 @@ class Assembly:
             own = cut(parts_of(stored), along(shape, dim, start, start + size))
             if block in known:
                 info = TensorInfo(stored.info.dtype, along(shape, dim, 0, size).shape)
-                self.evidence.replicas.append((what, (Chunked(info, known[block]), Chunked(info, own))))
+                self.evidence.replicas.append((what, (Joined(info, known[block]), Joined(info, own))))
                 continue
             known[block] = own
             parts += moved(own, at(shape, dim, block * size))
@@ -133,14 +132,14 @@ def _single(rule: Rule, name: str, whole: Stored) -> list[tuple[str, Stored]]:
 
 
 def _turned(whole: Stored, parts: Parts, shape: Sequence[int], order: Sequence[int]) -> Stored:
-    return Chunked(TensorInfo(whole.info.dtype, tuple(shape[index] for index in order)), turned(parts, order))
+    return Joined(TensorInfo(whole.info.dtype, tuple(shape[index] for index in order)), turned(parts, order))
 
 
 def parts_of(stored: Stored) -> Parts:
     """The boxes that a tensor lies in."""
     if isinstance(stored, Shard):
         return stored.parts()
-    if isinstance(stored, Chunked):
+    if isinstance(stored, Joined):
         return stored.parts
     raise DamagedError("a tensor is neither in one file nor in several")
 
@@ -152,4 +151,4 @@ def _beside(column: Sequence[Stored]) -> Stored:
     parts: Parts = ()
     for rank, stored in enumerate(column):
         parts += moved(parts_of(stored), at(info.shape, 0, rank * number))
-    return Chunked(TensorInfo(info.dtype, (number * len(column), *info.shape[1:])), parts)
+    return Joined(TensorInfo(info.dtype, (number * len(column), *info.shape[1:])), parts)

@@ -12,20 +12,19 @@ from holdfast.engine.runs import boxes
 from holdfast.engine.woven import Part, Place, Woven, row_major
 from holdfast.errors import FormatError, InvalidArgumentError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.nxd.assembly import parts_of
 from holdfast.formats.nxd.layout import EXPERT, Piece, Rule, Spec, held, number, pieces
-from holdfast.formats.nxd.parts import Parts, along, at, cut, moved, raised, turned
+from holdfast.formats.nxd.parts import Joined, Parts, along, at, cut, moved, raised, turned
 from holdfast.formats.reader import Extent, Reader
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
 
 
-def stored(reader: Reader, group: str, name: str) -> Chunked:
+def stored(reader: Reader, group: str, name: str) -> Joined:
     """A tensor of a checkpoint of any format, as the boxes that it lies in."""
     info = reader.groups[group][name]
     parts = tuple(part for extent in reader.extents(group, name, 0, info.nbytes) for part in _boxes(extent, info))
-    return Chunked(info, parts)
+    return Joined(info, parts)
 
 
 def _boxes(extent: Extent, info: TensorInfo) -> Parts:
@@ -90,7 +89,7 @@ def local(parameter: Divided, whole: Mapping[str, Stored], tp: int, rank: int) -
     if rule.dim is None:
         return joined[every[0].name]
     shape, parts = _Row(rule.dim, tp, rank, parameter.name).of(every, joined)
-    return Chunked(TensorInfo(joined[every[0].name].info.dtype, shape), parts)
+    return Joined(TensorInfo(joined[every[0].name].info.dtype, shape), parts)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _joined(rule: Rule, pattern: str, names: Sequence[str], whole: Mapping[str, 
         return _turned(rule, whole[pattern])
     rows = [_turned(rule, whole[name]) for name in names if number(pattern, name) is not None]
     parts = tuple(part for index, row in enumerate(rows) for part in raised(parts_of(row), index))
-    return Chunked(TensorInfo(rows[0].info.dtype, (len(rows), *rows[0].info.shape)), parts)
+    return Joined(TensorInfo(rows[0].info.dtype, (len(rows), *rows[0].info.shape)), parts)
 
 
 def _turned(rule: Rule, stored: Stored) -> Stored:
@@ -142,4 +141,4 @@ def _turned(rule: Rule, stored: Stored) -> Stored:
     order = list(range(len(stored.info.shape)))
     order[-2:] = order[:-3:-1]
     shape = tuple(stored.info.shape[index] for index in order)
-    return Chunked(TensorInfo(stored.info.dtype, shape), turned(parts_of(stored), order))
+    return Joined(TensorInfo(stored.info.dtype, shape), turned(parts_of(stored), order))

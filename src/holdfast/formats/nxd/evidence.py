@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import DamagedError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.dcp.chunked import Chunked
+from holdfast.formats.nxd.parts import Joined
 from holdfast.formats.nxd.rankfile import Shard
 from holdfast.layout.blocks import crc64
 
@@ -51,7 +51,7 @@ def _check_equal(what: str, shards: Sequence[Stored], advice: str) -> None:
 
 
 def _file(stored: Stored) -> str:
-    if isinstance(stored, Chunked) and stored.parts:
+    if isinstance(stored, Joined) and stored.parts:
         return str(stored.parts[0].near[0])
     return str(stored.file) if isinstance(stored, Shard) else "another file"
 

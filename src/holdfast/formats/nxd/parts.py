@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from holdfast.engine.runs import Box
 from holdfast.engine.woven import Part, Place
+from holdfast.formats.dcp.chunked import Chunked
 
 #: The boxes of one tensor.
 Parts = tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Chunked):
+    """A tensor of boxes from several files. Others are near the same places, so these do not tell which one it is."""
+
+    @property
+    def identity(self) -> Hashable:
+        """See :class:`holdfast.formats.arrange.stored.Stored`."""
+        return id(self)
 
 
 def cut(parts: Iterable[Part], box: Box) -> Parts:

@@ -14,9 +14,8 @@ from typing import Any
 
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.dcp.chunked import Chunked
 from holdfast.formats.nxd.evidence import Evidence
-from holdfast.formats.nxd.parts import Parts, along, at, cut, moved
+from holdfast.formats.nxd.parts import Joined, Parts, along, at, cut, moved
 from holdfast.formats.nxd.rankfile import RankFile, Shard
 from holdfast.formats.reader import Extent
 from holdfast.layout.files import TensorInfo
@@ -131,7 +130,7 @@ class _Joining:
         info = TensorInfo(shards[0].info.dtype, shape)
         if any(shard.info.dtype != info.dtype for shard in shards):
             raise DamagedError(f"{what} has different dtypes in {self._first.path} and files beside it")
-        return Chunked(info, self._parts(what, shards, shape, expected))
+        return Joined(info, self._parts(what, shards, shape, expected))
 
     def _parts(self, what: str, shards: list[Shard], shape: tuple[int, ...], expected: tuple[int, ...]) -> Parts:
         parts: Parts = ()
