@@ -2,16 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
+.PHONY: demo test interop coverage test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
-## test: lint, types, and all tests with coverage
+#: Tests against other systems, or of what reads and writes their files.
+INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py fsdp1_checkpoints.py hub.py \
+	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py torch_files.py torch_writing.py \
+	trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
+
+## test: lint, types, and the tests of holdfast itself
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest $(addprefix --ignore=,$(INTEROP))
+
+## interop: the tests with other systems and their files
+interop: .venv/installed
+	$(BIN)/coverage run -m pytest $(INTEROP)
+
+## coverage: of the lines that both kinds of tests went through
+coverage: .venv/installed
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 
