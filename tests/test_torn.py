@@ -46,7 +46,7 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
         part_of = parts.__getitem__
         return Live(plan.pieces, np.empty(0, np.uint8), (), part_of)
 
-    with mock.patch("holdfast.saving.stage", no_copy):
+    with mock.patch("holdfast.moving.stage", no_copy):
         found = torn(str(tmp_path), "plain", "eager", 8)
     assert any("model/" in name for name in found)
     assert any("optimizer/" in name for name in found)
