@@ -104,7 +104,7 @@ def test_every_block_is_found_and_says_what_it_is() -> None:
         fences = re.findall(r"^ *```+\w*$", text, re.MULTILINE)
         found = [one for one in _STEP.finditer(text) if one["kind"] is not None]
         assert len(fences) == 2 * len(found), page
-        assert {one["kind"] for one in found} <= {"python", "console", "sh", "text", ""}, page
+        assert {one["kind"] for one in found} <= {"python", "console", "sh", "json", "text", ""}, page
 
 
 def test_a_command_in_a_block_of_no_kind_is_none_of_holdfasts() -> None:
