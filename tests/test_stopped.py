@@ -16,7 +16,7 @@ import holdfast
 from holdfast.engine.aside import Aside
 from holdfast.engine.store import PromptStore
 from holdfast.errors import RankTimeoutError, TagExistsError
-from holdfast.saving import Save
+from holdfast.moving import Moving
 from tests.pool import Ranks
 
 
@@ -87,14 +87,14 @@ def test_a_process_ends_though_its_store_is_stopped(tmp_path: Path) -> None:
 
 def leader_sleeps(path: str) -> str:
     """Rank 0 sleeps over its part of the writing, which all others have done."""
-    move = Save._move
+    move = Moving.write
 
-    def slowly(self: Save, *arguments: Any) -> Any:
+    def slowly(self: Moving, *arguments: Any) -> Any:
         time.sleep(3.0)
         return move(self, *arguments)
 
     asleep = (
-        mock.patch.object(Save, "_move", slowly) if dist.get_rank() == 0 else mock.patch.object(Save, "_move", move)
+        mock.patch.object(Moving, "write", slowly) if dist.get_rank() == 0 else mock.patch.object(Moving, "write", move)
     )
     with asleep, pytest.raises(RankTimeoutError) as raised:
         holdfast.save_checkpoint(path, "s", {"w": torch.ones(4)}, timeout=1.0)
@@ -113,15 +113,15 @@ def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_
     def save(value: float) -> None:
         holdfast.Checkpointer(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
 
-    move = Save._move
+    move = Moving.write
 
-    def stopped(self: Save, *arguments: Any) -> Any:
-        with mock.patch.object(Save, "_move", move):
+    def stopped(self: Moving, *arguments: Any) -> Any:
+        with mock.patch.object(Moving, "write", move):
             save(2.0)
         return move(self, *arguments)
 
     for there in (False, True):
-        with mock.patch.object(Save, "_move", stopped), pytest.raises(TagExistsError, match="meanwhile"):
+        with mock.patch.object(Moving, "write", stopped), pytest.raises(TagExistsError, match="meanwhile"):
             save(1.0)
         assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0, there
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
@@ -129,15 +129,15 @@ def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_
 
 def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path: Path) -> None:
     """Who wakes up commits late what is older; neither a load nor retention takes it for the latest."""
-    move = Save._move
+    move = Moving.write
 
-    def stopped(self: Save, *arguments: Any) -> Any:
-        with mock.patch.object(Save, "_move", move):
+    def stopped(self: Moving, *arguments: Any) -> Any:
+        with mock.patch.object(Moving, "write", move):
             holdfast.Checkpointer(tmp_path).save("new", {"w": torch.ones(4)})
         return move(self, *arguments)
 
     holdfast.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})
-    with mock.patch.object(Save, "_move", stopped):
+    with mock.patch.object(Moving, "write", stopped):
         holdfast.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, num_kept_ckpts=1)
     assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["old", "new"]
     assert holdfast.restore(tmp_path).tag == "new"

@@ -108,7 +108,7 @@ class Save:
     @property
     def path(self) -> Path:
         """Where the checkpoint will be."""
-        return self._request.path / self._request.tag
+        return self._request.path / str(self._request.tag)  # which is checked later, on all ranks together
 
     @property
     def run(self) -> str:

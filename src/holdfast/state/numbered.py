@@ -102,7 +102,8 @@ def _numbered(member: Member, prefix: str, first: int) -> Member:
 
 def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None:
     """Raise ``OptimizerMismatchError`` where a state is not of the shape of the parameter that has its number."""
-    handles = (handle for group in found for member in group.members for handle in member.handles)
+    known = (member for group in found for member in group.members if _has_shape(group, member))
+    handles = (handle for member in known for handle in member.handles)
     shapes = {handle.name: handle.like.shape for handle in handles}
     for name, info in infos.items():
         number, state = split_state_key(name)
@@ -113,6 +114,11 @@ def check_order(found: Sequence[Group], infos: Mapping[str, TensorInfo]) -> None
                 f"{list(info.shape)} in the checkpoint, the parameter in that place has {list(shape)} here: make the "
                 "optimizer with its parameters in the order in which it was saved"
             )
+
+
+def _has_shape(group: Group, member: Member) -> bool:
+    """Whether it is known here: not of what a state dict has no states of."""
+    return isinstance(member.key, torch.Tensor) or bool(group.source.states(member.key))
 
 
 def _spreads(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
