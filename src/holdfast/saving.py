@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +294,12 @@ class Save:
         return manifest.decode(raw, manifest.NAME)
 
     def _overwrite(self, described: Manifest) -> Overwrite:
-        return Overwrite(self._hidden("replaced"), self._hidden("removed"), lambda: self._check_newest(described))
+        return Overwrite(self._hidden("replaced"), self._hidden("removed"), partial(self._check_newest, described))
 
-    def _check_newest(self, described: Manifest) -> None:
+    def _check_newest(self, described: Manifest, folder: Path) -> None:
         """Only older ones are replaced: this process may have been stopped, and another job have gone on meanwhile."""
         with suppress(DamagedError, FormatError, NoCheckpointError):
-            there = CheckpointInfo.of(self.path, read_manifest(self.path))
+            there = CheckpointInfo.of(folder, read_manifest(folder))
             if there.age > CheckpointInfo.of(self.path, described).age:
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
 

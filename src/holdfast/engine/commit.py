@@ -37,12 +37,12 @@ _ATTEMPTS = 100
 class Overwrite:
     """How a checkpoint is replaced: it is ``replaced`` before it is ``removed``, hidden names both.
 
-    ``check`` raises where what has the name now is to stay.
+    ``check`` raises ``TagExistsError`` where what is in a folder is to keep the name.
     """
 
     replaced: Path
     removed: Path
-    check: Callable[[], None]
+    check: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,11 @@ class Draft:
     def overwrite(self, final: Path, how: Overwrite) -> None:
         """Give the folder its final name, whoever has it. Others may overwrite or remove the same checkpoint."""
         for attempt in range(1, _ATTEMPTS + 1):
-            how.check()
+            how.check(final)
             try:
                 if local.exists(final):
                     folders.replace(self.folder, final, how.replaced)
+                    self._give_back(final, how)
                 else:
                     folders.publish(self.folder, final)
             except (TagExistsError, StorageError) as error:
@@ -109,6 +110,14 @@ class Draft:
                 _forget(final, how)
             else:
                 return
+
+    def _give_back(self, final: Path, how: Overwrite) -> None:
+        """What took the name after the last look, and is to keep it, has it again; the draft is one again."""
+        try:
+            how.check(how.replaced)
+        except TagExistsError:
+            folders.replace(how.replaced, final, self.folder)
+            raise
 
     def discard(self) -> None:
         """Remove the folder, after a failure; what cannot be removed stays hidden."""
