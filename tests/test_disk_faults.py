@@ -137,3 +137,19 @@ def test_a_disk_that_refuses_any_look_at_the_path_is_a_typed_error(tmp_path: Pat
     for look in range(1, load(0) + 1):
         with pytest.raises(StorageError, match=tmp_path.name):
             load(look)
+
+
+def test_a_checkpoint_whose_folder_is_refused_does_not_make_the_next_save_another_run(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if path == tmp_path / "step_1":
+            raise OSError(13, "Permission denied")
+        return opened(path, flags, *args, **options)
+
+    with mock.patch.object(os, "open", refuse), pytest.raises(StorageError, match="step_1"):
+        save(tmp_path, 2)
+    save(tmp_path, 2)
+    first, second = holdfast.list_checkpoints(tmp_path)
+    assert first.run == second.run

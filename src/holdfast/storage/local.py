@@ -19,11 +19,11 @@ from typing import BinaryIO
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
 
-#: What opening a folder fails with where it is none, or one that this process may not look into.
-_NO_FOLDER = {errno.ENOTDIR, errno.EACCES, errno.ELOOP}
+#: What opening a folder, whatever is in it, fails with where it is none.
+_NO_FOLDER = {errno.ENOTDIR, errno.ELOOP}
 
 #: What looking at a file fails with where there is none, or none that this process may look at.
-_NO_FILE = {errno.ENOENT, *_NO_FOLDER}
+_NO_FILE = {errno.ENOENT, errno.EACCES, *_NO_FOLDER}
 
 
 @contextmanager
