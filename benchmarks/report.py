@@ -78,7 +78,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     axes.set_yticks(range(len(titles)), titles, fontsize=8)
     axes.set_xlabel("times as long as holdfast (right of the line: slower)")
     axes.grid(axis="x", which="both", alpha=0.25)
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.3, -0.06), ncols=4)
+    chart.legend(fontsize=7, loc="outside lower center", ncols=4)
     chart.savefig(path, dpi=130)
     plt.close(chart)
 

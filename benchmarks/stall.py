@@ -62,7 +62,10 @@ def _layout(layout: str, setting: Setting) -> list[Table]:
     stalls, durable = (
         {name: Figure(tuple(row[column] for row in rows[1:])) for name, rows in found.items()} for column in (0, 1)
     )
-    return [Table(f"stall of an {case}", "s", stalls, (MEMCPY,)), Table(f"until durable: {case}", "s", durable)]
+    return [
+        Table(f"stall of an {case}", "s", stalls, (MEMCPY,)),
+        Table(f"until durable: {case}", "s", durable, (MEMCPY,)),
+    ]
 
 
 def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Begin]:
