@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from campaigns.kit import points, state, table, trial
+from campaigns.kit import state, table, trial
 from campaigns.kit.job import STORES, Job, Rank
 from campaigns.kit.state import ViolationError
 from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
@@ -150,22 +150,19 @@ def main() -> int:
         scratch = Path(folder)
         trial.make_run(scratch / "template", scratch / "first")
         started = time.monotonic()
-        found: list[tuple[str, Case, Killed]] = []
-        for name, about, saves in (("save", points.SAVING, True), ("load", points.LOADING, False)):
-            chosen = [case for case in trial.cases(about, saves=saves) if options.only in case.point.name]
-            work = partial(_numbered, scratch, name)
-            results = list(table.run(list(enumerate(chosen)), work, options.together))
-            found += [(name, case, result) for (_, case), result in results]
+        results = table.run(list(trial.numbered(options.only)), partial(_numbered, scratch), options.together)
+        found = [(call, case, killed) for (call, _, case), killed in results]
         chains = list(table.run(range(options.chains), partial(chain, scratch=scratch), options.together))
         report(found, [killed for _, one in chains for killed in one])
         print(f"{time.monotonic() - started:.0f} s")
-        violations = [killed.violation for *_, killed in found] + [one.violation for _, all_ in chains for one in all_]
+        violations = trial.unreached((call, case, killed.reached) for call, case, killed in found)
+        violations += [killed.violation for *_, killed in found] + [one.violation for _, all_ in chains for one in all_]
         return table.verdict([violation for violation in violations if violation])
 
 
-def _numbered(scratch: Path, name: str, numbered: tuple[int, Case]) -> Killed:
-    number, case = numbered
-    folder = scratch / f"{name}{number}"
+def _numbered(scratch: Path, numbered: tuple[str, int, Case]) -> Killed:
+    call, number, case = numbered
+    folder = scratch / f"{call}{number}"
     folder.mkdir()
     return at_point(case, folder)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from campaigns.kit import points, state, table, trial
+from campaigns.kit import state, table, trial
 from campaigns.kit.job import End, Job, Rank
 from campaigns.kit.state import ViolationError
 from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
@@ -113,19 +113,17 @@ def main() -> int:
         scratch = Path(folder)
         trial.make_run(scratch / "template", scratch / "first")
         started = time.monotonic()
-        found = []
-        for name, about, saves in (("save", points.SAVING, True), ("load", points.LOADING, False)):
-            chosen = [case for case in trial.cases(about, saves=saves) if options.only in case.point.name]
-            results = table.run(list(enumerate(chosen)), partial(_numbered, scratch, name), options.together)
-            found += [(name, case, stopped) for (_, case), stopped in results]
+        results = table.run(list(trial.numbered(options.only)), partial(_numbered, scratch), options.together)
+        found = [(call, case, stopped) for (call, _, case), stopped in results]
         report(found)
         print(f"{time.monotonic() - started:.0f} s")
-        return table.verdict([stopped.violation for *_, stopped in found if stopped.violation])
+        violations = trial.unreached((call, case, stopped.reached) for call, case, stopped in found)
+        return table.verdict(violations + [stopped.violation for *_, stopped in found if stopped.violation])
 
 
-def _numbered(scratch: Path, name: str, numbered: tuple[int, Case]) -> Stopped:
-    number, case = numbered
-    folder = scratch / f"{name}{number}"
+def _numbered(scratch: Path, numbered: tuple[str, int, Case]) -> Stopped:
+    call, number, case = numbered
+    folder = scratch / f"{call}{number}"
     folder.mkdir()
     return at_point(case, folder, meanwhile=number % 2 == 1)
 

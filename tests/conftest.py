@@ -1,9 +1,11 @@
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from holdfast.storage import folders
 from tests.pool import Ranks
 
 settings.register_profile(
@@ -13,6 +15,16 @@ settings.load_profile("holdfast")
 
 # As in the ranks of the pool: sums over threads round otherwise.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["exchange", "two steps"])
+def exchanging(request: pytest.FixtureRequest) -> Iterator[None]:
+    """File systems that exchange two names, and those that cannot."""
+    if request.param == "exchange":
+        yield
+        return
+    with mock.patch.object(folders, "_renameat2", return_value=False):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -120,16 +120,6 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     assert not hidden(tmp_path)
 
 
-@pytest.fixture(params=["exchange", "two steps"])
-def exchanging(request: pytest.FixtureRequest) -> Any:
-    """File systems that exchange two names, and those that cannot."""
-    if request.param == "exchange":
-        yield
-        return
-    with mock.patch.object(folders, "_renameat2", return_value=False):
-        yield
-
-
 def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)

@@ -368,16 +368,6 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
         save(tmp_path, "b", 1.0)
 
 
-@pytest.fixture(params=["exchange", "two steps"])
-def exchanging(request: pytest.FixtureRequest) -> Any:
-    """File systems that exchange two names, and those that cannot."""
-    if request.param == "exchange":
-        yield
-        return
-    with mock.patch.object(folders, "_renameat2", return_value=False):
-        yield
-
-
 def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_path: Path, exchanging: None) -> None:
     save(tmp_path, "other", 0.0)
     save(tmp_path, "last", 1.0)

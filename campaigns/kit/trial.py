@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import holdfast
 from campaigns.kit import state
 from campaigns.kit.job import STORES, End, Job, Rank
-from campaigns.kit.points import Point, armed
+from campaigns.kit.points import LOADING, SAVING, Point, armed
 from campaigns.kit.state import ViolationError
 
 #: Seconds that ranks wait for each other, and that an error may come later.
@@ -70,12 +70,34 @@ def cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
                 yield Case(point, victim, draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), how, background)
 
 
+#: The kinds of saves that come by a point, by what it needs; else all but one in two renames.
+_KINDS = {
+    "no exchange of names": ["two renames"],
+    "retention": ["retention"],
+    "a new name": ["new", "retention"],
+    "a name that is taken": ["overwrite"],
+    "old ones go": ["overwrite", "retention"],
+}
+
+
 def _kinds(point: Point) -> list[str]:
-    if point.needs == "no exchange of names":
-        return ["two renames"]
-    if point.needs == "retention":
-        return ["retention"]
-    return ["overwrite", "retention"] if point.needs == "old ones go" else ["new", "overwrite", "retention"]
+    return _KINDS.get(point.needs, ["new", "overwrite", "retention"])
+
+
+def numbered(only: str) -> Iterator[tuple[str, int, Case]]:
+    """Cases whose points have ``only`` in their names: ``"save"`` or ``"load"``, and a number for each."""
+    for call, points in (("save", SAVING), ("load", LOADING)):
+        chosen = (case for case in cases(points, saves=call == "save") if only in case.point.name)
+        yield from ((call, number, case) for number, case in enumerate(chosen))
+
+
+def unreached(found: Iterable[tuple[str, Case, bool]]) -> list[str]:
+    """What is wrong with points that no case has come by: the code has moved away from them."""
+    reached: dict[str, bool] = {}
+    for call, case, was in found:
+        name = f"{call}: {case.point.name}"
+        reached[name] = reached.get(name, False) or was
+    return [f"{name}: nobody comes by it" for name, was in reached.items() if not was]
 
 
 def save(path: Path, step: int, how: str, *, background: bool = False, timeout: float = 60.0) -> None:

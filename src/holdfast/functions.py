@@ -19,7 +19,7 @@ from holdfast.retention import Retention
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
 
-#: The default instances, one for each path and what was set with it. The only module-level state there is.
+#: The default instances, one for each path and what was set with it.
 _defaults: dict[tuple[Path, int | str, float, dist.ProcessGroup | None], Checkpointer] = {}
 
 

@@ -125,7 +125,6 @@ class Save:
     def stage(self, arena: Arena) -> None:
         """Copy what this rank will write, but for what may be copied later."""
         later = self._later()
-
         self._staged = self._session.all("copying what is to be saved", lambda: self._moving.stage(arena, later))
         if not self._is_overlapped:
             self._let_go()

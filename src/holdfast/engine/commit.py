@@ -118,6 +118,8 @@ class Draft:
         except TagExistsError:
             folders.replace(how.replaced, final, self.folder)
             raise
+        except StorageError:
+            return  # the draft has the name by now: what cannot be told of the other does not undo that
 
     def discard(self) -> None:
         """Remove the folder, after a failure; what cannot be removed stays hidden."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.engine.ballot import LEADER
+from holdfast.errors import StorageError
 from holdfast.falling_back import load
 from holdfast.handle import SaveHandle
 from holdfast.parts import scheduler as schedulers
@@ -24,7 +26,7 @@ from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path
 from holdfast.upkeep import recover
 
-#: The saves that are under way. The only module-level state.
+#: The saves of parts that are under way, as there are default instances for saves of whole states.
 saves = Saves()
 
 
@@ -224,7 +226,8 @@ def load_part(
     group, timeout = where
     ranks = saves.ranks(group)
     if ranks.rank == LEADER:
-        recover(path.parent)
+        with suppress(StorageError):  # which all ranks together will meet again
+            recover(path.parent)
     request = LoadRequest(
         path=path,
         tag=None,
