@@ -186,6 +186,19 @@ def test_its_asynchronous_optimizers_are_read_and_their_pickles_not_run(tmp_path
         Booster().load_optimizer(fresh, tmp_path / "evil.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("key", "pickles", "message"),
+    [("state.zero.step", "[]", "no number"), ("state.0", "[]", "no number"), ("state.0.step", "[[]]", "names what")],
+)
+def test_damaged_names_in_asynchronous_optimizers_are_told(
+    tmp_path: Path, key: str, pickles: str, message: str
+) -> None:
+    tensors = {key: torch.ones(1), "param_groups": torch.ones(1)}
+    save_file(tensors, tmp_path / "o.safetensors", {"format": "pt", "non_tensor_keys": pickles})
+    with pytest.raises(DamagedError, match=message):
+        Booster().load_optimizer(trained(net()), tmp_path / "o.safetensors")
+
+
 def test_frozen_parameters_may_have_no_number(tmp_path: Path) -> None:
     model = net()
     for parameter in model[0].parameters():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.errors import DamagedError, InvalidArgumentError, TagExistsError
+from holdfast.storage.folders import Lock
 from tests.pool import Ranks
 from tests.test_same_bytes import contents
 from tests.training import assert_equal, start, trained, whole
@@ -200,6 +201,24 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(DamagedError, match="as it was written"):
         holdfast.convert(saved, tmp_path / "out", to="native")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "safetensors"])
+def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    from holdfast.conversion import work
+
+    read = work.read_pieces
+
+    def looked(*arguments: Any) -> Any:
+        (draft,) = tmp_path.glob(".*")
+        with pytest.raises(BlockingIOError):
+            Lock(draft)
+        return read(*arguments)
+
+    monkeypatch.setattr(work, "read_pieces", looked)
+    holdfast.convert(saved, tmp_path / "out", to=to)
 
 
 def convert_together(src: str, dst: str, to: str) -> None:

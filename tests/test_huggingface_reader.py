@@ -54,6 +54,13 @@ def folder(written: Path, request: pytest.FixtureRequest) -> Path:
     return written.joinpath(*request.param)
 
 
+def test_an_index_that_names_nothing_is_checked_as_nothing(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "optimizer.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert torch.equal(holdfast.open(tmp_path)["model/w"], torch.ones(2))
+    assert [part.problem for part in holdfast.open(tmp_path).verify()] == [None]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """What the safetensors library finds in the folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

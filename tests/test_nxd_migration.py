@@ -112,6 +112,7 @@ def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"tp_size": 2}, "a layout says"),
         ({"layout": LAYOUT, "tp_size": 0}, "at least 1"),
+        ({"layout": LAYOUT, "tp_size": 2, "dp_size": 0}, "at least 1"),
         ({"layout": LAYOUT, "tp_size": 2, "master_weights": True}, "say dp_size"),
         ({"layout": LAYOUT, "tp_size": 2, "pp_size": 3}, "2 layers cannot be divided"),
         ({"layout": LAYOUT, "tp_size": 6}, "6 tensor-parallel ranks need|no multiple"),

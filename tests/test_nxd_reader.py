@@ -289,6 +289,8 @@ def test_the_newest_is_told_by_its_number_and_by_its_end(tmp_path: Path) -> None
         holdfast.open(tmp_path / "step_200")
     (tmp_path / "newest").write_text("step_100\nstep_5\n")
     assert holdfast.open(tmp_path)["model/w"] == 5
+    (tmp_path / "newest").write_text("step_7\n")  # names nothing that is there
+    assert holdfast.open(tmp_path)["model/w"] == 100
     for step in (5, 100, 20):
         (tmp_path / f"step_{step}" / "done").unlink()
     (tmp_path / "newest").unlink()

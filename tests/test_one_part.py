@@ -5,6 +5,7 @@ The oracles are torch and safetensors, which open the files by themselves, and a
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
+from holdfast.compat.colossalai import Booster
 from holdfast.errors import (
     DamagedError,
     DisagreementError,
@@ -25,6 +27,7 @@ from holdfast.errors import (
     ReplicaMismatchError,
     StorageError,
 )
+from holdfast.parts.place import Draft
 from tests import zoo
 from tests.pool import Ranks
 from tests.training import start, trained
@@ -253,6 +256,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
     holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    scheduler = torch.optim.lr_scheduler.StepLR(adam(nn.Linear(3, 2)), 3)
     for fails in (
         "local.sync_folder",
         "local.sync_tree",
@@ -265,6 +269,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
     with pytest.raises(StorageError):
         holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    with pytest.raises(StorageError):
+        holdfast.save_lr_scheduler(scheduler, tmp_path / "s")
     holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_async=True)
     with pytest.raises(StorageError):
         holdfast.finalize()
@@ -302,6 +308,40 @@ def test_in_the_background_all_may_change_at_once_and_a_failure_is_raised(tmp_pa
     holdfast.save_model(model, tmp_path / "inside/m.pt", use_async=True)
     holdfast.finalize()
     assert equal(torch.load(tmp_path / "inside/m.pt"), model.state_dict())
+
+
+@pytest.mark.parametrize("booster", [False, True])
+def test_a_load_waits_for_the_save_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, booster: bool
+) -> None:
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    holdfast.save_model(old, tmp_path / "link", shard=True)
+    finish = Draft.finish
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        finish(*arguments)
+
+    monkeypatch.setattr(Draft, "finish", slow)
+    holdfast.save_model(new, tmp_path / "link", shard=True, use_async=True)
+    found = nn.Linear(2, 2)
+    if booster:
+        Booster().load_model(found, tmp_path / "link")
+    else:
+        holdfast.load_model(found, tmp_path / "link")
+    assert equal(found.state_dict(), new.state_dict())
+
+
+def test_a_part_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    holdfast.save_model(model, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        holdfast.load_model(model, tmp_path / "m.safetensors")
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
 def diverged(path: str) -> None:

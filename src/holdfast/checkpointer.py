@@ -11,7 +11,6 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from holdfast.catalog import list_checkpoints
@@ -191,12 +190,7 @@ class Checkpointer:
             on_event=on_event or self._on_event,
         )
         self._guard.wait()
-        # Tensors made in inference mode could never be trained.
-        with (
-            self._watched(f"loading {tag or self.path.name}", request.on_event) as heard,
-            _collector_paused(),
-            torch.inference_mode(mode=False),
-        ):
+        with self._watched(f"loading {tag or self.path.name}", request.on_event) as heard, _collector_paused():
             restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout)
         if restored.run:
             self.runs.add(restored.run)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import DamagedError, DisagreementError, MismatchError, NoCheckpointError, StorageError
@@ -23,7 +25,8 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
     while True:
         attempt = Load(request, ranks, timeout, search)
         try:
-            restored = attempt.run()
+            with torch.inference_mode(mode=False):  # tensors made in it could never be trained
+                restored = attempt.run()
         except (DamagedError, StorageError, MismatchError, DisagreementError, NoCheckpointError) as error:
             if not attempt.found.folder or attempt.is_applying:
                 raise

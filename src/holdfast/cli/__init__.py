@@ -1,4 +1,4 @@
-"""The command line. One module per command; what they share is in ``target``, ``output`` and ``progress``.
+"""The command line. One module per command; what they share is in ``target`` and ``output``.
 
 Nothing here imports torch at the top: ``--help``, ``ls`` and ``show`` answer at once.
 """

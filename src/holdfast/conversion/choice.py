@@ -49,10 +49,6 @@ class Choice:
     dtype: str | None = None
     model_only: bool = False
 
-    def is_everything(self) -> bool:
-        """Whether nothing is left out or renamed."""
-        return not (self.include or self.exclude or self.rename or self.model_only)
-
     def takes(self, name: str) -> bool:
         """Whether a parameter or buffer is taken."""
         wanted = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from holdfast.conversion.choice import Choice, Rename
 from holdfast.conversion.nxd_options import NxdOptions
-from holdfast.conversion.nxd_work import NXD, NxdConversion
-from holdfast.conversion.work import Conversion, Wish
+from holdfast.conversion.nxd_work import NxdConversion
+from holdfast.conversion.work import NXD, Conversion, Wish
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError
 from holdfast.events import OnEvent, unheard
@@ -70,7 +70,8 @@ def convert(
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
         format_options: of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
-            ``master_weights``: see :class:`holdfast.conversion.nxd_options.NxdOptions`.
+            ``master_weights``: see :class:`holdfast.conversion.nxd_options.NxdOptions`. There ``max_shard_size``,
+            ``verify`` and ``on_event`` change nothing.
 
     Returns:
         The path of what was written.

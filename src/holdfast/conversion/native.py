@@ -74,12 +74,17 @@ class NativeTarget:
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
-        return NativeReader(self._draft.folder)
+        return NativeReader(self._made)
 
     def close(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         if self._lock is not None:
             self._lock.close()
+        return self._made
+
+    @property
+    def _made(self) -> Path:
+        """What of the draft is wanted."""
         return self._draft.folder
 
     def _describe(self, files: dict[str, FileRecord]) -> Manifest:
@@ -115,11 +120,11 @@ class HuggingFaceTarget(NativeTarget):
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
-        return HuggingFaceReader(self.close())
+        return HuggingFaceReader(self._made)
 
-    def close(self) -> Path:
-        """See :class:`holdfast.conversion.target.Target`."""
-        return super().close() / _MODEL
+    @property
+    def _made(self) -> Path:
+        return super()._made / _MODEL
 
 
 class SafetensorsTarget(HuggingFaceTarget):
@@ -128,13 +133,9 @@ class SafetensorsTarget(HuggingFaceTarget):
     def __init__(self, material: Material, draft: Path, final: Path) -> None:
         super().__init__(replace(material, limit=sys.maxsize), draft, final)
 
-    def reader(self) -> Reader:
-        """See :class:`holdfast.conversion.target.Target`."""
-        return HuggingFaceReader(self.close())
-
-    def close(self) -> Path:
-        """See :class:`holdfast.conversion.target.Target`."""
-        return super().close() / SINGLE
+    @property
+    def _made(self) -> Path:
+        return super()._made / SINGLE
 
 
 def _plan(material: Material) -> SavePlan:

@@ -28,7 +28,7 @@ class NxdOptions:
 
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` for what cannot be."""
-        if min(self.tp_size, self.pp_size, self.dp_size or 1) < 1:
+        if min(self.tp_size, self.pp_size, 1 if self.dp_size is None else self.dp_size) < 1:
             raise InvalidArgumentError("tp_size, pp_size and dp_size are numbers of ranks, at least 1")
         if self.master_weights and self.dp_size is None:
             raise InvalidArgumentError("master_weights are part of a ZeRO-1 state: say dp_size, too")

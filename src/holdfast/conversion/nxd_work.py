@@ -10,13 +10,11 @@ from holdfast.conversion.carried import carried
 from holdfast.conversion.nxd import NxdWriter
 from holdfast.conversion.nxd_options import NxdOptions
 from holdfast.conversion.target import Material
-from holdfast.conversion.work import NXD, Wish
+from holdfast.conversion.work import Wish
 from holdfast.engine.ranks import Session
 from holdfast.errors import StorageError
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders, local
-
-__all__ = ["NXD", "NxdConversion"]
 
 
 class NxdConversion:

@@ -53,10 +53,6 @@ class ZeroRequest:
             raise TagExistsError(f"there is {self.final} already; choose another output, or remove it first")
 
 
-class _Group(dict[Rank, RankFile]):
-    """The files of one tensor-parallel rank of one stage of the pipeline."""
-
-
 def convert_zero(request: ZeroRequest) -> Path:
     """Convert a checkpoint's ZeRO-1 state, and take along what else is in its folder.
 

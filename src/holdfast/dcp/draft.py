@@ -105,8 +105,7 @@ def _check(final: Path, *, overwrite: bool) -> None:
 
 
 def _entries(folder: Path) -> list[str]:
-    with local.reported("list", folder):
-        return sorted(entry.name for entry in folder.iterdir())
+    return sorted(local.names(folder))
 
 
 def check_collective(*, use_collectives: bool) -> None:

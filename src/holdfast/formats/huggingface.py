@@ -138,7 +138,7 @@ class HuggingFaceReader:
     def check_files(self) -> None:
         """There is nothing to check them against, but that an index names just the tensors that are there."""
         for name, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            if local.is_file(self.path / index):
+            if name in self._sets and local.is_file(self.path / index):
                 self._check_index(index, self._sets[name])
 
     def _check_index(self, index: str, group: FileGroup) -> None:

@@ -212,6 +212,14 @@ def finalize() -> None:
     saves.finish_all()
 
 
+def settled(checkpoint: str | PathLike[str]) -> Path:
+    """The path, when no save of it is under way any more: folders are saved where links lead, files where they are."""
+    path = local_path(checkpoint)
+    for one in dict.fromkeys((path, path.resolve())):
+        saves.finish(one)
+    return path
+
+
 def load_part(
     training: Training,
     checkpoint: str | PathLike[str],
@@ -221,8 +229,7 @@ def load_part(
     strict: bool,
 ) -> Restored:
     """Load one part. ``where`` are the ranks that load together, and seconds that they wait for each other."""
-    path = local_path(checkpoint)
-    saves.finish(path)
+    path = settled(checkpoint)
     group, timeout = where
     ranks = saves.ranks(group)
     if ranks.rank == LEADER:

@@ -57,9 +57,7 @@ class Draft:
         recover(folder.parent)
         _clean_up(place)
         folders.check_space(folder.parent, nbytes)
-        local.make_folder(folder)
-        with local.reported("lock", folder):
-            self._lock = Lock(folder)
+        self._lock = folders.claim(folder)
         try:
             self.starts: Sequence[Mapping[str, int]] = [file.make(folder / file.name) for file in shelf.files]
         except BaseException:

@@ -22,7 +22,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._flights: dict[Path, SaveHandle[Path]] = {}
-        self._arenas: list[tuple[Arena, SaveHandle[Path] | None]] = []
+        self._arenas: list[tuple[Arena, SaveHandle[Path]]] = []
         self._ranks: Ranks | None = None
 
     def save(
@@ -47,7 +47,7 @@ class Saves:
         return handle
 
     def _free_arena(self) -> Arena:
-        return next((arena for arena, user in self._arenas if user is None or user.done()), Arena())
+        return next((arena for arena, user in self._arenas if user.done()), Arena())
 
     def finish(self, path: Path) -> None:
         """Wait for the save of a path that is under way. Raises what went wrong with it, once."""

@@ -51,7 +51,11 @@ def save(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> Non
         encoded = _encoded(told)
         data = _torch(told) if as_torch else encoded
         draft = Draft(place, place.draft(), Shelf(Content(SCHEDULER, {}, {}), [], {path.name: data}), len(data))
-        draft.finish(lambda _: [])
+        try:
+            draft.finish(lambda _: [])
+        except BaseException:
+            draft.discard()
+            raise
         return b""
 
     first_vote(session, "saving the scheduler", asked, work, decide)

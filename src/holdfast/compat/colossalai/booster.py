@@ -152,7 +152,7 @@ class Booster:
         """Load a model: see :func:`holdfast.load_model`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads
         plain = plain_model(model)
-        path = _chosen(local_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
+        path = _chosen(calls.settled(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
         return calls.load_part(Training(plain), path, Seen("model"), (None, _TIMEOUT), strict=strict)
 
     #: The guide's name.
@@ -198,7 +198,7 @@ class Booster:
         """Load an optimizer: see :func:`holdfast.load_optimizer`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads, size_per_shard
         plain = plain_optimizer(optimizer)
-        path = _chosen(local_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
+        path = _chosen(calls.settled(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
         training = Training(optimizer=plain, named_by=self._model(plain))
         return calls.load_part(training, path, Seen("optimizer"), (None, _TIMEOUT), strict=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from holdfast.storage.bulk import BulkReader
 
 #: Key of ColossalAI's header metadata with the names of values that are pickled into bytes: asynchronous saves.
 PICKLED = "non_tensor_keys"
+
+#: Key of one state of one parameter: ColossalAI's asynchronous saves.
+_STATE = re.compile(r"state\.(?P<number>[0-9]+)\.(?P<state>.+)")
 
 #: The largest pickled value that is read, in bytes.
 _LARGEST = 2**30
@@ -85,7 +89,7 @@ def _pickled(file: SafetensorsFile) -> list[str]:
     """The names of values that are no tensors."""
     text = file.header.metadata.get(PICKLED)
     names = strictjson.parse(text.encode(), f"{PICKLED} of {file.path}") if text else []
-    if not isinstance(names, list) or not all(name in file.tensors for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in file.tensors for name in names):
         raise DamagedError(f"{PICKLED} of {file.path} names what is not in the file")
     return names
 
@@ -115,8 +119,7 @@ def _by_number(shard: Mapping[Any, Any]) -> Iterator[tuple[Any, Mapping[str, Any
     for key, value in shard.items():
         if isinstance(key, int) and isinstance(value, Mapping):
             yield key, value
-        elif isinstance(key, str) and key.startswith("state.") and key.split(".")[1].isdigit():
-            _, number, state = key.split(".", 2)
-            yield int(number), {state: value}
+        elif isinstance(key, str) and (named := _STATE.fullmatch(key)):
+            yield int(named["number"]), {named["state"]: value}
         elif key != "param_groups":
             raise DamagedError(f"a file of optimizer states holds {key!r:.80}, which is no number of a parameter")

@@ -48,8 +48,8 @@ def newest(path: Path) -> Path:
     tags = [folder for folder in local.subfolders(path) if is_tag(folder)]
     if local.is_file(path / NEWEST):
         lines = local.read_small(path / NEWEST).decode(errors="replace").split()
-        tags = [path / line for line in lines if path / line in tags] or tags
-        return tags[-1]
+        if named := [path / line for line in lines if path / line in tags]:
+            return named[-1]
     finished = [tag for tag in tags if local.is_file(tag / DONE) or not local.is_file(tag / BEGUN)]
     if not finished:
         raise NoCheckpointError(f"none of the checkpoints in {path} was finished")

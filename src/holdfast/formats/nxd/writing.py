@@ -13,7 +13,7 @@ from holdfast.errors import UnstorableError
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.nxd.names import INFO, TENSORS
 from holdfast.formats.nxd.rankfile import Shard
-from holdfast.formats.torchfile.frame import NAMES, Frame
+from holdfast.formats.torchfile.frame import Frame
 from holdfast.formats.torchfile.names import NAMES as ALLOWED
 from holdfast.formats.torchfile.objects import Size
 from holdfast.formats.torchfile.pickled import TORCH, Global, Outside, Plain, pickled
@@ -36,11 +36,6 @@ class PlannedFile:
 def rank_files(name: str, root: Any, names_of: NamesOf, *, xser: bool) -> list[PlannedFile]:
     """The files of a rank: one, or with ``xser`` one for each tensor, a tree with references, and what these are of."""
     return _Planning(name, names_of).separate(root) if xser else [_Planning(name, names_of).together(root)]
-
-
-def known_names(storages: int) -> int:
-    """See :data:`NamesOf`; for files of one tensor, or none."""
-    return NAMES[storages]
 
 
 class _Planning:
