@@ -97,7 +97,7 @@ def armed(point: Point, trap: Callable[[], None]) -> Iterator[None]:
     sprung = threading.Lock()
 
     def wrapped(*args: Any, **options: Any) -> Any:
-        here = not point.phase or args[0]._phase == point.phase
+        here = not point.phase or args[0].phase == point.phase
         if here and not point.after and sprung.acquire(blocking=False):
             trap()
         result = call(*args, **options)

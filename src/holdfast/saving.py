@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,9 @@ class _Report(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
+#: What ranks do while they stage.
+_COPYING = "copying what is to be saved"
+
 #: Where an overwritten checkpoint may be.
 _OVERWRITTEN: tuple[State, ...] = ("replaced", "partial", "removed")
 
@@ -100,6 +103,7 @@ class Save:
         self._lock: Lock | None = None
         self._following, self._begun = Successor(0, "", ""), 0.0
         self._plan = NOTHING
+        self._staging: Callable[[], Staged | None] = lambda: None
         self._staged: Staged | None = None
         #: Set when nothing of the training objects is needed any more.
         self.copied = threading.Event()
@@ -123,15 +127,15 @@ class Save:
         self._following = self._prepare(agreement)
 
     def stage(self, arena: Arena) -> None:
-        """Copy what this rank will write, but for what may be copied later."""
+        """Copy what this rank will write, but for what may be copied later. Whether all could is learnt later, too."""
         later = self._later()
-        self._staged = self._session.all("copying what is to be saved", lambda: self._moving.stage(arena, later))
+        self._staging = self._session.begin_all(_COPYING, lambda: self._moving.stage(arena, later))
         if not self._is_overlapped:
             self._let_go()
 
     def complete(self) -> None:
         """Copy the rest. Afterwards the training objects may change."""
-        staged = self._staged
+        self._staged = staged = self._staging()
 
         def work() -> None:
             try:
@@ -141,7 +145,7 @@ class Save:
                 self._let_go()
 
         if self._is_overlapped:
-            self._session.all("copying what is to be saved", work)
+            self._session.all(_COPYING, work)
 
     @property
     def _is_overlapped(self) -> bool:

@@ -63,7 +63,7 @@ class Ballot:
     """The keys of one vote in the store."""
 
     def __init__(self, store: PromptStore, number: int, size: int, phase: str) -> None:
-        self._store, self._number, self._phase = store, number, phase
+        self._store, self._number, self.phase = store, number, phase
         self._keys = [f"{number}/{rank}" for rank in range(size)]
 
     def post(self, rank: int, outcome: Outcome) -> None:
@@ -75,12 +75,13 @@ class Ballot:
     def collect_and_decide(self, timeout: float, decide: Decide) -> Outcome:
         """Collect what all ranks posted, decide, and publish the decision, whatever happens meanwhile."""
         decision = Outcome(
-            failure=Failure(RankFailedError.__name__, f"rank {LEADER} was interrupted while {self._phase}")
+            failure=Failure(RankFailedError.__name__, f"rank {LEADER} was interrupted while {self.phase}")
         )
         try:
             decision = self._decide(timeout, decide)
         finally:
             self._store.set(self._decision(self._number), _pack(decision))
+        self._forget()
         return decision
 
     def _decide(self, timeout: float, decide: Decide) -> Outcome:
@@ -90,11 +91,10 @@ class Ballot:
             return Outcome(failure=Failure.of(error))
         self._store.set(self._collected)
         outcomes = [_unpack(raw) for raw in self._store.get(*self._keys)]
-        self._forget()
         if self._store.check([self._given_up]):
-            late = f"rank {LEADER} came too late while {self._phase}: others have given up waiting for it"
+            late = f"rank {LEADER} came too late while {self.phase}: others have given up waiting for it"
             return Outcome(failure=Failure(RankTimeoutError.__name__, late))
-        return _decide(outcomes, decide, self._phase)
+        return _decide(outcomes, decide, self.phase)
 
     def follow(self, timeout: float, _: Decide) -> Outcome:
         """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
@@ -111,7 +111,7 @@ class Ballot:
     def _forget(self) -> None:
         # Everybody who posted to this vote has read the decision of the one before.
         before = self._number - 1
-        self._store.delete(*self._keys, self._decision(before), f"{before}/collected", failed_key(before))
+        self._store.forget(*self._keys, self._decision(before), f"{before}/collected", failed_key(before))
 
     @staticmethod
     def _decision(number: int) -> str:
@@ -140,7 +140,7 @@ class Ballot:
         absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         names = names_of(absent) if absent else f"rank {LEADER}"
         return (
-            f"{names} did not come within the timeout while {self._phase}; "
+            f"{names} did not come within the timeout while {self.phase}; "
             "it is stuck or dead, or does not make the same calls in the same order"
         )
 

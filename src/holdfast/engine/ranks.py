@@ -122,34 +122,42 @@ class Session:
         An error in anybody's work, or in the decision, is raised by every rank, naming the ranks it
         happened on. Raises ``RankTimeoutError`` naming ranks that did not come within the timeout.
         """
+        return self.begin(phase, work, encode, decide)()
+
+    def begin(
+        self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide
+    ) -> Callable[[], tuple[T, bytes]]:
+        """The first half of a vote: do ``work`` here, and tell the others. What is returned does the other half.
+
+        A rank that is alone raises what goes wrong at once.
+        """
         if self.store is None:
             result = work()
-            return result, decide([encode(result)])
-        return self._vote(self.store, phase, work, encode, decide)
-
-    def _vote(
-        self,
-        store: PromptStore,
-        phase: str,
-        work: Callable[[], T],
-        encode: Callable[[T], bytes],
-        decide: Decide,
-    ) -> tuple[T, bytes]:
+            return lambda: (result, decide([encode(result)]))
         self._votes += 1
-        ballot = Ballot(store, self._votes, self.size, phase)
-        result, mine, error = _attempt(work, encode)
+        ballot = Ballot(self.store, self._votes, self.size, phase)
+        attempt, mine, error = _attempt(work, encode)
         with store_alive(phase):
             ballot.post(self.rank, mine)
-            lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
+        settle = partial(self._settle, ballot, decide, attempt, error)
+        if not isinstance(error, Exception | None):
+            settle()  # raises the interrupt, where it came
+        return settle
+
+    def _settle(
+        self, ballot: Ballot, decide: Decide, attempt: tuple[T] | None, error: BaseException | None
+    ) -> tuple[T, bytes]:
+        lead = ballot.collect_and_decide if self.rank == LEADER else ballot.follow
+        with store_alive(ballot.phase):
             # Who has waited in vain for others already need not wait as long again.
             decision = lead(GRACE if isinstance(error, RankTimeoutError) else self.timeout, decide)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if decision.failure is not None:
             raise decision.failure.rebuild() from error
-        if result is None:
-            raise RankFailedError(f"rank {self.rank} lost its own result while {phase}") from error
-        return result[0], decision.payload
+        if attempt is None:
+            raise RankFailedError(f"rank {self.rank} lost its own result while {ballot.phase}") from error
+        return attempt[0], decision.payload
 
     def check_others(self) -> None:
         """Inside the work of a vote that ranks do together: raise where another has failed at it.
@@ -180,6 +188,11 @@ class Session:
     def all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""
         return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
+
+    def begin_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
+        """As :meth:`all`, in two halves: what is returned tells whether all have succeeded."""
+        settle = self.begin(phase, work, lambda _: b"", lambda _: b"")
+        return lambda: settle()[0]
 
 
 def _attempt(

@@ -40,11 +40,11 @@ class PromptStore:
         """The values under keys that are there."""
         return self._aside.ask(self._seconds, partial(self._store.multi_get, list(keys)))
 
-    def delete(self, *keys: str) -> None:
-        """Remove keys."""
+    def forget(self, *keys: str) -> None:
+        """Remove keys, which takes a call each; nobody waits for it."""
 
         def work() -> None:
             for key in keys:
                 self._store.delete_key(key)
 
-        self._aside.ask(self._seconds, work)
+        self._aside.begin(work)

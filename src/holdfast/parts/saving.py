@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class PartSave:
         self._made = _Layout()
         self._plan, self._names = NOTHING, list[str]()
         self._draft: Draft | None = None
+        self._staging: Callable[[], Staged | None] = lambda: None
         self._staged: Staged | None = None
 
     @property
@@ -64,11 +65,14 @@ class PartSave:
 
     def stage(self, arena: Arena) -> None:
         """Copy what this rank will write. Afterwards the training objects may change."""
-        self._staged = self._session.all("copying what is to be saved", lambda: self._moving.stage(arena, Later()))
+        self._staging = self._session.begin_all(
+            "copying what is to be saved", lambda: self._moving.stage(arena, Later())
+        )
         self._captured.parts.clear()
 
     def complete(self) -> None:
-        """Nothing was left for later."""
+        """Learn whether all ranks could copy theirs."""
+        self._staged = self._staging()
 
     def finish(self) -> Path:
         """Write; rank 0 publishes when all have written."""

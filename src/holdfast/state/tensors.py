@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -38,6 +40,9 @@ DTYPES = {
     "U8": torch.uint8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: The ranks of meshes: torch works them out anew, for 0.2 ms, each time it is asked.
+_MESHES: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +86,16 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
 
 
 def _layout(tensor: DTensor, what: str) -> Layout:
-    mesh = tensor.device_mesh
     placements = tuple(_placement(placement, what) for placement in tensor.placements)
-    return Layout(Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())), placements)
+    return Layout(_mesh(tensor.device_mesh), placements)
+
+
+def _mesh(mesh: DeviceMesh) -> Mesh:
+    known = _MESHES.get(mesh)
+    if known is None:
+        ranks = mesh.mesh
+        known = _MESHES[mesh] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+    return known
 
 
 def _placement(placement: Placement, what: str) -> layouts.Placement:
