@@ -210,7 +210,7 @@ def test_equal_trees_have_equal_bytes(tree: dict[str, Any]) -> None:
         dt.datetime(2024, 10, 27, 2, 30, fold=1),  # noqa: DTZ001 - a naive one is the case
         dt.time(2, 30, fold=1, tzinfo=dt.UTC),
         dt.datetime(1, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "CET")),
-        dt.datetime.now().astimezone(),
+        dt.datetime(2026, 2, 3, 4, 5, 6, 7).astimezone(),
         dt.timezone(dt.timedelta(microseconds=-1)),
         pathlib.PureWindowsPath("C:\\x"),
         pathlib.PurePosixPath("/x"),
