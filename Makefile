@@ -13,14 +13,17 @@ INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py f
 	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py torch_files.py torch_writing.py \
 	trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
 
+#: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.
+PYTEST := $(BIN)/coverage run -m pytest -n 2 --dist loadfile
+
 ## test: lint, types, and the tests of holdfast itself
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(addprefix --ignore=,$(INTEROP))
+	$(PYTEST) $(addprefix --ignore=,$(INTEROP))
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
-	$(BIN)/coverage run -m pytest $(INTEROP)
+	$(PYTEST) $(INTEROP)
 
 ## coverage: of the lines that both kinds of tests went through
 coverage: .venv/installed

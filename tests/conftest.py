@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 from unittest import mock
 
@@ -12,6 +13,9 @@ settings.register_profile(
     "holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("holdfast")
+
+# A shell that runs tests in the background has them, and all that they start, ignore interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in the ranks of the pool: sums over threads round otherwise.
 torch.set_num_threads(1)
