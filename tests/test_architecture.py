@@ -23,7 +23,7 @@ FLOORS = [
     {"moving"},
     {"agreement", "reading", "finding", "fusing"},
     {"request", "telling"},
-    {"restored"},
+    {"restored", "drafts"},
     {"upkeep"},
     {"retention"},
     {"catalog"},
@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"storage", "layout"},
     {"terminal"},
-    {"errors", "events", "_version"},
+    {"errors", "events", "garbage", "_version"},
 ]
 
 
@@ -60,6 +60,19 @@ def test_imports_go_downward(file: Path) -> None:
     public = {"__version__", "open", "Checkpoint"}  # the commands may use the public names
     for other in rooms - {room} - (public if room == "cli" else set()):
         assert floor(room) < floor(other), f"{room} imports {other}"
+
+
+#: Methods of a path that ask or tell the file system something.
+ASKING = {"exists", "is_dir", "is_file", "is_symlink", "stat", "lstat", "iterdir", "glob", "rglob", "mkdir", "rmdir"}
+
+
+def test_only_storage_asks_the_file_system() -> None:
+    for file in FILES:
+        if file.parent.name == "storage":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKING:
+                assert ast.unparse(node.func.value) in {"local", "storage", "folders"}, f"{file}:{node.lineno}"
 
 
 def test_only_storage_opens_files() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from tests.pool import Ranks
 
 lightning = pytest.importorskip("lightning")
@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
 
 import holdfast.lightning as ours  # noqa: E402
+from holdfast.lightning.saves import Saves  # noqa: E402
 
 
 class Module(LightningModule):
@@ -322,6 +323,20 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
     for number, (layout, n) in enumerate([("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 4)]):
         found = ranks(n, fit, str(tmp_path / str(number)), layout, 6, saved)[0]
         assert_close(found, oracle["AdamW"])
+
+
+def in_the_way(folder: str) -> None:
+    refused = mock.patch("holdfast.lightning.saves.rename", side_effect=StorageError(13, "could not rename it"))
+    with refused:
+        Saves("native", async_save=False).save(Path(folder, "a.ckpt"), {"w": torch.ones(2)}, None, {}, None)
+
+
+def test_what_cannot_be_put_aside_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_bytes(b"Lightning's")
+    for error in ranks.outcomes(2, in_the_way, str(tmp_path)):
+        assert isinstance(error, StorageError)
+        assert "could not rename it" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def state_of(folder: Path) -> dict[str, bytes]:

@@ -121,12 +121,8 @@ def leftovers(run: Path) -> list[Leftover]:
     found = []
     for folder in local.hidden_folders(run):
         hidden = parse(folder.name)
-        with suppress(FileNotFoundError):  # it was committed or removed meanwhile
-            if hidden is not None and folder.name not in aside:
-                changed = folder.stat().st_mtime
-                found.append(Leftover(folder.name, hidden.tag, folder, changed, _used(folder), hidden.state))
+        if hidden is None or folder.name in aside:
+            continue
+        if usage := local.usage(folder):  # else it was committed or removed meanwhile
+            found.append(Leftover(folder.name, hidden.tag, folder, *usage, hidden.state))
     return found
-
-
-def _used(folder: Path) -> int:
-    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))

@@ -22,7 +22,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
 from holdfast.functions import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.retention import KeepLast, KeepTags, Retention
-from holdfast.storage.local import write_small
+from holdfast.storage.local import exists, write_small
 
 #: What the ``Trainer`` calls a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE = "checkpoint-{}", "trainer_state.json"
@@ -95,7 +95,7 @@ class Checkpoints(_Base):
     def _note(self, run: Path) -> None:
         """What the ``Trainer`` notes when it saves: its best checkpoint, and the state of its callbacks."""
         best = self.state.best_global_step
-        if best and (best == self.state.global_step or (run / _TAG.format(best)).exists()):
+        if best and (best == self.state.global_step or exists(run / _TAG.format(best))):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
         for one in (*self.callback_handler.callbacks, self.control):
             if isinstance(one, ExportableState):

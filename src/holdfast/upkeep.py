@@ -21,8 +21,8 @@ from holdfast.storage.local import exists, hidden_folders, names
 from holdfast.survey import CheckpointInfo, put_aside
 
 
-def clean_up(path: Path, run: str | None) -> list[Path]:
-    """Remove what dead saves of a run have left, or of any run with ``None``; returns what is gone.
+def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> list[Path]:
+    """Remove what dead saves of a run have left, or of a tag; of any with ``None``. Returns what is gone.
 
     A folder that a living process works on is left alone, and so is one of which nobody can tell.
     """
@@ -30,7 +30,7 @@ def clean_up(path: Path, run: str | None) -> list[Path]:
     gone = []
     for folder in hidden_folders(path):
         hidden = parse(folder.name)
-        if hidden is None or run not in {None, hidden.run}:
+        if hidden is None or run not in {None, hidden.run} or tag not in {None, hidden.tag}:
             continue
         with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
             if _remove(folder, hidden):

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.output import human_size, print_json
 from holdfast.errors import InvalidArgumentError
 from holdfast.events import Event, Progress
-from holdfast.storage.local import files_of, local_path
+from holdfast.storage.local import files_of, local_path, size_of
 from holdfast.terminal import bar, clean, console
 
 #: What a file's ending says of its format; anything else is Lightning's.
@@ -88,7 +88,7 @@ def _convert(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) ->
                 show(event.done, event.total)
 
         work(src, dst, on_event=tell, **options)
-    size = sum(path.stat().st_size for path in files_of(dst))
+    size = sum(map(size_of, files_of(dst)))
     if as_json:
         print_json({"path": str(dst), "to": options["to"], "bytes": size})
     else:

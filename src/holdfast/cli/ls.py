@@ -13,7 +13,7 @@ from holdfast.cli.output import count, human_metrics, human_size, human_time, pr
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
-from holdfast.storage.local import local_path
+from holdfast.storage.local import is_folder, local_path
 from holdfast.survey import CheckpointInfo
 from holdfast.terminal import clean, console
 
@@ -31,9 +31,9 @@ def ls(
     """
     path = local_path(run)
     found = list_checkpoints(path)
-    drafts = leftovers(path) if path.is_dir() else []
+    drafts = leftovers(path) if is_folder(path) else []
     shown = drafts if show_all else []
-    if as_json and path.is_dir():
+    if as_json and is_folder(path):
         _print_json(path, found, shown)
     elif found or shown:
         _print_table(found, shown)
@@ -45,7 +45,7 @@ def ls(
 def _explain(path: Path, hidden: int) -> None:
     if is_checkpoint(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
-    if not path.is_dir():
+    if not is_folder(path):
         print_error(f"there is no folder {path}")
     else:
         hint = f"--all shows {count(hidden, 'save')} that never ended." if hidden else ""

@@ -12,7 +12,7 @@ from holdfast.catalog import Leftover, leftovers
 from holdfast.cli.output import count, human_size, print_json
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.retention import KeepLast
-from holdfast.storage.local import local_path
+from holdfast.storage.local import is_folder, local_path
 from holdfast.survey import CheckpointInfo
 from holdfast.terminal import clean, console
 from holdfast.upkeep import clean_up, outdated, retire
@@ -45,7 +45,7 @@ def prune(
     The newest complete checkpoint always stays, and so does what a living process works on.
     """
     path = local_path(run)
-    if not path.is_dir():
+    if not is_folder(path):
         raise NoCheckpointError(f"there is no folder {path}")
     if keep is None and not remains:
         raise InvalidArgumentError("say what to remove: --keep N for old checkpoints, --leftovers for dead saves")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast.drafts import draft_of
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
-from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders, local
-
-
-def fresh_id() -> str:
-    """What tells one save from others."""
-    return secrets.token_hex(8)
 
 
 @contextmanager
@@ -29,7 +23,7 @@ def published(path: Path, timeout: float = 600.0) -> Iterator[Path]:
         "preparing the save",
         lambda: None,
         lambda _: b"",
-        lambda _: Hidden(path.name, fresh_id(), fresh_id(), "partial").name.encode(),
+        lambda _: draft_of(path).name.encode(),
     )
     draft = path.parent / name.decode()
     failure: BaseException | None = None
@@ -44,8 +38,8 @@ def published(path: Path, timeout: float = 600.0) -> Iterator[Path]:
 
     def publish(_: object) -> bytes:
         local.sync_tree(draft)
-        if path.exists():
-            aside = draft.with_name(draft.name.removesuffix("partial") + "replaced")
+        if local.exists(path):
+            aside = draft.with_suffix(".replaced")
             folders.replace(draft, path, aside)
             folders.remove_tree(aside)
         else:

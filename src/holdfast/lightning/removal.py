@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.layout.hidden import Hidden
-from holdfast.lightning.published import fresh_id
+from holdfast.drafts import draft_of
 from holdfast.storage.folders import remove_tree, rename
+from holdfast.storage.local import is_folder
 
 
 def remove(path: Path) -> None:
     """Remove a folder, a file or a link; what is not there is fine."""
     hidden = path
-    if path.is_dir() and not path.is_symlink():
-        hidden = path.parent / Hidden(path.name, fresh_id(), fresh_id(), "removed").name
+    if is_folder(path):
+        hidden = draft_of(path).with_suffix(".removed")
         rename(path, hidden)
     remove_tree(hidden)

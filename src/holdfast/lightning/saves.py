@@ -16,7 +16,11 @@ from holdfast.handle import SaveHandle
 from holdfast.lightning.removal import remove
 from holdfast.restored import Restored
 from holdfast.storage.folders import rename
+from holdfast.storage.local import exists
 from holdfast.survey import CheckpointInfo
+
+#: Seconds that ranks wait for each other.
+_TIMEOUT = 600.0
 
 #: What strategies may write.
 FORMATS = ("native", "lightning")
@@ -81,10 +85,19 @@ class Saves:
 
 
 def _put_aside(path: Path) -> Path | None:
-    """Another name for what Lightning itself has saved there: a native save takes the place of native ones only."""
-    if Ranks().rank != LEADER or not path.exists() or is_native(path):
-        return None
+    """Another name for what Lightning itself has saved there: a native save takes the place of native ones only.
+
+    The first rank gives it and is told; where it cannot, all raise its error.
+    """
     aside = path.with_name(f"{path.stem}.before{path.suffix}")
-    remove(aside)
-    rename(path, aside)
-    return aside
+
+    def decide(_: list[bytes]) -> bytes:
+        if not exists(path) or is_native(path):
+            return b""
+        remove(aside)
+        rename(path, aside)
+        return b"aside"
+
+    session = Ranks().session(_TIMEOUT)
+    _, done = session.vote("putting Lightning's own checkpoint aside", lambda: None, lambda _: b"", decide)
+    return aside if done and session.rank == LEADER else None

@@ -138,6 +138,18 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
 
 
+def usage(path: Path) -> tuple[float, int] | None:
+    """When a folder last changed, in seconds since 1970, and the bytes of the disk that its files take.
+
+    ``None`` where it is gone.
+    """
+    with reported("look at", path):
+        try:
+            return path.stat().st_mtime, sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+        except FileNotFoundError:
+            return None
+
+
 def exists(path: Path) -> bool:
     """Whether there is anything of this name."""
     with reported("look at", path):
