@@ -226,6 +226,16 @@ def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None
         found["model/w"]
 
 
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command: str, tmp_path: Path) -> None:
+    save(tmp_path, "last", 1.0)
+    last = str(tmp_path / "last")
+    with once("holdfast.cli.target.Target.values", lambda: save(tmp_path, "last", 2.0, overwrite=True)):
+        done = CliRunner().invoke(app, [command, *[last] * (1 + (command == "diff"))], env={"COLUMNS": "500"})
+    assert done.exit_code == 2
+    assert "last was replaced or removed while it was read" in done.output
+
+
 def test_verify_goes_on_with_what_is_there_then(tmp_path: Path) -> None:
     save(tmp_path, "step_1", 1.0)
     with once("holdfast.cli.examine.load", lambda: save(tmp_path, "step_2", 2.0, keep=1)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli import leaves, pairs
-from holdfast.cli.described import Described, Describing
+from holdfast.cli.described import Described
 from holdfast.cli.leaves import Leaf
 from holdfast.cli.naming import matches
 from holdfast.cli.output import count
@@ -88,7 +88,7 @@ def _nbytes(target: Target, key: pairs.Key | None) -> int:
 
 def _values(left: Target, right: Target) -> tuple[list[Leaf], list[Pair], list[str]]:
     """Leaves that differ, the tensors among values, and what is not compared."""
-    one, other = _decoded(left), _decoded(right)
+    one, other = left.values(), right.values()
     found = [(leaf, "state") for leaf in leaves.compare(_shared(one), _shared(other))]
     notes = []
     if one.world_size == other.world_size:
@@ -111,11 +111,6 @@ def _are_tensors(leaf: Leaf) -> bool:
     return isinstance(leaf.left, Described) and isinstance(leaf.right, Described)
 
 
-def _decoded(target: Target) -> Values:
-    groups = target.reader.groups
-    return target.reader.values(0, Describing(groups.get("state", {})), Describing(groups.get("ranks", {})))
-
-
 def _own(target: Target, found: Values) -> dict[str, Any]:
-    codec, source = Describing(target.reader.groups.get("ranks", {})), str(target.path)
+    codec, source = target.describing("ranks"), str(target.path)
     return {"ranks": [values.decode(own, codec, source) for own in found.ranks]}

@@ -7,13 +7,11 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import sections, target
-from holdfast.cli.described import Describing
 from holdfast.cli.modules import INSIDE, modules
 from holdfast.cli.naming import matches
 from holdfast.cli.output import print_error, print_json
 from holdfast.cli.target import Target
 from holdfast.cli.values import plain
-from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.storage.local import local_path
 from holdfast.terminal import clean, console
@@ -48,7 +46,7 @@ def _print(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str], 
     if tensors or tied:
         parts += [sections.tensors(tensors, tied)]
     if whole:
-        parts += [sections.summary(modules(found.reader.groups)), *sections.values(_values(found))]
+        parts += [sections.summary(modules(found.reader.groups)), *sections.values(found.values())]
     for i, part in enumerate(part for part in parts if part.rows):
         out.print(*[""] * bool(i), part)
     for note in found.notes:
@@ -62,11 +60,6 @@ def _tensors(found: Target) -> dict[str, TensorInfo]:
 def _tied(found: Target) -> dict[str, str]:
     tied = found.reader.tied.items()
     return {f"{group}/{alias}": f"{group}/{name}" for group, names in tied for alias, name in names.items()}
-
-
-def _values(found: Target) -> Values:
-    groups = found.reader.groups
-    return found.reader.values(0, Describing(groups.get("state", {})), Describing(groups.get("ranks", {})))
 
 
 def _record(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str]) -> dict[str, object]:
@@ -92,5 +85,5 @@ def _record(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str])
             {"group": part.group, "module": part.name or None, "tensors": part.tensors, "bytes": part.nbytes}
             for part in modules(found.reader.groups)
         ],
-        "values": plain(_values(found).shared),
+        "values": plain(found.values().shared),
     }

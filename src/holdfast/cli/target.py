@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.catalog import list_checkpoints, open_latest
+from holdfast.cli.described import Describing
 from holdfast.errors import DamagedError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.indexed.inspect import inspect
 from holdfast.formats.native import NativeReader
-from holdfast.formats.reader import Reader
+from holdfast.formats.reader import Reader, Values, as_opened
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
@@ -49,6 +50,15 @@ class Target:
         if self.manifest:
             return {self.path / name: record.size for name, record in self.manifest.files.items()}
         return {file: local.size_of(file) for file in sorted(self.reader.files)}
+
+    def describing(self, group: str) -> Describing:
+        """Puts descriptions in the place of the tensors of a group, which are inside of values."""
+        return Describing(self.reader.groups.get(group, {}))
+
+    def values(self) -> Values:
+        """Its values, with those of the first rank. Raises ``DamagedError``, or ``GoneError`` where it was replaced."""
+        with as_opened(self.reader):
+            return self.reader.values(0, self.describing("state"), self.describing("ranks"))
 
 
 def _natural(name: str) -> list[str | int]:
