@@ -1,21 +1,37 @@
 """From any format to any other: the same tensors and values, checked by those who own the formats."""
 
+import errno
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import holdfast
-from holdfast.errors import DamagedError, InvalidArgumentError, TagExistsError
+from holdfast.cli.main import app
+from holdfast.errors import (
+    DamagedError,
+    GoneError,
+    InvalidArgumentError,
+    RankFailedError,
+    StorageError,
+    TagExistsError,
+)
+from holdfast.storage import folders, local
 from holdfast.storage.folders import Lock
+from holdfast.upkeep import clean_up
 from tests.pool import Ranks
 from tests.test_same_bytes import contents
+from tests.test_side_by_side import once
 from tests.training import assert_equal, start, trained, whole
 
 
@@ -203,7 +219,25 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "safetensors"])
+@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "dcp", "lightning-folder", "nxd"])
+def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: str) -> None:
+    """So that nobody takes it for what a dead conversion left."""
+    publish = folders.publish
+
+    def look_and_publish(*paths: Path) -> None:
+        (draft,) = tmp_path.glob(".*")
+        assert clean_up(tmp_path) == []
+        with pytest.raises(BlockingIOError):
+            Lock(draft)
+        publish(*paths)
+
+    with mock.patch.object(folders, "publish", side_effect=look_and_publish) as published:
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
+    assert published.call_count == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "dcp", "lightning-folder"])
 def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
@@ -234,6 +268,69 @@ def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Pa
         assert all(torch.equal(one[name], three[name]) for name in one)
     else:
         assert contents(tmp_path / "one") == contents(tmp_path / "three")
+
+
+def fail_on_the_last_rank(src: str, dst: str, to: str) -> None:
+    def rename(name: str) -> str:
+        if dist.get_rank() == 1:
+            raise KeyError(name)
+        return name
+
+    holdfast.convert(src, dst, to=to, rename=rename, timeout=20)
+
+
+@pytest.mark.parametrize("to", ["native", "torch"])
+def test_what_one_rank_fails_at_all_raise_at_once(ranks: Ranks, saved: Path, tmp_path: Path, to: str) -> None:
+    for error in ranks.outcomes(2, fail_on_the_last_rank, str(saved), str(tmp_path / "out"), to):
+        assert isinstance(error, RankFailedError)
+        assert "rank 1 of 2, reading the metadata: KeyError" in str(error)
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "nxd"])
+def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(saved: Path, tmp_path: Path, to: str) -> None:
+    def replace() -> None:
+        holdfast.save_checkpoint(saved.parent, saved.name, {"w": torch.ones(2)}, overwrite=True)
+
+    with once("holdfast.conversion.work.carried", replace), pytest.raises(GoneError, match="was replaced or removed"):
+        holdfast.convert(saved, tmp_path / "out", to=to)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_regular_expression_that_is_none_is_named(saved: Path, tmp_path: Path) -> None:
+    for pattern, text in (("(", "x"), ("norm", r"\2"), ("norm", r"\g<name>")):
+        with pytest.raises(InvalidArgumentError, match=re.escape(repr(pattern))):
+            holdfast.convert(saved, tmp_path / "out", to="native", rename={pattern: text})
+    done = CliRunner().invoke(app, ["convert", str(saved), str(tmp_path / "out"), "--to", "hf", "--rename", "(=x"])
+    assert done.exit_code == 2
+    assert "rename takes regular expressions" in " ".join(done.stderr.split())
+
+
+def by_number(folder: Path) -> Path:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+@pytest.mark.parametrize("to", ["nxd", "lightning-folder"])
+def test_parameters_without_names_are_refused_where_names_are_needed(tmp_path: Path, to: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="by number only"):
+        holdfast.convert(by_number(tmp_path), tmp_path / "out", to=to)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
+
+
+def test_a_disk_that_fills_up_at_the_last_file_of_nxd_is_told_as_such(saved: Path, tmp_path: Path) -> None:
+    def full(path: Path, _: bytes) -> None:
+        raise StorageError(errno.ENOSPC, f"could not write {path}: no space left on device")
+
+    with (
+        mock.patch.object(local, "write_small", full),
+        pytest.raises(StorageError, match=r"could not write .*scheduler.pt"),
+    ):
+        holdfast.convert(saved, tmp_path / "out", to="nxd")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:

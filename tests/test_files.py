@@ -19,7 +19,7 @@ from holdfast.layout import blocks, header
 from holdfast.layout import files as layout
 from holdfast.layout.blocks import BLOCK
 from holdfast.layout.dtypes import WIDTHS
-from holdfast.layout.files import CRC_KEY, TIED_KEY, DataFile, TensorInfo, index, index_path, pack, parse_size
+from holdfast.layout.files import CRC_KEY, TIED_KEY, DataFile, TensorInfo, index, index_path, pack, parse_size, shelves
 
 names = st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__")
 infos = st.builds(TensorInfo, st.sampled_from(sorted(WIDTHS)), st.lists(st.integers(0, 9), max_size=3).map(tuple))
@@ -69,6 +69,16 @@ def test_a_file_passes_the_limit_only_for_one_tensor_that_is_larger(tensors: dic
     sizes = [[entry.nbytes for entry in file.entries.values()] for file in files]
     assert all(sum(own) <= limit or len([nbytes for nbytes in own if nbytes]) == 1 for own in sizes)
     assert all(sum(own) + following[0] > limit for own, following in pairwise(sizes))
+
+
+@given(st.dictionaries(st.integers(), st.integers(0, 9)), st.integers(1, 12))
+def test_shelves_keep_the_order_and_pass_the_limit_only_for_one_item(sizes: dict[int, int], limit: int) -> None:
+    found = list(shelves(sizes, limit))
+    assert [item for shelf in found for item in shelf] == list(sizes)
+    assert found
+    own = [[sizes[item] for item in shelf] for shelf in found]
+    assert all(sum(shelf) <= limit or len([size for size in shelf if size]) == 1 for shelf in own)
+    assert all(sum(shelf) + following[0] > limit for shelf, following in pairwise(own))
 
 
 @given(groups, limits)

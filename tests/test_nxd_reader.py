@@ -15,7 +15,14 @@ import torch
 
 import holdfast
 from holdfast.conversion.zero import ZeroRequest, convert_zero
-from holdfast.errors import DamagedError, HoldfastError, InvalidArgumentError, NoCheckpointError, UnsafePickleError
+from holdfast.errors import (
+    DamagedError,
+    FormatError,
+    HoldfastError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    UnsafePickleError,
+)
 from tests.nxd_files import NAME, contents, golden, name, rows, save, zero
 from tests.test_pickles import EVIL, MARK
 
@@ -322,6 +329,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             opened(folder)
         aside.rename(file)
     opened(folder)
+
+
+def test_a_folder_whose_files_hold_nothing_of_training_is_named(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "tp_rank_00")
+    with pytest.raises(FormatError, match=f"files in {tmp_path} hold neither"):
+        holdfast.open(tmp_path)
 
 
 def test_numbers_of_parameters_get_names_only_where_it_is_certain(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from holdfast.errors import (
     NoCheckpointError,
     TagExistsError,
 )
+from holdfast.storage import folders
+from holdfast.upkeep import clean_up
 from tests.nxd_files import contents, golden, load, name, rows, same, save, zero
 
 
@@ -234,6 +237,20 @@ def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch
         convert(source, tmp_path / "b", 3)
     assert contents(source) == before
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_draft_is_held_until_it_has_its_name(tmp_path: Path) -> None:
+    publish = folders.publish
+
+    def look_and_publish(*paths: Path) -> None:
+        assert clean_up(tmp_path) == []
+        publish(*paths)
+
+    source = write(tmp_path / "a", sample(2))
+    with mock.patch.object(folders, "publish", side_effect=look_and_publish) as published:
+        convert(source, tmp_path / "b", 3)
+    assert published.call_count == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_the_rows_of_ranks_are_those_of_fsdp() -> None:

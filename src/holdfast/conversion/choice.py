@@ -55,11 +55,17 @@ class Choice:
         return wanted and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def renamed(self, name: str) -> str:
-        """The name that a parameter or buffer gets."""
+        """The name that a parameter or buffer gets. Raises ``InvalidArgumentError`` for a bad regular expression."""
         if callable(self.rename):
             return self.rename(name)
         for pattern, replacement in (self.rename or {}).items():
-            name = re.sub(pattern, replacement, name)
+            try:
+                name = re.sub(pattern, replacement, name)
+            except (re.error, IndexError) as error:
+                raise InvalidArgumentError(
+                    f"rename takes regular expressions with what takes their place, not {pattern!r} with "
+                    f"{replacement!r}: {error}"
+                ) from error
         return name
 
     def of(self, reader: Reader) -> Chosen:

@@ -26,8 +26,8 @@ from holdfast.formats.dcp.tiling import run_of
 from holdfast.formats.reader import Reader
 from holdfast.layout.dtypes import width
 from holdfast.storage.bulk import BulkWriter
-from holdfast.storage.folders import check_space
-from holdfast.storage.local import make_folder, sync_tree
+from holdfast.storage.folders import Lock, check_space, claim
+from holdfast.storage.local import sync_tree
 
 #: A file, a byte of it, and the range of a tensor's bytes that lies there.
 _Spot = tuple[Path, int, int, int]
@@ -43,10 +43,11 @@ class DcpTarget:
         self._material, self._draft = material, draft
         self._fakes = Fakes(material.infos)
         self._flat = Flat.of(self._fakes.tree(material, shape))
+        self._lock: Lock | None = None
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
-        make_folder(self._draft)
+        self._lock = claim(self._draft)
         check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
         write_records(self._draft, self._flat, self._material.limit)
 
@@ -80,9 +81,15 @@ class DcpTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return DcpReader(self._draft, {})
 
-    def close(self) -> Path:
+    @property
+    def made(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
+
+    def close(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _located(
         self, entries: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]

@@ -45,6 +45,11 @@ class LightningTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return LightningReader(self._draft, {})
 
-    def close(self) -> Path:
+    @property
+    def made(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
+
+    def close(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        self._tensors.close()

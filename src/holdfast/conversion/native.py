@@ -74,18 +74,17 @@ class NativeTarget:
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
-        return NativeReader(self._made)
+        return NativeReader(self.made)
 
-    def close(self) -> Path:
+    @property
+    def made(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return self._draft.folder
+
+    def close(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
         if self._lock is not None:
             self._lock.close()
-        return self._made
-
-    @property
-    def _made(self) -> Path:
-        """What of the draft is wanted."""
-        return self._draft.folder
 
     def _describe(self, files: dict[str, FileRecord]) -> Manifest:
         source, following = self._material.reader, successor(self._final.parent, frozenset())
@@ -120,11 +119,12 @@ class HuggingFaceTarget(NativeTarget):
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
-        return HuggingFaceReader(self._made)
+        return HuggingFaceReader(self.made)
 
     @property
-    def _made(self) -> Path:
-        return super()._made / _MODEL
+    def made(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return super().made / _MODEL
 
 
 class SafetensorsTarget(HuggingFaceTarget):
@@ -134,8 +134,9 @@ class SafetensorsTarget(HuggingFaceTarget):
         super().__init__(replace(material, limit=sys.maxsize), draft, final)
 
     @property
-    def _made(self) -> Path:
-        return super()._made / SINGLE
+    def made(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return super().made / SINGLE
 
 
 def _plan(material: Material) -> SavePlan:

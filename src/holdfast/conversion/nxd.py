@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holdfast.conversion import planned
 from holdfast.conversion.names_hash import names_hash
 from holdfast.conversion.nxd_options import NxdOptions
-from holdfast.conversion.nxd_values import decoded, scheduler
+from holdfast.conversion.nxd_values import decoded
+from holdfast.conversion.shapes import check_named, scheduler_state
 from holdfast.conversion.target import Material
+from holdfast.conversion.torchfile import saved
 from holdfast.engine.checks import Checks
 from holdfast.engine.local import Nowhere
 from holdfast.engine.read import read_pieces
@@ -25,8 +25,9 @@ from holdfast.formats.nxd import zero
 from holdfast.formats.nxd.division import Divided, divided, local, stored
 from holdfast.formats.nxd.evidence import digest
 from holdfast.formats.nxd.layout import number
-from holdfast.formats.nxd.names import MODEL, OPTIM, Rank
+from holdfast.formats.nxd.names import MODEL, OPTIM, VALUES, Rank
 from holdfast.formats.nxd.reader import COPIES, LAYOUT, NxdReader
+from holdfast.formats.nxd.tags import MARKERS
 from holdfast.formats.nxd.writing import PlannedFile, rank_files
 from holdfast.layout.names import split_state_key
 from holdfast.storage import local as storage
@@ -45,9 +46,10 @@ class NxdWriter:
         self._spec, self._values = self.options.spec, decoded(self.material)
         if self.material.chosen.groups() and MODEL not in self.material.chosen.groups():
             raise InvalidArgumentError("a checkpoint of NxD has one model, and there is none; name it by keys")
-        groups = self._values.get("optimizer", {}).get("groups", [])
-        self._groups: Sequence[Mapping[str, Any]] = groups
-        trained = [name for group in groups for name in group["params"]]
+        optimizer = self._values.get("optimizer", {})
+        check_named(optimizer)
+        self._groups: Sequence[Mapping[str, Any]] = optimizer.get("groups", [])
+        trained = [name for group in self._groups for name in group["params"]]
         self._tied = self.material.chosen.tied.get(MODEL, {})
         names = [*self.material.chosen.group(MODEL), *self._tied]
         self._parameters = divided(self._spec, [*(one for one in trained if one in set(names)), *names])
@@ -67,12 +69,12 @@ class NxdWriter:
         self._verify_source()
         files = [*self._models(), *self._optimizers()]
         check_space(folder.parent, sum(file.frame.size for file in files))
-        storage.make_folder(folder)
         planned.write(folder, files)
-        for slot, name in (("scheduler", "scheduler.pt"), ("user_content", "user_content.pt")):
+        for slot, name in VALUES.items():
             if slot in self._values:
-                torch.save(scheduler(self._values[slot]) if slot == "scheduler" else self._values[slot], folder / name)
-        for marker in ("checkpoint", "done"):
+                value = self._values[slot]
+                storage.write_small(folder / name, saved(scheduler_state(value) if slot == "scheduler" else value))
+        for marker in MARKERS:
             storage.write_small(folder / marker, b"1")
         storage.sync_tree(folder)
         NxdReader(folder, {LAYOUT: self.options.layout, COPIES: "first"} if self.options.layout else {}).check_files()

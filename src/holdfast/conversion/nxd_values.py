@@ -15,11 +15,6 @@ from holdfast.state.arrays import ArraysIn
 from holdfast.state.capture import STATE
 
 
-def scheduler(found: Any) -> Any:
-    """As its ``state_dict`` was."""
-    return [one["state"] for one in found] if isinstance(found, list) else found["state"]
-
-
 def decoded(material: Material) -> dict[str, Any]:
     """The values, with the tensors in them."""
     infos = {name: info for (group, name), info in material.infos.items() if group == STATE}

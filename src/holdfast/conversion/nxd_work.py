@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-from contextlib import suppress
 from pathlib import Path
 
-from holdfast.conversion.carried import carried
 from holdfast.conversion.nxd import NxdWriter
 from holdfast.conversion.nxd_options import NxdOptions
-from holdfast.conversion.target import Material
 from holdfast.conversion.work import Wish
+from holdfast.drafts import drafted
 from holdfast.engine.ranks import Session
-from holdfast.errors import StorageError
-from holdfast.layout.hidden import Hidden
-from holdfast.storage import folders, local
+from holdfast.formats.reader import as_opened
 
 
 class NxdConversion:
@@ -31,15 +26,9 @@ class NxdConversion:
     def _convert(self) -> bytes:
         self._wish.check()
         self._options.check()
-        reader, choice, final = self._wish.open(), self._wish.choice, self._wish.final
-        material = Material(reader, choice.of(reader), carried(reader, choice), self._wish.limit)
-        draft = final.parent / Hidden(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name
-        local.make_durable_folder(final.parent)
-        try:
-            NxdWriter(material, self._options).write(draft)
-            folders.publish(draft, final)
-        except BaseException:
-            with suppress(StorageError):
-                folders.remove_tree(draft)
-            raise
+        material = self._wish.material()
+        with as_opened(material.reader):
+            writer = NxdWriter(material, self._options)
+            with drafted(self._wish.final) as draft:
+                writer.write(draft)
         return b""

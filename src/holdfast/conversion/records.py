@@ -6,7 +6,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` of torch 2.13.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.serialization import skip_data
 
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.dcp.folder import METADATA
+from holdfast.layout.files import shelves
 from holdfast.storage.local import created, write_small
 
 #: The most bytes of a tensor in one chunk, but for a single row: torch reads whole chunks to get at any part of one.
@@ -69,8 +70,10 @@ def write_records(folder: Path, flat: Flat, limit: int) -> None:
     """
     metadata = Metadata(_described(flat), planner_data=dict(flat.paths), storage_data={}, storage_meta=StorageMeta())
     metadata.version = CURRENT_DCP_VERSION
-    for number, shelf in enumerate(_shelves(_records(flat), limit)):
-        metadata.storage_data |= dict(_write(folder / f"__0_{number}.distcp", shelf))
+    records = list(_records(flat))
+    sizes = {number: record.nbytes for number, record in enumerate(records)}
+    for number, shelf in enumerate(shelves(sizes, limit)):
+        metadata.storage_data |= dict(_write(folder / f"__0_{number}.distcp", [records[one] for one in shelf]))
     for name, first in _first_names(flat).items():
         for chunk in _chunks(flat.values[name]):
             there = metadata.storage_data[MetadataIndex(first, chunk.offsets)]
@@ -121,19 +124,6 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[_Record]:
     for chunk in _chunks(tensor):
         piece = tensor if chunk.sizes == tensor.shape else tensor.new_empty(chunk.sizes)
         yield _Record(MetadataIndex(name, chunk.offsets), piece, piece.nbytes)
-
-
-def _shelves(records: Iterable[_Record], limit: int) -> Iterator[list[_Record]]:
-    """What goes into each file. There is one at least."""
-    shelf: list[_Record] = []
-    size = 0
-    for record in records:
-        if shelf and size + record.nbytes > limit:
-            yield shelf
-            shelf, size = [], 0
-        shelf.append(record)
-        size += record.nbytes
-    yield shelf
 
 
 def _write(path: Path, shelf: Sequence[_Record]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:

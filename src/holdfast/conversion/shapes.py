@@ -65,11 +65,7 @@ def lightning_tensors(groups: Groups, values: Mapping[str, Any]) -> dict[str, An
     tree: dict[str, Any] = {"model": model, "state_dict": model}
     if "optimizer" not in values:
         return tree
-    if values["optimizer"].get(BY_NUMBER):
-        raise InvalidArgumentError(
-            "the source knows the optimizer's parameters by number only, and nobody but the optimizer knows which they "
-            "are: load it into the model and optimizer, and save these"
-        )
+    check_named(values["optimizer"])
     states = _by_name("optimizer", groups, values)["state"]
     for number, part in enumerate(_parts(values["optimizer"]["groups"])):
         names = [name for group in part for name in group["params"]]
@@ -83,7 +79,7 @@ def lightning_meta(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
     del groups
     tree = {**_LIGHTNING, **_content(values)}
     if "scheduler" in values:
-        found = _scheduler("scheduler", {}, values)
+        found = scheduler_state(values["scheduler"])
         tree["lr_schedulers"] = found if isinstance(found, list) else [found]
     elif "optimizer" in values:
         tree.setdefault("lr_schedulers", [])
@@ -183,9 +179,22 @@ def optimizer_state_dict(
     }
 
 
-def _scheduler(slot: str, _: Groups, values: Mapping[str, Any]) -> Any:
-    found = values[slot]
+def check_named(optimizer: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgumentError`` for the values of an optimizer whose parameters have no names."""
+    if optimizer.get(BY_NUMBER):
+        raise InvalidArgumentError(
+            "the source knows the optimizer's parameters by number only, and nobody but the optimizer knows which they "
+            "are: load it into the model and optimizer, and save these"
+        )
+
+
+def scheduler_state(found: Any) -> Any:
+    """What ``state_dict()`` of one scheduler, or of each of several, was."""
     return [one["state"] for one in found] if isinstance(found, list) else found["state"]
+
+
+def _scheduler(slot: str, _: Groups, values: Mapping[str, Any]) -> Any:
+    return scheduler_state(values[slot])
 
 
 def _as_it_is(slot: str, _: Groups, values: Mapping[str, Any]) -> Any:

@@ -64,8 +64,12 @@ class Target(Protocol):
     def reader(self) -> Reader:
         """What reads it, finished. Raises ``DamagedError`` where it is not as it should be."""
 
-    def close(self) -> Path:
-        """Rank 0, at the end: what is to get the final name."""
+    @property
+    def made(self) -> Path:
+        """What is to get the final name."""
+
+    def close(self) -> None:
+        """Rank 0, when it has that name, or has failed: let go of it."""
 
 
 def patch(writer: BulkWriter, offset: int, data: bytes) -> None:

@@ -5,6 +5,7 @@ torch itself writes it, with tensors that have no data; where these lie in the f
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,13 @@ class TorchTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return TorchFileReader(self._draft, {})
 
-    def close(self) -> Path:
+    @property
+    def made(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
+
+    def close(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
 
 
 def pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, Tensor]]:
@@ -102,6 +107,13 @@ def pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, Tensor]]:
     elif isinstance(mine, list | tuple):
         for one, other in zip(mine, theirs, strict=True):
             yield from pairs(one, other)
+
+
+def saved(value: Any) -> bytes:
+    """What ``torch.save`` makes of something small."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def raw(tensor: torch.Tensor) -> bytes:

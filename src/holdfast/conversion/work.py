@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from holdfast.conversion.shapes import distributed, lightning, state_dicts
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
 from holdfast.conversion.torchfile import TorchTarget
+from holdfast.drafts import draft_of
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.checks import Checks
 from holdfast.engine.local import Nowhere
@@ -32,8 +32,7 @@ from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, Ta
 from holdfast.events import Meter, OnEvent, Progress
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.nxd.reader import LAYOUT, is_nxd
-from holdfast.formats.reader import Reader, as_opened
-from holdfast.layout.hidden import Hidden
+from holdfast.formats.reader import as_opened
 from holdfast.storage import folders
 from holdfast.storage.local import exists
 
@@ -73,14 +72,15 @@ class Wish:
         if exists(self.final):
             raise TagExistsError(f"there is {self.final} already; choose another path, or remove it first")
 
-    def open(self) -> Reader:
-        """The checkpoint."""
+    def material(self) -> Material:
+        """What is converted. Raises ``GoneError`` where another takes its place meanwhile."""
         known = self.keys
         if self.to == NXD and not is_nxd(self.source):
             known = {key: value for key, value in known.items() if key != LAYOUT}
         reader = open_latest(self.source, known)
-        reader.check_files()
-        return reader
+        with as_opened(reader):
+            reader.check_files()
+            return Material(reader, self.choice.of(reader), carried(reader, self.choice), self.limit)
 
 
 class Conversion:
@@ -92,7 +92,8 @@ class Conversion:
     def run(self, *, verify: bool) -> Path:
         """All of it; on failure nothing is left, and all ranks raise the same error."""
         material, draft = self._look()
-        target = TARGETS[self._wish.to](material, draft, self._wish.final)
+        make = TARGETS[self._wish.to]
+        target = self._session.all("planning what is written", lambda: make(material, draft, self._wish.final))
         try:
             pieces, places = self._prepare(target)
             moved = self._meter(pieces, times=2 if verify else 1)
@@ -119,19 +120,17 @@ class Conversion:
     def _look(self) -> tuple[Material, Path]:
         """Open the source, and agree that all see the same."""
 
-        def work() -> Reader:
+        def work() -> Material:
             self._wish.check()
-            return self._wish.open()
+            return self._wish.material()
 
         def decide(posted: list[bytes]) -> bytes:
             unanimous(f"the contents of {self._wish.source}", [raw.decode() for raw in posted])
-            return Hidden(self._wish.final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name.encode()
+            return draft_of(self._wish.final).name.encode()
 
-        reader, name = self._session.vote(
-            "reading the metadata", work, lambda found: found.fingerprint.encode(), decide
+        material, name = self._session.vote(
+            "reading the metadata", work, lambda found: found.reader.fingerprint.encode(), decide
         )
-        choice = self._wish.choice
-        material = Material(reader, choice.of(reader), carried(reader, choice), self._wish.limit)
         return material, self._wish.final.parent / name.decode()
 
     def _prepare(self, target: Target) -> tuple[list[Piece], Places]:
@@ -169,14 +168,15 @@ class Conversion:
             sizes = [8 + int.from_bytes(raw[:8], "little") for raw in posted]
             with as_opened(material.reader):
                 checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
-            target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
+                target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
             return b""
 
         self._session.vote("converting", work, encode, decide)
         return written
 
     def _publish(self, target: Target, draft: Path) -> bytes:
-        folders.publish(target.close(), self._wish.final)
+        folders.publish(target.made, self._wish.final)
+        target.close()
         folders.remove_tree(draft)
         return b""
 

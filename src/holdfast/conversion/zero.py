@@ -6,28 +6,25 @@ checked before anything is written; the input is only read, and the output appea
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.conversion import planned
 from holdfast.conversion.names_hash import names_hash
-from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError, StorageError, TagExistsError
+from holdfast.drafts import drafted
+from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError
 from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.nxd import names, zero
 from holdfast.formats.nxd.evidence import Evidence
 from holdfast.formats.nxd.names import OPTIM, Found, Rank, full_name
 from holdfast.formats.nxd.rankfile import RankFile, read
+from holdfast.formats.nxd.tags import MARKERS
 from holdfast.formats.nxd.writing import PlannedFile, rank_files
-from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders, local
 from holdfast.storage.readers import Readers
-
-#: What is written last, in this order: who finds the second takes the checkpoint for complete.
-_MARKERS = ("checkpoint", "done")
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,15 @@ def convert_zero(request: ZeroRequest) -> Path:
         found = _find(request)
         files = _read(found, readers)
         plan = _plan(request, found, files)
-        draft = (
-            request.final.parent
-            / Hidden(request.final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name
-        )
-        try:
+        with drafted(request.final) as draft:
             _write(request, plan, draft)
             _check(draft, request)
-            folders.publish(draft, request.final)
-        except BaseException:
-            with suppress(StorageError):
-                folders.remove_tree(draft)
-            raise
     return request.final
 
 
 def _find(request: ZeroRequest) -> Found:
     folder = request.source / OPTIM
-    if local.is_file(folder / ".metadata"):
+    if local.is_file(folder / METADATA):
         raise FormatError(
             f"{folder} was saved with use_zero1_dcp; it goes to any number of ranks as it is: holdfast reads it"
         )
@@ -146,13 +134,11 @@ def _plan(request: ZeroRequest, found: Found, files: Mapping[Rank, RankFile]) ->
 
 
 def _write(request: ZeroRequest, plan: Sequence[PlannedFile], draft: Path) -> None:
-    local.make_durable_folder(request.final.parent)
     others = list(_others(request.source))
     sizes = sum(file.frame.size for file in plan) + sum(local.size_of(request.source / name) for name in others)
     folders.check_space(request.final.parent, sizes)
-    local.make_folder(draft)
     planned.write(draft, plan)
-    for name in (*(one for one in others if one not in _MARKERS), *(one for one in _MARKERS if one in others)):
+    for name in (*(one for one in others if one not in MARKERS), *(one for one in MARKERS if one in others)):
         local.make_parents(draft, name)
         local.copy_file(request.source / name, draft / name)
     local.sync_tree(draft)

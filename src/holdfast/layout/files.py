@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,9 @@ from holdfast.errors import InvalidArgumentError, UnsupportedTensorError
 from holdfast.layout import blocks
 from holdfast.layout.dtypes import width
 from holdfast.layout.header import DIMENSIONS, Entry, encode
+
+#: What is to be put into files.
+Item = TypeVar("Item")
 
 #: Key of the header metadata that holds the block CRCs, in the order of the data.
 CRC_KEY = "holdfast.crc64nvme"
@@ -102,6 +106,19 @@ def parse_size(size: int | str) -> int:
     if not isinstance(size, int) or size <= 0:
         raise InvalidArgumentError(f"a size must be a number of bytes above 0, or such a text as '5GB', not {size!r}")
     return size
+
+
+def shelves(sizes: Mapping[Item, int], limit: int) -> Iterator[list[Item]]:
+    """What goes into each file, in order: at most ``limit`` bytes or one item. There is one file at least."""
+    shelf: list[Item] = []
+    filled = 0
+    for item, nbytes in sizes.items():
+        if filled and filled + nbytes > limit:
+            yield shelf
+            shelf, filled = [], 0
+        shelf.append(item)
+        filled += nbytes
+    yield shelf
 
 
 def pack(group: str, tensors: Mapping[str, TensorInfo], tied: Mapping[str, str], limit: int) -> list[DataFile]:

@@ -23,11 +23,19 @@ from holdfast.layout.files import TensorInfo
 def stored(reader: Reader, group: str, name: str) -> Joined:
     """A tensor of a checkpoint of any format, as the boxes that it lies in."""
     info = reader.groups[group][name]
-    parts = tuple(part for extent in reader.extents(group, name, 0, info.nbytes) for part in _boxes(extent, info))
+    parts: Parts = ()
+    for extent in reader.extents(group, name, 0, info.nbytes):
+        found = _boxes(extent, info)
+        if found is None:
+            raise FormatError(
+                f"{reader.path}: {group} tensor {name!r} lies neither in ranges nor in boxes of files; convert it to "
+                "native first"
+            )
+        parts += found
     return Joined(info, parts)
 
 
-def _boxes(extent: Extent, info: TensorInfo) -> Parts:
+def _boxes(extent: Extent, info: TensorInfo) -> Parts | None:
     size = width(info.dtype)
     rows = list(boxes(info.shape, extent.start // size, extent.stop // size))
     if isinstance(extent.file, Woven) and extent.file.shape == info.shape:
@@ -35,7 +43,7 @@ def _boxes(extent: Extent, info: TensorInfo) -> Parts:
     if isinstance(extent.file, Woven) and len(rows) == 1 and rows[0].shape == extent.file.shape:
         return moved(extent.file.parts, rows[0].offset)
     if not isinstance(extent.file, Path):
-        raise FormatError("a tensor lies neither in ranges nor in boxes of files: convert to native first")
+        return None
     found: list[Part] = []
     offset = extent.offset
     for box in rows:

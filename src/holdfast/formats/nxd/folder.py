@@ -9,17 +9,16 @@ from typing import Any
 
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.nxd import legacy, names, zero
 from holdfast.formats.nxd.evidence import Evidence
-from holdfast.formats.nxd.names import MODEL, OPTIM, Found, Rank
+from holdfast.formats.nxd.names import MODEL, OPTIM, VALUES, Found, Rank
 from holdfast.formats.nxd.rankfile import RankFile, read, read_tree
 from holdfast.formats.nxd.states import Stage
 from holdfast.formats.nxd.tags import check_finished
 from holdfast.layout.blocks import crc64
 from holdfast.storage import local
 from holdfast.storage.readers import Readers
-
-_SCHEDULER, _CONTENT = "scheduler.pt", "user_content.pt"
 
 
 @dataclass
@@ -51,11 +50,11 @@ def read_folder(path: Path) -> Saved:
     readers = Readers()
     if names.has_legacy(path):
         models, optimizers, values = legacy.read_all(path, readers)
-        saved = Saved(path, _degrees(models, optimizers), values=values)
+        saved = Saved(path, _degrees(path, models, optimizers), values=values)
         saved.files = list({id(file): file for file in (*models.values(), *optimizers.values())}.values())
     else:
         models, optimizers = (_read_kind(path / kind, readers) for kind in (MODEL, OPTIM))
-        saved = Saved(path, _degrees(models, optimizers), files=[*models.values(), *optimizers.values()])
+        saved = Saved(path, _degrees(path, models, optimizers), files=[*models.values(), *optimizers.values()])
         _read_values(saved, readers)
     saved.nbytes += sum(file.nbytes for file in saved.files)
     saved.stages = list(_stages(saved, models, optimizers))
@@ -63,7 +62,7 @@ def read_folder(path: Path) -> Saved:
 
 
 def _read_kind(folder: Path, readers: Readers) -> dict[Rank, RankFile]:
-    if local.is_file(folder / ".metadata"):
+    if local.is_file(folder / METADATA):
         raise FormatError(f"{folder} was saved with use_zero1_dcp: open it by itself, as a folder of PyTorch's")
     found = names.find(folder)
     if found is None:
@@ -76,7 +75,7 @@ def _redirect(found: Found, rank: Rank) -> Path | None:
 
 
 def _read_values(saved: Saved, readers: Readers) -> None:
-    for key, name in (("scheduler", _SCHEDULER), ("user_content", _CONTENT)):
+    for key, name in VALUES.items():
         if local.is_file(saved.path / name):
             tree = read_tree(saved.path / name, readers)
             saved.values[key] = tree.root
@@ -84,10 +83,10 @@ def _read_values(saved: Saved, readers: Readers) -> None:
             saved.others.append(saved.path / name)
 
 
-def _degrees(models: Mapping[Rank, RankFile], optimizers: Mapping[Rank, RankFile]) -> Rank:
+def _degrees(path: Path, models: Mapping[Rank, RankFile], optimizers: Mapping[Rank, RankFile]) -> Rank:
     every = [*models, *optimizers]
     if not every:
-        raise FormatError("the ranks' files hold neither a model nor the state of an optimizer")
+        raise FormatError(f"the ranks' files in {path} hold neither a model nor the state of an optimizer")
     return Rank(*(max(kind) + 1 for kind in zip(*every, strict=True)))
 
 

@@ -15,6 +15,7 @@ from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.nxd import names
 from holdfast.formats.nxd.names import Rank
 from holdfast.formats.nxd.rankfile import RankFile, read
+from holdfast.formats.nxd.zero import BASE
 from holdfast.storage.readers import Readers
 
 _MODELS = ("model", "state_dict", "model_state_dict")
@@ -59,7 +60,7 @@ def _parts(whole: Mapping[Rank, RankFile], keys: tuple[str, ...]) -> Files:
 
 def _once(optimizers: Files) -> Files:
     """Those of further data-parallel ranks only where each has its own."""
-    is_zero = any("base_state" in file.root for file in optimizers.values() if isinstance(file.root, dict))
+    is_zero = any(BASE in file.root for file in optimizers.values() if isinstance(file.root, dict))
     return {rank: file for rank, file in optimizers.items() if is_zero or not rank.dp}
 
 

@@ -16,6 +16,9 @@ from holdfast.storage import local
 
 MODEL, OPTIM = "model", "optim"
 
+#: The files beside their folders, by what they hold.
+VALUES = {"scheduler": "scheduler.pt", "user_content": "user_content.pt"}
+
 #: What is beside a rank's file where its tensors have files of their own.
 TENSORS, INFO = ".tensors", ".info.pt"
 

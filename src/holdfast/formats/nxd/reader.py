@@ -18,7 +18,7 @@ from holdfast.formats.nxd.folder import Saved, read_folder
 from holdfast.formats.nxd.layout import Rule, Spec
 from holdfast.formats.nxd.names import MODEL
 from holdfast.formats.nxd.rankfile import Shard
-from holdfast.formats.nxd.zero import equal
+from holdfast.formats.nxd.zero import BASE, equal
 from holdfast.storage import local
 
 #: The keys that a reader of this format takes, and what three of them may be.
@@ -165,5 +165,5 @@ def _by_number(stage: states.Stage, into: dict[str, Any]) -> dict[str, Mapping[s
         )
     root = row[0]
     into["param_groups"] = root["param_groups"]
-    into["state"] = root.get("base_state") or root.get("state", {})
+    into["state"] = root.get(BASE) or root.get("state", {})
     return {}

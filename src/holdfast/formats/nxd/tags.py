@@ -14,6 +14,9 @@ from holdfast.storage import local
 
 BEGUN, DONE, NEWEST = "checkpoint", "done", "newest"
 
+#: What is written last, in this order: who finds the second takes the checkpoint for complete.
+MARKERS = (BEGUN, DONE)
+
 
 def is_tag(path: Path) -> bool:
     """Whether a folder is one checkpoint."""
