@@ -93,6 +93,16 @@ class TestLoads:
         assert progress[-1].done == progress[-1].total == loaded.nbytes == BYTES + 12
         assert (loaded.path, loaded.step, loaded.verified) == (tmp_path / "a", 3, True)
 
+    def test_what_was_tied_and_is_separate_here_is_read_twice_and_told_so(self, tmp_path: Path) -> None:
+        one = torch.ones(BYTES // 4)
+        holdfast.save_checkpoint(tmp_path, "a", {"one": one, "other": one}, rng=False)
+        events: list[Any] = []
+        separate = {"one": torch.zeros(BYTES // 4), "other": torch.zeros(BYTES // 4)}
+        holdfast.load_checkpoint(tmp_path, model=separate, on_event=events.append)
+        assert torch.equal(separate["other"], one)
+        progress, (loaded,) = of(holdfast.Progress, events), of(holdfast.Loaded, events)
+        assert progress[-1].done == progress[-1].total == loaded.nbytes == 2 * BYTES
+
     @pytest.mark.parametrize("exchange", ["always", "never"])
     def test_every_rank_is_told_of_what_it_moves_itself(self, ranks: Ranks, tmp_path: Path, exchange: str) -> None:
         """Also of stripes, which several ranks put together, and of what is passed on."""

@@ -4,10 +4,15 @@ The oracles are torch and safetensors, which open the files by themselves, and a
 """
 
 import copy
+import errno
+import gc
 import json
 import time
+from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +32,10 @@ from holdfast.errors import (
     ReplicaMismatchError,
     StorageError,
 )
+from holdfast.formats.detect import open_reader
+from holdfast.layout.hidden import Hidden, parse
 from holdfast.parts.place import Draft
+from holdfast.storage import folders
 from tests import zoo
 from tests.pool import Ranks
 from tests.training import start, trained
@@ -278,6 +286,67 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.pt"]
 
 
+DEAD = Hidden("m", "1" * 16, "2" * 16, "partial")
+
+
+def weight(path: Path) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    holdfast.load_model(model, path)
+    return float(model.weight.detach())
+
+
+def save_weight(path: Path, value: float) -> None:
+    holdfast.save_model({"weight": torch.full((1, 1), value)}, path, shard=True)
+
+
+def test_the_next_save_of_a_part_removes_all_that_dead_ones_of_it_left_and_nothing_else(tmp_path: Path) -> None:
+    for tag, state in product(("m", "n"), ("partial", "replaced", "removed")):
+        (tmp_path / DEAD._replace(tag=tag, state=state).name).mkdir()  # type: ignore[arg-type]
+    with closing(folders.claim(tmp_path / DEAD._replace(id="3" * 16).name)) as living:
+        assert living.held
+        save_weight(tmp_path / "m", 1.0)
+        left = {one.name for one in tmp_path.iterdir()} - {"m"}
+    assert {(one.tag, one.id[0]) for one in map(parse, left) if one} == {("n", "2"), ("m", "3")}
+    assert len(left) == 4
+
+
+def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_path: Path) -> None:
+    """Also where its name cannot be given back at the time: the dead save's folder tells that it is wanted."""
+    save_weight(tmp_path / "m", 1.0)
+    (tmp_path / DEAD.name).mkdir()
+    (tmp_path / "m").rename(tmp_path / DEAD.now("replaced").name)
+    refused = StorageError(errno.EIO, "input/output error")
+    with (
+        mock.patch("holdfast.upkeep.publish", side_effect=refused),
+        mock.patch("holdfast.parts.place.folders.publish", side_effect=refused),
+        pytest.raises(StorageError),
+    ):
+        save_weight(tmp_path / "m", 2.0)
+    assert weight(tmp_path / "m") == 1.0
+
+
+def test_a_part_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, and the first of two renames cannot be taken back."""
+    save_weight(tmp_path / "m", 1.0)
+    refused = OSError(errno.EIO, "input/output error")
+    rename = Path.rename
+
+    def rename_aside(path: Path, target: Path) -> Path:
+        if target.name == "m":
+            raise refused
+        return rename(path, target)
+
+    with (
+        mock.patch.object(folders, "_renameat2", return_value=False),
+        mock.patch.object(folders, "_rename_new", side_effect=refused),
+        mock.patch.object(Path, "rename", rename_aside),
+        pytest.raises(StorageError),
+    ):
+        save_weight(tmp_path / "m", 2.0)
+    assert not (tmp_path / "m").exists()
+    assert weight(tmp_path / "m") == 1.0
+
+
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -348,6 +417,27 @@ def diverged(path: str) -> None:
     model = nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
     holdfast.save_model(model, path)
+
+
+def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
+    """As with whole states: passes over torch's heap cost more than they find."""
+    model = nn.Linear(3, 2)
+    seen = []
+
+    def watched(path: Path, *rest: Any) -> Any:
+        seen.append(gc.isenabled())
+        return open_reader(path, *rest)
+
+    def shown(*given: Any) -> Any:
+        seen.append(gc.isenabled())
+        return Draft(*given)
+
+    with mock.patch("holdfast.loading.open_reader", watched), mock.patch("holdfast.parts.saving.Draft", shown):
+        holdfast.save_model(model, tmp_path / "m.pt")
+        assert gc.isenabled()
+        holdfast.load_model(model, tmp_path / "m.pt")
+    assert gc.isenabled()
+    assert seen == [False, False]
 
 
 def test_replicas_that_differ_are_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:

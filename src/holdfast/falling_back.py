@@ -10,6 +10,7 @@ from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import DamagedError, DisagreementError, MismatchError, NoCheckpointError, StorageError
 from holdfast.finding import Search
+from holdfast.garbage import uncollected
 from holdfast.loading import Load
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
@@ -25,7 +26,8 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
     while True:
         attempt = Load(request, ranks, timeout, search)
         try:
-            with torch.inference_mode(mode=False):  # tensors made in it could never be trained
+            # Tensors that are made in inference mode could never be trained.
+            with uncollected(), torch.inference_mode(mode=False):
                 restored = attempt.run()
         except (DamagedError, StorageError, MismatchError, DisagreementError, NoCheckpointError) as error:
             if not attempt.found.folder or attempt.is_applying:

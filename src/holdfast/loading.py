@@ -79,12 +79,12 @@ class Load:
         folder = Path(self.found.folder)
         reader, intake, terms = self._match(folder)
         membership = self._tell(intake, terms)
-        plan = self._plan(reader, intake, membership, terms)
-        verified = self._read(reader, intake, plan)
+        reading = self._plan(reader, intake, membership, terms)
+        verified = self._read(reader, intake, reading)
         self.is_applying = True
         self._session.all("putting values in place", intake.apply)
         restored = self._report(reader, intake, verified=verified)
-        self._telling.loaded(folder, restored, plan.plan.nbytes)
+        self._telling.loaded(folder, restored, reading.nbytes)
         return restored
 
     def _find(self) -> Found:
@@ -193,7 +193,7 @@ class Load:
     def _read(self, reader: Reader, intake: Intake, reading: Reading) -> bool:
         """Fill the targets. Returns whether every byte was verified."""
         checks = Checks(reader, reading.numbered) if self._request.verify else None
-        moved = self._telling.moving("load", reading.plan.nbytes).add
+        moved = self._telling.moving("load", reading.nbytes).add
 
         def work() -> Fragments:
             intake.materialise()

@@ -13,7 +13,8 @@ from holdfast.engine.stage import Arena, Later, Staged, stage
 from holdfast.engine.transfer import Fragments, Moved, PartOf, untold
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
-from holdfast.errors import ReplicaMismatchError
+from holdfast.errors import DisagreementError, ReplicaMismatchError
+from holdfast.storage.local import is_folder
 
 
 class Moving:
@@ -39,8 +40,16 @@ class Moving:
         with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
             return stage(self._plan, self._part_of, arena, wire, later)
 
-    def write(self, files: Sequence[Path], staged: Staged | None, moved: Moved = untold) -> Fragments:
-        """Write this rank's stripes and pieces, or their copies, and return what was hashed."""
+    def write(self, folder: Path, names: Sequence[str], staged: Staged | None, moved: Moved = untold) -> Fragments:
+        """Write this rank's stripes and pieces, or their copies, and return what was hashed.
+
+        Raises ``DisagreementError`` where it cannot see ``folder``, which rank 0 has made, with the files in it.
+        """
+        files = [folder / name for name in names]
+        if not is_folder(folder):
+            raise DisagreementError(
+                f"{folder}, which rank 0 has made, cannot be seen here: all ranks must save into a shared file system"
+            )
         if staged is not None:
             return write_pieces(files, staged.pieces, staged.part_of, moved)
         found: Fragments = {}

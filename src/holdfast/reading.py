@@ -14,7 +14,7 @@ from holdfast.engine.ranks import Ranks, Session
 from holdfast.engine.read import read_pieces
 from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
-from holdfast.engine.transfer import Fragments, Moved, Piece
+from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
 from holdfast.engine.wire import Wire
 from holdfast.engine.woven import Source
 from holdfast.formats.reader import Reader
@@ -75,6 +75,11 @@ class Reading:
             exchange=exchange,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank reads."""
+        return self.plan.nbytes + sum(map(nbytes_of, self.more))
+
     def run(self, reader: Reader, intake: Intake, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
         """Read into the targets of the intake, which all have memory now. Returns what was hashed here."""
         number = {key: i for i, key in enumerate(self.numbered)}
@@ -88,7 +93,7 @@ class Reading:
         found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
         for (key, target), pieces in zip(intake.more, self.more, strict=True):
             sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
-            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__).items():
+            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found
 

@@ -23,6 +23,7 @@ import torch
 from holdfast._version import __version__
 from holdfast.agreement import Agreement, agree
 from holdfast.catalog import Successor, successor
+from holdfast.drafts import discard
 from holdfast.engine import replicas
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.commit import Draft, Overwrite
@@ -33,7 +34,6 @@ from holdfast.engine.stage import WATCHED, Arena, Later, Staged
 from holdfast.engine.transfer import decode_fragments, encode_fragments
 from holdfast.errors import (
     DamagedError,
-    DisagreementError,
     FormatError,
     HoldfastError,
     NoCheckpointError,
@@ -51,10 +51,9 @@ from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
 from holdfast.storage.folders import Lock, remove, remove_tree
-from holdfast.storage.local import exists, is_folder
 from holdfast.survey import CheckpointInfo
 from holdfast.telling import Telling
-from holdfast.upkeep import clean_up, outdated, recover, retire
+from holdfast.upkeep import clean_up, outdated, retire
 
 
 @dataclass
@@ -190,16 +189,9 @@ class Save:
             begun = self._lock is not None
             self._close()
             if begun and not self._is_committed():
-                self._discard()
+                discard(self._draft.folder)
             self.telling.failed(error)
             raise
-
-    def _discard(self) -> None:
-        """Remove the draft, unless it tells that the checkpoint which it was to replace has lost its name."""
-        with suppress(StorageError):
-            recover(self._request.path)
-            if exists(self.path) or not exists(self._hidden("replaced")):
-                self._draft.discard()
 
     def _is_committed(self) -> bool:
         try:
@@ -248,7 +240,6 @@ class Save:
         def decide(posted: list[bytes]) -> bytes:
             if not replicas.agree(posted):
                 return _encode(_Opened())
-            recover(self._request.path)
             following = successor(self._request.path, self._request.runs)
             clean_up(self._request.path, following.run)
             self._following, self._begun = following, round(time.time(), 6)
@@ -269,16 +260,13 @@ class Save:
 
     def _write(self, draft: Draft, following: Successor) -> Manifest:
         """Write this rank's share; rank 0 commits when all have written theirs."""
-        files = [draft.folder / file.path for file in draft.plan.files]
+        files = [file.path for file in draft.plan.files]
 
         def work() -> _Report:
-            if not is_folder(draft.folder):
-                raise DisagreementError(
-                    f"{draft.folder}, which rank 0 has made, cannot be seen here: "
-                    "all ranks must save into a shared file system"
-                )
             moved = self.telling.moving("save", draft.plan.nbytes).add
-            return _Report(encode_fragments(self._moving.write(files, self._staged, moved)), self._captured.own)
+            return _Report(
+                encode_fragments(self._moving.write(draft.folder, files, self._staged, moved)), self._captured.own
+            )
 
         def decide(posted: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from holdfast.conversion.shapes import optimizer_state_dict
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.huggingface import VALUES_KEY
 from holdfast.layout import values
-from holdfast.layout.files import DataFile, TensorInfo, index, index_path, pack
+from holdfast.layout.files import DataFile, TensorInfo, index, index_path, pack, shelves
 from holdfast.layout.names import split_state_key
 from holdfast.parts.content import MODEL, Content
 from holdfast.parts.files import Safetensors, Shelf, Torch
@@ -60,14 +60,14 @@ def torch_file(content: Content, name: str) -> Shelf:
 
 def torch_folder(content: Content, limit: int) -> Shelf:
     """A model in files of ``torch.save``, as transformers had them before safetensors."""
-    shelves = list(greedy(content.tensors, limit))
-    number = len(shelves)
+    every = shelved(content.tensors, limit)
+    number = len(every)
     names = [f"pytorch_model-{i:05d}-of-{number:05d}.bin" for i in range(1, number + 1)]
     names = ["pytorch_model.bin"] if number == 1 else names
-    files = [model_file(name, content, shelf) for name, shelf in zip(names, shelves, strict=True)]
+    files = [model_file(name, content, shelf) for name, shelf in zip(names, every, strict=True)]
     small = dict(content.companions)
     if number > 1:
-        weight_map = {key: name for name, shelf in zip(names, shelves, strict=True) for key in shelf}
+        weight_map = {key: name for name, shelf in zip(names, every, strict=True) for key in shelf}
         weight_map |= {alias: weight_map[key] for alias, key in content.tied.items()}
         table = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         small["pytorch_model.bin.index.json"] = json.dumps(table, indent=2).encode() + b"\n"
@@ -84,17 +84,10 @@ def model_file(name: str, content: Content, tensors: Mapping[str, TensorInfo]) -
     return Torch(name, tree, _by_name(fakes, tensors, MODEL))
 
 
-def greedy(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, TensorInfo]]:
-    """Tensors in their order, in shelves of at most ``limit`` bytes or one tensor; at least one shelf."""
-    shelf: dict[str, TensorInfo] = {}
-    filled = 0
-    for name, info in tensors.items():
-        if filled and filled + info.nbytes > limit:
-            yield shelf
-            shelf, filled = {}, 0
-        shelf[name] = info
-        filled += info.nbytes
-    yield shelf
+def shelved(tensors: Mapping[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:
+    """Tensors in their order, as they go into files of at most ``limit`` bytes or one tensor; one file at least."""
+    sizes = {name: info.nbytes for name, info in tensors.items()}
+    return [{name: tensors[name] for name in shelf} for shelf in shelves(sizes, limit)]
 
 
 def is_by_number(groups: Sequence[Mapping[str, Any]]) -> bool:

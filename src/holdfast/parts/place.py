@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import InvalidArgumentError, StorageError
+from holdfast.drafts import discard, draft_of
+from holdfast.errors import InvalidArgumentError
 from holdfast.formats.indexed.index import named_by
-from holdfast.layout.hidden import Hidden, parse
 from holdfast.parts.files import Found, Shelf
 from holdfast.storage import folders, local
-from holdfast.storage.folders import Lock
-from holdfast.upkeep import recover
+from holdfast.upkeep import clean_up
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class Place:
 
     def draft(self) -> Path:
         """A name for the hidden folder of a new save."""
-        hidden = Hidden(self.path.name, secrets.token_hex(8), secrets.token_hex(8), "partial")
-        return self.path.parent / hidden.name
+        return draft_of(self.path)
 
 
 class Draft:
@@ -54,8 +50,7 @@ class Draft:
         """Make the files. Raises ``StorageError``; nothing is left then."""
         self._place, self._folder, self._shelf = place, folder, shelf
         local.make_durable_folder(folder.parent)
-        recover(folder.parent)
-        _clean_up(place)
+        clean_up(folder.parent, tag=place.path.name)
         folders.check_space(folder.parent, nbytes)
         self._lock = folders.claim(folder)
         try:
@@ -95,17 +90,6 @@ class Draft:
             folders.remove_tree(folder)
 
     def discard(self) -> None:
-        """Remove what is left of the hidden folder; what cannot be removed stays hidden."""
-        with suppress(StorageError):
-            folders.remove_tree(self._folder)
+        """Remove what is left of the hidden folder, unless what it was to replace has lost its name."""
         self._lock.close()
-
-
-def _clean_up(place: Place) -> None:
-    """Remove what dead saves of the same part have left; a living one holds its lock."""
-    for folder in local.hidden_folders(place.path.parent):
-        hidden = parse(folder.name)
-        if hidden is not None and hidden.tag == place.path.name and hidden.state == "partial":
-            with suppress(OSError, StorageError), closing(Lock(folder)) as lock:
-                if lock.held:
-                    folders.remove_tree(folder)
+        discard(self._folder)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from holdfast.engine.ranks import Ranks, current_group
 from holdfast.engine.stage import Arena
+from holdfast.garbage import uncollected
 from holdfast.handle import SaveHandle, ended, in_background
 from holdfast.parts.request import PartRequest
 from holdfast.parts.saving import PartSave
@@ -32,7 +33,7 @@ class Saves:
         started = time.perf_counter()
         self.finish(request.place.path)
         save = PartSave(request, self.ranks(group), timeout)
-        with save.undone_on_failure():
+        with uncollected(), save.undone_on_failure():
             save.begin()
             if not use_async:
                 path = save.finish()

@@ -22,7 +22,6 @@ from holdfast.parts.content import Content, content
 from holdfast.parts.place import Draft
 from holdfast.parts.request import PartRequest
 from holdfast.state.capture import STATE, Capture
-from holdfast.storage.local import is_folder
 
 
 class _Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -76,15 +75,9 @@ class PartSave:
 
     def finish(self) -> Path:
         """Write; rank 0 publishes when all have written."""
-        files = [Path(self._made.folder) / name for name in self._made.files]
 
         def work() -> bytes:
-            if not is_folder(Path(self._made.folder)):
-                raise DisagreementError(
-                    f"{self._made.folder}, which rank 0 has made, cannot be seen here: all ranks must save into a "
-                    "shared file system"
-                )
-            return encode_fragments(self._moving.write(files, self._staged))
+            return encode_fragments(self._moving.write(Path(self._made.folder), self._made.files, self._staged))
 
         def decide(posted: list[bytes]) -> bytes:
             found: Fragments = decode_fragments(posted)

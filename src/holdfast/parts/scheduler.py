@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
+from holdfast.conversion.torchfile import saved
 from holdfast.engine.asked import Asked, first_vote
 from holdfast.engine.ranks import Session
 from holdfast.errors import DamagedError, FormatError, InvalidArgumentError, MismatchError, NoCheckpointError
@@ -49,7 +48,7 @@ def save(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> Non
     def decide(_: list[bytes]) -> bytes:
         told = _one(scheduler)
         encoded = _encoded(told)
-        data = _torch(told) if as_torch else encoded
+        data = saved(told["state"]) if as_torch else encoded
         draft = Draft(place, place.draft(), Shelf(Content(SCHEDULER, {}, {}), [], {path.name: data}), len(data))
         try:
             draft.finish(lambda _: [])
@@ -89,12 +88,6 @@ def _one(scheduler: Any) -> dict[str, Any]:
 def _encoded(told: dict[str, Any]) -> bytes:
     raw = values.to_json(values.encode(told, ArraysOut(inline=("",))))
     return msgspec.json.encode(_File(_FORMAT, msgspec.Raw(raw), f"{crc64(raw):016x}")) + b"\n"
-
-
-def _torch(told: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(told["state"], buffer)
-    return buffer.getvalue()
 
 
 def _read(path: Path) -> Any:

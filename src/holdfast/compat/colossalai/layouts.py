@@ -6,24 +6,24 @@ of the files' names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from holdfast.conversion.fakes import Fakes
+from holdfast.conversion.torchfile import saved
 from holdfast.errors import InvalidArgumentError
 from holdfast.layout import values
-from holdfast.layout.files import TensorInfo, pack
+from holdfast.layout.files import TensorInfo, pack, shelves
 from holdfast.layout.names import split_state_key
 from holdfast.layout.order import ORDERED
 from holdfast.parts.content import MODEL, OPTIMIZER, Content
 from holdfast.parts.files import File, Safetensors, Shelf, Torch
-from holdfast.parts.layouts import greedy, model_file
+from holdfast.parts.layouts import model_file, shelved
 
 _MIB = 2**20
 
@@ -41,11 +41,11 @@ def model_folder(content: Content, limit: int, prefix: str | None, *, use_safete
     # Its loader knows of no tied weights: safetensors files need a copy under each name.
     content = content.untied() if use_safetensors else content
     stem, ending = ("model", "safetensors") if use_safetensors else ("pytorch_model", "bin")
-    shelves = list(greedy(content.tensors, limit))
-    names = [_numbered(variant(f"{stem}.{ending}", prefix), number) for number in range(1, len(shelves) + 1)]
+    every = shelved(content.tensors, limit)
+    names = [_numbered(variant(f"{stem}.{ending}", prefix), number) for number in range(1, len(every) + 1)]
     files: list[File] = []
     weight_map: dict[str, str] = {}
-    for name, shelf in zip(names, shelves, strict=True):
+    for name, shelf in zip(names, every, strict=True):
         files.append(_safetensors(name, shelf) if use_safetensors else model_file(name, content, shelf))
         weight_map |= dict.fromkeys(shelf, name)
     weight_map |= {alias: weight_map[name] for alias, name in content.tied.items()}
@@ -68,7 +68,7 @@ def optimizer_folder(content: Content, limit: int, prefix: str | None) -> Shelf:
     names: list[str] = []
     files: list[File] = []
     weight_map: dict[str, str] = {}
-    for number, shelf in enumerate(known.shelves(limit), start=1):
+    for number, shelf in enumerate(shelves(known.sizes(), limit), start=1):
         names.append(_numbered(variant("pytorch_optim.bin", prefix), number))
         inside = {key: known.fakes[key] for param in shelf for key in known.keys.get(param, {}).values()}
         files.append(Torch(names[-1], known.states(shelf), inside))
@@ -77,7 +77,7 @@ def optimizer_folder(content: Content, limit: int, prefix: str | None) -> Shelf:
     metadata = {"param_groups": groups, "total_size": content.nbytes / _MIB}
     small = {
         variant("pytorch_optim.bin.index.json", prefix): _index(metadata, weight_map),
-        groups: _saved(known.groups),
+        groups: saved(list(known.groups)),
     }
     return Shelf(content, files, small, _rivals(OPTIMIZER, prefix))
 
@@ -129,18 +129,9 @@ class _Numbered:
         """The state tensors of one parameter, by state."""
         return {state: self.fakes[key] for state, key in self.keys.get(number, {}).items()}
 
-    def shelves(self, limit: int) -> Iterator[list[int]]:
-        """Parameters for each file: at most ``limit`` bytes of several, each with all its states. One file at least."""
-        shelf: list[int] = []
-        filled = 0
-        for number in self.params():
-            nbytes = sum(tensor.nbytes for tensor in self.inside(number).values())
-            if filled and filled + nbytes > limit:
-                yield shelf
-                shelf, filled = [], 0
-            shelf.append(number)
-            filled += nbytes
-        yield shelf
+    def sizes(self) -> dict[int, int]:
+        """The bytes of their state tensors."""
+        return {number: sum(tensor.nbytes for tensor in self.inside(number).values()) for number in self.params()}
 
 
 def _safetensors(name: str, shelf: Mapping[str, TensorInfo]) -> Safetensors:
@@ -155,12 +146,6 @@ def _numbered(name: str, number: int) -> str:
 
 def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"
-
-
-def _saved(groups: Sequence[Mapping[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(list(groups), buffer)
-    return buffer.getvalue()
 
 
 def _rivals(kind: str, prefix: str | None) -> list[str]:
