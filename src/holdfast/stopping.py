@@ -8,14 +8,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
 from holdfast.engine.lockstep import Calls
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
+from holdfast.storage.closing import Closing
 
 #: Seconds between a rank's looks at the store, and so for how long a signal may go unnoticed on the others.
 _INTERVAL = 0.5
@@ -50,7 +51,7 @@ def preemption(*signals: int, process_group: dist.ProcessGroup | None = None, ti
     return Preemption(signals or (signal.SIGTERM,), Ranks(process_group), timeout)
 
 
-class Preemption:
+class Preemption(Closing):
     """Whether the ranks were told to stop: see :func:`preemption`. Usable as a context manager."""
 
     def __init__(self, signals: Iterable[int], ranks: Ranks, timeout: float) -> None:
@@ -89,14 +90,6 @@ class Preemption:
         if self._thread is not None:
             self._thread.join(_PARTING)
             atexit.unregister(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.engine.runs import Box, boxes
 from holdfast.engine.woven import Kept, Part, Place, Source, Woven, is_row_major
+from holdfast.storage.closing import Closing
 from holdfast.storage.readers import Readers
 
 #: The most bytes that are read at once to pick some out of them.
@@ -24,7 +24,7 @@ _SMALL, _SPARSE = 64 * 2**10, 4
 _Elements = npt.NDArray[Any]
 
 
-class Opened:
+class Opened(Closing):
     """What is read from, by number; a context manager that closes all files at its end."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -40,12 +40,8 @@ class Opened:
         else:
             self._readers.read(source, offset, into)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close all files."""
         self._readers.close()
 
 

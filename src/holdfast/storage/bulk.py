@@ -11,10 +11,9 @@ import mmap
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast.errors import DamagedError
+from holdfast.storage.closing import Closing
 from holdfast.storage.local import reported
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
@@ -33,7 +32,7 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-class BulkWriter:
+class BulkWriter(Closing):
     """Writes byte ranges into a file that exists, directly where the file system can."""
 
     def __init__(self, path: Path) -> None:
@@ -77,14 +76,6 @@ class BulkWriter:
             for fd in files:
                 stack.callback(os.close, fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class CachedWriter(BulkWriter):
     """Writes through the page cache, where what is read back soon is still there; memory of any address will do."""
@@ -101,7 +92,7 @@ class CachedWriter(BulkWriter):
                 _write_all(self._buffered, data[start : start + _CACHED], offset + start)
 
 
-class BulkReader:
+class BulkReader(Closing):
     """Reads byte ranges of a file, through the page cache."""
 
     def __init__(self, path: Path) -> None:
@@ -127,14 +118,6 @@ class BulkReader:
         fd, self._fd = self._fd, -1
         with reported("close", self._path):
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _open(path: Path) -> tuple[int, int | None]:

@@ -6,16 +6,15 @@ import threading
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast.storage.bulk import BulkReader
+from holdfast.storage.closing import Closing
 
 #: Files that are kept open at a time; others are opened for each read. Processes may have 1024 of all kinds.
 _MOST = 256
 
 
-class Readers:
+class Readers(Closing):
     """Reads byte ranges of any number of files. Safe to use from several threads; usable as a context manager.
 
     The files are closed with it, and at the latest when nobody has it any more.
@@ -45,11 +44,3 @@ class Readers:
         """Close all of them."""
         self._open = {}
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
