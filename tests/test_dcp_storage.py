@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import pickle
 import shutil
@@ -27,6 +28,7 @@ from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, Un
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.checksums import Record, Verified
 from holdfast.layout.blocks import crc64
+from holdfast.storage import folders
 from holdfast.storage.bulk import BulkReader
 from holdfast.storage.readers import Readers
 from tests.pool import Ranks
@@ -218,6 +220,33 @@ def test_a_save_that_was_killed_between_two_renames(tmp_path: Path) -> None:
     save(str(path), 2)
     load(str(path), 2)
     assert names(tmp_path) == ["c"]
+
+
+def test_a_checkpoint_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, and the first of two renames cannot be taken back."""
+    path = tmp_path / "c"
+    save(str(path), 1)
+    refused = OSError(errno.EIO, "input/output error")
+    rename = Path.rename
+
+    def rename_aside(source: Path, target: Path) -> Path:
+        if target == path:
+            raise refused
+        return rename(source, target)
+
+    with (
+        mock.patch.object(folders, "_renameat2", return_value=False),
+        mock.patch.object(folders, "_rename_new", side_effect=refused),
+        mock.patch.object(Path, "rename", rename_aside),
+        pytest.raises(CheckpointException, match="Input/output"),
+    ):
+        save(str(path), 2)
+    assert not path.exists()
+    save(str(tmp_path / "other"), 3)  # which looks at the folder, and gives the name back
+    load(str(path), 1)
+    save(str(path), 4)
+    load(str(path), 4)
+    assert names(tmp_path) == ["c", "other"]
 
 
 def test_two_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.drafts import discard
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA
@@ -36,6 +37,10 @@ class Draft:
         if local.exists(self.folder):
             self._lock = self._hold()
             self.discard()
+        if local.exists(self.folder):
+            raise StorageError(
+                errno.EBUSY, f"{self.folder} is a dead save's, and cannot be removed: look at its folder"
+            )
         folders.remove_tree(self._aside)
         local.make_folder(self.folder)
         self._lock = self._hold()
@@ -64,10 +69,9 @@ class Draft:
             folders.remove_tree(self._aside)
 
     def discard(self) -> None:
-        """Remove it; what cannot be removed stays hidden."""
-        with suppress(StorageError):
-            folders.remove_tree(self.folder)
+        """Remove it, unless what it was to replace has lost its name; what cannot be removed stays hidden."""
         self.close()
+        discard(self.folder)
 
     def close(self) -> None:
         """Let go of it."""

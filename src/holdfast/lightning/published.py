@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.drafts import draft_of
+from holdfast.drafts import discard, draft_of
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
 from holdfast.storage import folders, local
@@ -50,5 +50,5 @@ def published(path: Path, timeout: float = 600.0) -> Iterator[Path]:
         session.vote("saving", outcome, lambda _: b"", publish)
     except BaseException:
         if session.rank == LEADER:
-            folders.remove_tree(draft)
+            discard(draft)
         raise
