@@ -287,12 +287,18 @@ def test_what_one_rank_fails_at_all_raise_at_once(ranks: Ranks, saved: Path, tmp
 
 
 @pytest.mark.parametrize("to", ["native", "dcp", "nxd"])
-def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(saved: Path, tmp_path: Path, to: str) -> None:
+@pytest.mark.parametrize("when", ["reading the metadata", "converting"])
+def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
+    saved: Path, tmp_path: Path, to: str, when: str
+) -> None:
     def replace() -> None:
-        holdfast.save_checkpoint(saved.parent, saved.name, {"w": torch.ones(2)}, overwrite=True)
+        model = trained("plain").model
+        other = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+        holdfast.save_checkpoint(saved.parent, saved.name, other, overwrite=True)
 
-    with once("holdfast.conversion.work.carried", replace), pytest.raises(GoneError, match="was replaced or removed"):
-        holdfast.convert(saved, tmp_path / "out", to=to)
+    where = "holdfast.conversion.work.carried" if when == "reading the metadata" else "holdfast.storage.folders.Lock"
+    with once(where, replace), pytest.raises(GoneError, match="was replaced or removed"):
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.catalog import open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
@@ -83,6 +85,16 @@ class Wish:
             return Material(reader, self.choice.of(reader), carried(reader, self.choice), self.limit)
 
 
+class _Report(msgspec.Struct, frozen=True):
+    """Fragments: those that a rank has read of tensors which others read, too, and all that it wrote."""
+
+    read: bytes
+    written: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
 class Conversion:
     """The steps, each of which ends in a vote."""
 
@@ -153,25 +165,23 @@ class Conversion:
         checks = Checks(material.reader, stored)
         written: Fragments = {}
 
-        def work() -> tuple[bytes, bytes]:
+        def work() -> _Report:
             heard = Heard()
             sources = Sources(material, heard)
-            with Opened(sources.files) as opened, as_opened(material.reader):
-                written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
-            read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
-            return encode_fragments(checks.check_own(read)), encode_fragments(written)
-
-        def encode(found: tuple[bytes, bytes]) -> bytes:
-            return len(found[0]).to_bytes(8, "little") + found[0] + found[1]
+            with as_opened(material.reader):
+                with Opened(sources.files) as opened:
+                    written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
+                read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
+                return _Report(encode_fragments(checks.check_own(read)), encode_fragments(written))
 
         def decide(posted: list[bytes]) -> bytes:
-            sizes = [8 + int.from_bytes(raw[:8], "little") for raw in posted]
+            reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
             with as_opened(material.reader):
-                checks.check_shared(decode_fragments(raw[8:size] for raw, size in zip(posted, sizes, strict=True)))
-                target.finish(decode_fragments(raw[size:] for raw, size in zip(posted, sizes, strict=True)))
+                checks.check_shared(decode_fragments(report.read for report in reports))
+                target.finish(decode_fragments(report.written for report in reports))
             return b""
 
-        self._session.vote("converting", work, encode, decide)
+        self._session.vote("converting", work, _encode, decide)
         return written
 
     def _publish(self, target: Target, draft: Path) -> bytes:
