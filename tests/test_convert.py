@@ -35,12 +35,22 @@ from tests.test_side_by_side import once
 from tests.training import assert_equal, start, trained, whole
 
 
-def save_some(folder: Path) -> Path:
+def save_some(folder: Path, scale: float = 1.0) -> Path:
     """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
     run = trained("plain")
+    for parameter in run.model.parameters():
+        parameter.data *= scale
     content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
     holdfast.save_checkpoint(
-        folder / "run", "s", run.model, run.optimizer, run.scheduler, content, step=3, rank_content={"own": 1}
+        folder / "run",
+        "s",
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        content,
+        step=3,
+        rank_content={"own": 1},
+        overwrite=True,
     )
     return folder / "run/s"
 
@@ -292,9 +302,7 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     saved: Path, tmp_path: Path, to: str, when: str
 ) -> None:
     def replace() -> None:
-        model = trained("plain").model
-        other = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
-        holdfast.save_checkpoint(saved.parent, saved.name, other, overwrite=True)
+        save_some(tmp_path, 2.0)
 
     where = "holdfast.conversion.work.carried" if when == "reading the metadata" else "holdfast.storage.folders.Lock"
     with once(where, replace), pytest.raises(GoneError, match="was replaced or removed"):
