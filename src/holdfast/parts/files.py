@@ -47,6 +47,11 @@ class Shelf:
     small: Mapping[str, bytes] = field(default_factory=dict)
     rivals: Sequence[str] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors and small files."""
+        return self.content.nbytes + sum(map(len, self.small.values()))
+
     def names(self) -> set[str]:
         """All its files."""
         return {file.name for file in self.files} | self.small.keys()

@@ -38,23 +38,20 @@ class Place:
                 "choose a folder of its own"
             )
 
-    def draft(self) -> Path:
-        """A name for the hidden folder of a new save."""
-        return draft_of(self.path)
-
 
 class Draft:
     """Rank 0's part of a save: the files in a hidden folder, and how they get their final names."""
 
-    def __init__(self, place: Place, folder: Path, shelf: Shelf, nbytes: int) -> None:
+    def __init__(self, place: Place, shelf: Shelf) -> None:
         """Make the files. Raises ``StorageError``; nothing is left then."""
-        self._place, self._folder, self._shelf = place, folder, shelf
-        local.make_durable_folder(folder.parent)
-        clean_up(folder.parent, tag=place.path.name)
-        folders.check_space(folder.parent, nbytes)
-        self._lock = folders.claim(folder)
+        self._place, self._shelf = place, shelf
+        self.folder = draft_of(place.path)
+        local.make_durable_folder(self.folder.parent)
+        clean_up(self.folder.parent, tag=place.path.name)
+        folders.check_space(self.folder.parent, shelf.nbytes)
+        self._lock = folders.claim(self.folder)
         try:
-            self.starts: Sequence[Mapping[str, int]] = [file.make(folder / file.name) for file in shelf.files]
+            self.starts: Sequence[Mapping[str, int]] = [file.make(self.folder / file.name) for file in shelf.files]
         except BaseException:
             self.discard()
             raise
@@ -62,34 +59,34 @@ class Draft:
     def finish(self, found: Found) -> None:
         """Complete the files, and publish them."""
         for file in self._shelf.files:
-            file.finish(self._folder / file.name, found)
+            file.finish(self.folder / file.name, found)
         for name, data in self._shelf.small.items():
-            local.write_small(self._folder / name, data)
+            local.write_small(self.folder / name, data)
         if self._place.folder:
             self._publish_folder()
         else:
             (name,) = self._shelf.names()
-            local.sync_folder(self._folder)
-            folders.replace_file(self._folder / name, self._place.path)
+            local.sync_folder(self.folder)
+            folders.replace_file(self.folder / name, self._place.path)
             self.discard()
 
     def _publish_folder(self) -> None:
         """What else is in the folder that is replaced, stays."""
-        final, aside = self._place.path, self._folder.with_suffix(".replaced")
+        final, aside = self._place.path, self.folder.with_suffix(".replaced")
         if not local.exists(final):
-            local.sync_folder(self._folder)
-            folders.publish(self._folder, final)
+            local.sync_folder(self.folder)
+            folders.publish(self.folder, final)
             self._lock.close()
             return
         gone = named_by(final, self._shelf.rivals) | self._shelf.names()
-        folders.link_rest(final, self._folder, gone)
-        local.sync_tree(self._folder)
-        folders.replace(self._folder, final, aside)
+        folders.link_rest(final, self.folder, gone)
+        local.sync_tree(self.folder)
+        folders.replace(self.folder, final, aside)
         self._lock.close()
-        for folder in (aside, self._folder):
+        for folder in (aside, self.folder):
             folders.remove_tree(folder)
 
     def discard(self) -> None:
         """Remove what is left of the hidden folder, unless what it was to replace has lost its name."""
         self._lock.close()
-        discard(self._folder)
+        discard(self.folder)

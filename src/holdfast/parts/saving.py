@@ -114,11 +114,10 @@ class PartSave:
         def decide(_: list[bytes]) -> bytes:
             whole = self._content(agreement, membership)
             shelf = self._request.layout(whole)
-            folder = self._request.place.draft()
-            self._draft = Draft(self._request.place, folder, shelf, shelf.content.nbytes)
-            self._names = [name for starts in self._draft.starts for name in starts]
-            places = _places(shelf.content, self._draft.starts, sorted(self._held(membership)))
-            return _encode(_Layout(str(folder), [file.name for file in shelf.files], places))
+            draft = self._draft = Draft(self._request.place, shelf)
+            self._names = [name for starts in draft.starts for name in starts]
+            places = _places(shelf.content, draft.starts, sorted(self._held(membership)))
+            return _encode(_Layout(str(draft.folder), [file.name for file in shelf.files], places))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", decide)
         self._made = msgspec.msgpack.decode(raw, type=_Layout)

@@ -49,7 +49,7 @@ def save(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> Non
         told = _one(scheduler)
         encoded = _encoded(told)
         data = saved(told["state"]) if as_torch else encoded
-        draft = Draft(place, place.draft(), Shelf(Content(SCHEDULER, {}, {}), [], {path.name: data}), len(data))
+        draft = Draft(place, Shelf(Content(SCHEDULER, {}, {}), [], {path.name: data}))
         try:
             draft.finish(lambda _: [])
         except BaseException:
