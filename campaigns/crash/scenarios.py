@@ -15,7 +15,6 @@ from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from holdfast.cli.main import app
 from holdfast.engine.commit import Draft
 from holdfast.errors import HoldfastError
-from holdfast.saving import Save as Saving
 from holdfast.storage import folders
 
 #: The checkpoints of a run, oldest first: the step of each tag.
@@ -87,7 +86,7 @@ class Dead:
 
     def run(self, path: Path, training: Training) -> None:
         """Save, and die."""
-        with self.where(), mock.patch.object(Saving, "_discard"), suppress(HoldfastError, Death):
+        with self.where(), mock.patch("holdfast.saving.discard"), suppress(HoldfastError, Death):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 
