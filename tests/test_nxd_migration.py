@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
@@ -37,6 +39,22 @@ def test_to_transformers(trained: Path, tmp_path: Path) -> None:
     tokens = batch(9, 0)
     torch.testing.assert_close(found(tokens).logits, model(tokens))
     assert contents(trained) == before
+
+
+def test_to_torchs_distributed_checkpoint(trained: Path, tmp_path: Path) -> None:
+    model, own = single(STEPS)
+    convert(trained, tmp_path / "dcp", to="dcp", layout=LAYOUT, max_shard_size=5000)
+    other = Llama()
+    fresh = optimizer(other.parameters())
+    found = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(found["model"][key], tensor), key
+    expected = get_optimizer_state_dict(model, own)
+    assert found["optim"]["param_groups"][0]["lr"] == 0.01
+    for key, states in expected["state"].items():
+        for state, value in states.items():
+            assert torch.equal(found["optim"]["state"][key][state], value), (key, state)
 
 
 def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:

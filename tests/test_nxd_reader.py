@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from holdfast.conversion.zero import ZeroRequest, convert_zero
@@ -124,6 +125,24 @@ def test_what_nxd_wrote(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DamagedError, match=r"b.bias.* differs between .*tp_rank_00.* and .*tp_rank_01"):
         opened(folder)
     assert contents(folder) == before
+
+
+def test_torchs_distributed_checkpoint_gets_all_of_it(tmp_path: Path) -> None:
+    folder, keys = golden(tmp_path) / "z1_xser1", {"copies": "first"}
+    holdfast.convert(folder, tmp_path / "dcp", to="dcp", layout=LAYOUT, keys=keys)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "by_torch.pt")
+    theirs, ours = torch.load(tmp_path / "by_torch.pt", weights_only=True), opened(folder, **keys)
+    assert theirs["model"].keys() == {key.removeprefix("model/") for key in ours if key.startswith("model/")}
+    for key in ours:
+        group, _, name = key.partition("/")
+        if group == "model":
+            assert torch.equal(theirs["model"][name], ours[key]), key
+        elif group == "optimizer":
+            fqn, _, state = name.rpartition("/")
+            assert torch.equal(theirs["optim"]["state"][fqn][state], ours[key]), key
+    assert theirs["step"] == 3
+    assert torch.equal(theirs["t"], torch.ones(2))
+    assert theirs["scheduler"]["base_lrs"] == [0.01]
 
 
 HOW: dict[str, dict[str, Any]] = {
