@@ -198,7 +198,7 @@ def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "torch", "lightning"])
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "lightning", "colossalai"])
 def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path: Path, to: str) -> None:
     file = saved / "model/model.safetensors"
     raw = bytearray(file.read_bytes())
@@ -269,7 +269,7 @@ def convert_together(src: str, dst: str, to: str) -> None:
     holdfast.convert(src, dst, to=to, max_shard_size=500)
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "torch"])
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "colossalai"])
 def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Path, tmp_path: Path, to: str) -> None:
     ranks(3, convert_together, str(saved), str(tmp_path / "three"), to)
     convert_together(str(saved), str(tmp_path / "one"), to)
@@ -374,7 +374,7 @@ print(peak - before)
 """
 
 
-@pytest.mark.parametrize("to", ["native", "torch"])
+@pytest.mark.parametrize("to", ["native", "torch", "colossalai"])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> None:
     torch.save({"w": torch.zeros(10)}, tmp_path / "small")
     torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")

@@ -44,6 +44,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "dcp": {"max_shard_size": 400},
     "lightning": {},
     "lightning-folder": {"max_shard_size": 400},
+    "colossalai": {"max_shard_size": 400},
 }
 
 

@@ -54,7 +54,8 @@ def convert(
         to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"safetensors"`` (one such file),
             ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
-            and model-parallel strategies have it), ``"nxd"`` (a tag's folder as NeuronX Distributed has it; written by
+            and model-parallel strategies have it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
+            optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed has it; written by
             the first rank).
         include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
         exclude: patterns of those that are not.

@@ -19,6 +19,7 @@ from holdfast.engine.plan import SavePlan
 from holdfast.engine.transfer import Fragments
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.huggingface import SINGLE, HuggingFaceReader
+from holdfast.formats.indexed.find import MODELING
 from holdfast.formats.native import RANKS, STATE, NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.layout import manifest, values
@@ -68,7 +69,7 @@ class NativeTarget:
         small = {
             STATE: state_file(carried.shared, {}),
             RANKS: ranks_file([values.to_json(own) for own in carried.ranks], carried.shared),
-            **dict(_companions(self._material.reader.path)),
+            **{f"{_MODEL}/{name}": data for name, data in companions(self._material.reader.path)},
         }
         self._draft.complete(fragments, small, self._describe)
 
@@ -152,9 +153,9 @@ def _plan(material: Material) -> SavePlan:
     return SavePlan(files, packed, tensors, (), (), {}, exchanges=False)
 
 
-def _companions(source: Path) -> Iterator[tuple[str, bytes]]:
-    """What lies beside the weights of the source: in a folder of theirs, or of ours."""
-    for folder in (source, source / _MODEL):
+def companions(source: Path) -> Iterator[tuple[str, bytes]]:
+    """What lies beside the weights of the source: in a folder of theirs, of ours, or of ColossalAI's scripts."""
+    for folder in (source, source / _MODEL, source / MODELING):
         for name in _COMPANIONS:
             if is_file(folder / name):
-                yield f"{_MODEL}/{name}", read_small(folder / name)
+                yield name, read_small(folder / name)

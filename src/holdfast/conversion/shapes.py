@@ -86,6 +86,31 @@ def lightning_meta(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def booster(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What ColossalAI's Booster saves, by what its training scripts call the files; and the user's own values.
+
+    Raises ``InvalidArgumentError`` where there is more than a Booster has.
+    """
+    others = sorted(slot for slot in {*groups, *values} if "/" in slot)
+    if others or "model" not in groups:
+        raise InvalidArgumentError(
+            f"ColossalAI's Booster has one model and one optimizer, and there is {', '.join(others) or 'no model'}; "
+            "choose one by keys, or convert with model_only"
+        )
+    tree: dict[str, Any] = {"model": _model("model", groups, values)}
+    if "optimizer" in values:
+        tree["optimizer"] = _one(_optimizer("optimizer", groups, values), "optimizer")
+    if "scheduler" in values:
+        tree["lr_scheduler"] = _one(_scheduler("scheduler", groups, values), "scheduler")
+    return {**tree, "user_content.pt": values["user_content"]} if "user_content" in values else tree
+
+
+def _one(found: Any, kind: str) -> Any:
+    if isinstance(found, list):
+        raise InvalidArgumentError(f"ColossalAI's Booster has one {kind}, and there are {len(found)}")
+    return found
+
+
 def _content(values: Mapping[str, Any]) -> dict[str, Any]:
     own = values.get("user_content")
     return dict(own) if isinstance(own, dict) else {} if own is None else {"user_content": own}

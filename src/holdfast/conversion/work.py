@@ -12,6 +12,7 @@ import msgspec
 from holdfast.catalog import open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
+from holdfast.conversion.colossalai import ColossalaiTarget
 from holdfast.conversion.dcp import DcpTarget
 from holdfast.conversion.lightning import LightningTarget
 from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, SafetensorsTarget
@@ -46,6 +47,7 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
     "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
     "lightning-folder": lambda material, draft, _: LightningTarget(material, draft),
+    "colossalai": lambda material, draft, _: ColossalaiTarget(material, draft),
     "dcp": lambda material, draft, _: DcpTarget(material, draft, distributed),
 }
 

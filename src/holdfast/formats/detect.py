@@ -10,7 +10,7 @@ from holdfast.formats.dcp.folder import is_dcp
 from holdfast.formats.dcp.reader import DcpReader
 from holdfast.formats.dcp.shards import ShardsReader, is_sharded
 from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface, kinds_in
-from holdfast.formats.indexed.find import MODEL, OPTIMIZER, chosen
+from holdfast.formats.indexed.find import parts
 from holdfast.formats.indexed.reader import IndexedReader, is_indexed
 from holdfast.formats.joined import JoinedReader
 from holdfast.formats.lightning import LightningReader, is_lightning
@@ -63,7 +63,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
 def _open_parts(folder: Path, keys: Mapping[str, str]) -> Reader:
     """A folder of weights, or of an optimizer, or of both, each in a format of its own."""
     known = kinds_in(folder)
-    others = [kind for kind in (MODEL, OPTIMIZER) if kind not in known and chosen(folder, kind) is not None]
+    others = [found.kind for found in parts(folder) if found.kind not in known]
     readers: list[Reader] = [HuggingFaceReader(folder)] if known else []
     if others:
         readers.append(IndexedReader(folder, keys, others))

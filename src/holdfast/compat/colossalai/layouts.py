@@ -6,7 +6,6 @@ of the files' names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast.conversion.booster import index, mib, numbered
 from holdfast.conversion.fakes import Fakes
 from holdfast.conversion.torchfile import saved
 from holdfast.errors import InvalidArgumentError
@@ -24,8 +24,6 @@ from holdfast.layout.order import ORDERED
 from holdfast.parts.content import MODEL, OPTIMIZER, Content
 from holdfast.parts.files import File, Safetensors, Shelf, Torch
 from holdfast.parts.layouts import model_file, shelved
-
-_MIB = 2**20
 
 
 def variant(name: str, prefix: str | None) -> str:
@@ -42,7 +40,7 @@ def model_folder(content: Content, limit: int, prefix: str | None, *, use_safete
     content = content.untied() if use_safetensors else content
     stem, ending = ("model", "safetensors") if use_safetensors else ("pytorch_model", "bin")
     every = shelved(content.tensors, limit)
-    names = [_numbered(variant(f"{stem}.{ending}", prefix), number) for number in range(1, len(every) + 1)]
+    names = [numbered(variant(f"{stem}.{ending}", prefix), number) for number in range(1, len(every) + 1)]
     files: list[File] = []
     weight_map: dict[str, str] = {}
     for name, shelf in zip(names, every, strict=True):
@@ -50,8 +48,8 @@ def model_folder(content: Content, limit: int, prefix: str | None, *, use_safete
         weight_map |= dict.fromkeys(shelf, name)
     weight_map |= {alias: weight_map[name] for alias, name in content.tied.items()}
     total = content.nbytes + sum(content.tensors[name].nbytes for name in content.tied.values())
-    index = _index({"total_size": total / _MIB}, weight_map)
-    small = {**content.companions, variant(f"{stem}.{ending}.index.json", prefix): index}
+    table = index({"total_size": mib(total)}, weight_map)
+    small = {**content.companions, variant(f"{stem}.{ending}.index.json", prefix): table}
     return Shelf(content, files, small, _rivals(MODEL, prefix))
 
 
@@ -69,14 +67,14 @@ def optimizer_folder(content: Content, limit: int, prefix: str | None) -> Shelf:
     files: list[File] = []
     weight_map: dict[str, str] = {}
     for number, shelf in enumerate(shelves(known.sizes(), limit), start=1):
-        names.append(_numbered(variant("pytorch_optim.bin", prefix), number))
+        names.append(numbered(variant("pytorch_optim.bin", prefix), number))
         inside = {key: known.fakes[key] for param in shelf for key in known.keys.get(param, {}).values()}
         files.append(Torch(names[-1], known.states(shelf), inside))
         weight_map |= {str(param): names[-1] for param in shelf}
     groups = variant("pytorch_optim_group.bin", prefix)
-    metadata = {"param_groups": groups, "total_size": content.nbytes / _MIB}
+    metadata = {"param_groups": groups, "total_size": mib(content.nbytes)}
     small = {
-        variant("pytorch_optim.bin.index.json", prefix): _index(metadata, weight_map),
+        variant("pytorch_optim.bin.index.json", prefix): index(metadata, weight_map),
         groups: saved(list(known.groups)),
     }
     return Shelf(content, files, small, _rivals(OPTIMIZER, prefix))
@@ -130,22 +128,13 @@ class _Numbered:
         return {state: self.fakes[key] for state, key in self.keys.get(number, {}).items()}
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of their state tensors."""
+        """The bytes of the states of each parameter that has any."""
         return {number: sum(tensor.nbytes for tensor in self.inside(number).values()) for number in self.params()}
 
 
 def _safetensors(name: str, shelf: Mapping[str, TensorInfo]) -> Safetensors:
     (data,) = pack(MODEL, shelf, {}, sys.maxsize)
     return Safetensors(replace(data, path=name))
-
-
-def _numbered(name: str, number: int) -> str:
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}-{number:05d}.{ending}"
-
-
-def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"
 
 
 def _rivals(kind: str, prefix: str | None) -> list[str]:

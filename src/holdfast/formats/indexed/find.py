@@ -16,6 +16,11 @@ from holdfast.storage import local
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
+#: Folders of both in one, as ColossalAI's training scripts call them; and files that lie beside these.
+MODELING = "modeling"
+_FOLDERS = (MODELING, "model", "optimizer")
+SCHEDULER, CONTENT = "lr_scheduler", "user_content.pt"
+
 _INDEX = re.compile(
     r"(?P<stem>pytorch_model|model|pytorch_optim|optimizer)\.(?P<form>bin|safetensors)\.index(\.(?P<variant>.+))?\.json"
 )
@@ -66,3 +71,23 @@ def chosen(folder: Path, kind: str) -> Found | None:
         raise FormatError(f"{folder} holds several variants of a {kind}: {names}; name one of these files")
     same = [found for found in every if found.variant == variants[0]]
     return min(same, key=lambda found: (found.form != "safetensors", not found.is_index), default=None)
+
+
+def places(folder: Path) -> list[Path]:
+    """Where parts are: the folder itself, or the folders in it that ColossalAI's training scripts make.
+
+    These are told by an index of files of ``torch.save``, which nobody else has in folders of such names.
+    """
+    apart = [folder / name for name in _FOLDERS if local.is_folder(folder / name)]
+    told = any(found.is_index and found.form == "bin" for place in apart for found in everything(place))
+    return apart if told and not any(everything(folder)) else [folder]
+
+
+def parts(folder: Path) -> list[Found]:
+    """The model and the optimizer that a folder holds, each once."""
+    first: dict[str, Found] = {}
+    for kind in (MODEL, OPTIMIZER):
+        for place in places(folder):
+            if (found := chosen(place, kind)) is not None:
+                first.setdefault(kind, found)
+    return list(first.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.indexed.find import MODEL, OPTIMIZER, Found, everything
+from holdfast.formats.indexed.find import MODEL, OPTIMIZER, Found, everything, places
 from holdfast.formats.indexed.index import Index, read_index
 from holdfast.formats.indexed.shards import read, states
 from holdfast.storage import local
@@ -44,27 +44,29 @@ class Inspection:
 
 def inspect(path: Path) -> Inspection:
     """Look at a folder. Nothing is said of what is no folder, or has no index."""
-    indexes = [found for found in everything(path) if found.is_index] if local.is_folder(path) else []
+    folders = places(path) if local.is_folder(path) else []
+    indexes = [found for folder in folders for found in everything(folder) if found.is_index]
     if not indexes:
         return Inspection()
     faults: list[str] = []
-    named: set[str] = set()
+    named: set[Path] = set()
     for found in indexes:
         try:
             index = read_index(found.path)
         except HoldfastError as error:
             faults.append(str(error))
             continue
-        named.update(index.files())
+        named.update(found.path.parent / name for name in index.files())
         faults += _faults(found, index)
-    if local.is_folder(path / _UNMERGED):
-        faults.append(f"{path / _UNMERGED} is left: stages of a pipeline did not finish their save")
-    return Inspection(tuple(faults), tuple(_left_over(path, named)))
+    for unmerged in (folder / _UNMERGED for folder in folders):
+        if local.is_folder(unmerged):
+            faults.append(f"{unmerged} is left: stages of a pipeline did not finish their save")
+    return Inspection(tuple(faults), tuple(note for folder in folders for note in _left_over(folder, named)))
 
 
-def _left_over(folder: Path, named: set[str]) -> Iterator[str]:
+def _left_over(folder: Path, named: set[Path]) -> Iterator[str]:
     for file in local.files(folder):
-        if _SHARD.fullmatch(file.name) and "-of-" not in file.name and file.name not in named:
+        if _SHARD.fullmatch(file.name) and "-of-" not in file.name and file not in named:
             yield f"{file} is named by no index: an earlier save left it"
 
 

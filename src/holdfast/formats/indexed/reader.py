@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange.contents import arrange
 from holdfast.formats.arrange.reader import TreeReader
-from holdfast.formats.indexed.find import MODEL, OPTIMIZER, Found, chosen, named
+from holdfast.formats.indexed.find import CONTENT, MODEL, OPTIMIZER, SCHEDULER, Found, named, parts, places
 from holdfast.formats.indexed.index import read_index
 from holdfast.formats.indexed.shards import PICKLED, Shard, read, states
 from holdfast.formats.safetensors import SafetensorsFile, is_safetensors
@@ -22,11 +22,13 @@ from holdfast.storage import local
 
 _GROUPS = "param_groups"
 
+_SLOTS = frozenset({MODEL, OPTIMIZER, "scheduler"})
+
 
 def is_indexed(path: Path) -> bool:
     """Whether a file is an index or an optimizer of an asynchronous save, or a folder has indexes or such weights."""
     if local.is_folder(path):
-        return any(chosen(path, kind) is not None for kind in (MODEL, OPTIMIZER))
+        return bool(parts(path))
     found = named(path)
     return local.is_file(path) and ((found is not None and found.is_index) or is_flat_optimizer(path))
 
@@ -40,16 +42,16 @@ def is_flat_optimizer(path: Path) -> bool:
 
 
 class IndexedReader(TreeReader):
-    """A folder, an index in it, or one file. Only what is of ``kinds`` is read."""
+    """A folder, an index in it, or one file; or a folder of such folders. Only what is of ``kinds`` is read."""
 
     def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
         self._files: list[Path] = []
         self._nbytes, self._digests = 0, list[int]()
-        found = [one for kind in kinds if (one := chosen(path, kind))] if local.is_folder(path) else [_only(path)]
-        tree = {one.kind: self._read(one) for one in found}
+        found = [one for one in parts(path) if one.kind in kinds] if local.is_folder(path) else [_only(path)]
+        tree = {one.kind: self._read(one) for one in found} | self._beside(path)
         kind = "colossalai" if _is_colossal(self._files) else "huggingface"
         fingerprint = f"{crc64(repr(self._digests).encode()):016x}"
-        contents = arrange(tree, keys or {one.kind: one.kind for one in found}, self._nbytes, str(path))
+        contents = arrange(tree, keys or {name: name for name in tree if name in _SLOTS}, self._nbytes, str(path))
         super().__init__(path, kind, self._files, fingerprint, contents)
 
     def _read(self, found: Found) -> Any:
@@ -65,6 +67,13 @@ class IndexedReader(TreeReader):
         if index.groups_file is None:
             raise FormatError(f"{found.path} names no file of the optimizer's groups")
         return {"state": states(list(shards.values())), _GROUPS: self._groups(folder / index.groups_file, folder)}
+
+    def _beside(self, path: Path) -> dict[str, Any]:
+        """What lies beside the folders of a model and an optimizer."""
+        if not local.is_folder(path) or places(path) == [path]:
+            return {}
+        names = {"scheduler": SCHEDULER, "user_content": CONTENT}
+        return {key: self._shard(path / name, path).tree for key, name in names.items() if local.is_file(path / name)}
 
     def _groups(self, path: Path, folder: Path) -> Any:
         groups = self._shard(path, folder).tree

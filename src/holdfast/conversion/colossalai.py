@@ -1,0 +1,80 @@
+"""Into folders and files that ColossalAI's Booster loads, named and placed as its training scripts have them.
+
+``modeling/`` and ``optimizer/`` are for ``load_model`` and ``load_optimizer``, ``lr_scheduler`` likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.conversion.booster import model_files, optimizer_files
+from holdfast.conversion.choice import Key
+from holdfast.conversion.fakes import Fakes
+from holdfast.conversion.native import companions
+from holdfast.conversion.shapes import booster
+from holdfast.conversion.target import Material, Places, Spot
+from holdfast.conversion.torchfile import TorchFile
+from holdfast.engine.transfer import Fragments
+from holdfast.formats.indexed.find import CONTENT, MODEL, MODELING, OPTIMIZER, SCHEDULER
+from holdfast.formats.indexed.reader import IndexedReader
+from holdfast.formats.reader import Reader
+from holdfast.storage.folders import check_space
+from holdfast.storage.local import make_folder, make_parents, sync_tree, write_small
+
+
+class ColossalaiTarget:
+    """Several files of ``torch.save``, and small ones beside them."""
+
+    def __init__(self, material: Material, draft: Path) -> None:
+        self._material, self._draft = material, draft
+        self._fakes = Fakes(material.infos)
+        self._small = {f"{MODELING}/{name}": data for name, data in companions(material.reader.path)}
+        trees = self._trees(self._fakes.tree(material, booster))
+        self._files = {draft / name: TorchFile(tree) for name, tree in trees}
+
+    def _trees(self, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What is in each file. Takes note of the indexes."""
+        for kind, folder, divided in ((MODEL, MODELING, model_files), (OPTIMIZER, OPTIMIZER, optimizer_files)):
+            if kind in parts:
+                files = divided(parts[kind], self._material.limit)
+                self._small[f"{folder}/{files.index_name}"] = files.index
+                yield from ((f"{folder}/{name}", tree) for name, tree in files.trees.items())
+        yield from ((name, parts[name]) for name in (SCHEDULER, CONTENT) if name in parts)
+
+    def prepare(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        make_folder(self._draft)
+        check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
+        for path, file in self._files.items():
+            file.make(path)
+
+    def places(self) -> Places:
+        """See :class:`holdfast.conversion.target.Target`."""
+        known = {id(fake): key for key, fake in self._fakes.made.items()}
+        infos = self._material.infos
+        found: dict[Key, list[Spot]] = {}
+        for number, (path, file) in enumerate(self._files.items()):
+            for fake, offset in sorted(file.starts(path).items(), key=lambda start: start[1]):
+                key = known[fake]
+                found.setdefault(key, []).append(Spot(number, offset, 0, infos[key].nbytes))
+        return Places(list(self._files), found)
+
+    def finish(self, fragments: Fragments) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        del fragments  # these files have no room for CRCs
+        for path, file in self._files.items():
+            file.finish(path)
+        for name, data in self._small.items():
+            make_parents(self._draft, name)
+            write_small(self._draft / name, data)
+        sync_tree(self._draft)
+
+    def reader(self) -> Reader:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return IndexedReader(self._draft, {})
+
+    def close(self) -> Path:
+        """See :class:`holdfast.conversion.target.Target`."""
+        return self._draft
