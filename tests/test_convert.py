@@ -389,6 +389,20 @@ def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
 
 
+@pytest.mark.parametrize("name", ["one", "one.pt", "one.bin", "one.ckpt", "pytorch_model.bin"])
+def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path: Path, name: str) -> None:
+    holdfast.convert(saved, tmp_path / name, to="safetensors")
+    found = holdfast.open(tmp_path / name)
+    assert torch.equal(found["model/embed.weight"], trained("plain").model.embed.weight)
+
+
+@pytest.mark.parametrize("to", ["torch", "lightning"])
+def test_no_other_file_is_called_one(saved: Path, tmp_path: Path, to: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"one.safetensors would be taken for .* such as \.pt"):
+        holdfast.convert(saved, tmp_path / "one.safetensors", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, check=False, cwd="/"

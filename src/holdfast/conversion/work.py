@@ -70,6 +70,11 @@ class Wish:
         """Raise for what cannot be done."""
         if self.to not in {*TARGETS, NXD}:
             raise InvalidArgumentError(f"to is one of {', '.join((*TARGETS, NXD))}, not {self.to!r}")
+        if self.to in {"torch", "lightning"} and self.final.suffix == ".safetensors":
+            raise InvalidArgumentError(
+                f"{self.final.name} would be taken for a safetensors file: give it another ending, such as .pt or "
+                '.ckpt, or convert to "safetensors"'
+            )
         source, final = self.source.resolve(), self.final.resolve()
         if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
             raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
