@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
@@ -126,6 +127,47 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
     assert_equal(whole(run), whole(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
+
+
+#: What a user may have saved: names that are taken, and what is no dict.
+CONTENTS = [
+    {"step": 3, "tensor": torch.arange(3)},
+    {"user_content": {"user_content": 5}},
+    {"user_content": 1, "stateful": 2},
+    {"stateful": {"scaler": {"scale": 3.0}}},
+    {"model": "gpt", "scheduler": "cosine"},
+    [1, "two", {"three": 3.0}],
+    5,
+]
+
+
+def plain(value: Any) -> Any:
+    """Lists in the place of tensors, for which == is no answer."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=str)
+@pytest.mark.parametrize("to", ["torch", "dcp", "colossalai"])
+def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, content: Any) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content=content)
+    holdfast.convert(tmp_path / "run/s", tmp_path / "there", to=to)
+    holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
+    for name in ("there", "back"):
+        found = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
+        assert plain(found) == plain(content)
+
+
+def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content={"a": 1}, stateful={"scaler": scaler})
+    holdfast.convert(tmp_path / "run/s", tmp_path / "all.pt", to="torch")
+    assert torch.load(tmp_path / "all.pt", weights_only=True)["stateful"]["scaler"]["scale"] == 8.0
+    other = torch.amp.GradScaler("cpu")
+    result = holdfast.restore(tmp_path / "all.pt", model=nn.Linear(2, 2), stateful={"scaler": other})
+    assert other.get_scale() == 8.0
+    assert result.user_content == {"a": 1}
 
 
 def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:

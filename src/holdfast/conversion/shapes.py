@@ -52,7 +52,8 @@ def distributed(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
         made = {**_MAKERS, "optimizer": _by_name}.get(kind, _as_it_is)(slot, groups, values)
         _put(tree, "optim" + slot.removeprefix(kind) if kind == "optimizer" else slot, made)
     content = _content(values)
-    return {**content, **tree} if content.keys().isdisjoint(tree) else {"user_content": content, **tree}
+    apart = content.keys().isdisjoint({*tree, "stateful", "user_content"})
+    return {**content, **tree} if apart else {"user_content": values["user_content"], **tree}
 
 
 def lightning_tensors(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ STATE = "state"
 #: Steps for each byte that a tree was read from, and at least: each value is walked past a few times.
 _STEPS, _LEAST = 16, 100_000
 
+#: What checkpoints of ours have beside models, optimizers and schedulers, and what is made of these keeps.
+_OWN = frozenset({"stateful", "user_content"})
+
 #: What DDP puts before all names of a model.
 _DDP = "module."
 
@@ -110,10 +113,16 @@ def _arrange(tree: Any, found: roles.Roles, contents: Contents, budget: Budget) 
         each = [{"class": None, "state": state} for state in (states if isinstance(states, list) else [states])]
         contents.tree[slot] = each[0] if len(each) == 1 else each
     rest = dict(roles.without(tree, found.taken())) if found.slots else tree
-    if rest or not isinstance(rest, dict):
-        contents.tree["user_content"] = rest
+    contents.tree |= _beside(rest)
     rebuilt(contents.tree, partial(_note, contents, budget), budget)
     return contents
+
+
+def _beside(rest: Any) -> dict[str, Any]:
+    """What is neither a model, an optimizer nor a scheduler: by the names that we gave it, else all the user's."""
+    if isinstance(rest, dict) and rest.keys() <= _OWN and isinstance(rest.get("stateful", {}), dict):
+        return dict(rest)
+    return {"user_content": rest}
 
 
 def _add_model(contents: Contents, slot: str, tree: Any, paths: list[Path], budget: Budget) -> Callable[[str], str]:
