@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,12 +42,16 @@ COMMANDS: Mapping[str, Command] = {
     "prune": Command("prune", "Remove old checkpoints.", "holdfast prune runs/a --keep 5 --leftovers --dry-run"),
 }
 
-#: How every command speaks. Plain help: rich's takes as long to import as all the rest.
+#: How every command speaks.
 SETTINGS: dict[str, Any] = {
-    "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
+
+
+def on_terminal() -> bool:
+    """Whether help is in colour. Elsewhere it is plain: rich's takes as long to import as all the rest."""
+    return sys.stdout.isatty()
 
 
 class Lazily(Mapping[str, Any]):
@@ -55,7 +60,7 @@ class Lazily(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         command = COMMANDS[name]
         function = getattr(import_module(f"holdfast.cli.{command.module}"), name.replace("-", "_"))
-        alone = typer.Typer(add_completion=False, **SETTINGS)
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich" if on_terminal() else None, **SETTINGS)
         alone.command(name, epilog=f"Example: {command.example}")(function)
         return typer.main.get_command(alone)
 

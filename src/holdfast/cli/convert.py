@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.completing import FORMATS, checkpoints, dtypes, formats
 from holdfast.cli.output import human_size, print_json
 from holdfast.errors import InvalidArgumentError
 from holdfast.events import Event, Progress
@@ -16,7 +17,10 @@ from holdfast.terminal import bar, clean, console
 #: What a file's ending says of its format; anything else is Lightning's.
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
-_Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format, or a run: its latest.")]
+_Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint of any format, or a run: its latest.", autocompletion=checkpoints),
+]
 _Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model.")]
 
@@ -24,7 +28,7 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model
 def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
-    to: Annotated[str, typer.Option(help="native, hf, safetensors, torch, dcp, lightning, lightning-folder or nxd.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help=", ".join(FORMATS) + ".", autocompletion=formats)],
     include: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to take. May be repeated.")
     ] = None,
@@ -35,7 +39,8 @@ def convert(  # noqa: PLR0917 - the options of a command
         list[str] | None, typer.Option(metavar="REGEX=TEXT", help="Other names for them. May be repeated.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of the model: bfloat16, float16, float32, …")
+        str | None,
+        typer.Option(metavar="DTYPE", help="Of the model: bfloat16, float16, float32, …", autocompletion=dtypes),
     ] = None,
     model_only: _Only = False,
     key: Annotated[

@@ -8,14 +8,20 @@ import typer
 
 from holdfast.cli import differing, target
 from holdfast.cli.comparison import Comparison, compare
+from holdfast.cli.completing import checkpoints
 from holdfast.cli.output import print_error, print_json
 from holdfast.storage.local import local_path
 from holdfast.terminal import console
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format, or a run: its latest.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A checkpoint of any format, or a run: its latest.", autocompletion=checkpoints
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=checkpoints)],
     pattern: Annotated[
         str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
     ] = None,

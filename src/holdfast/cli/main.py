@@ -9,9 +9,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily
+from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily, on_terminal
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
 #: Errors that the caller can mend by calling otherwise.
@@ -32,6 +32,19 @@ class Commands(TyperGroup):
         """Their names, none of them imported."""
         del ctx
         return list(COMMANDS)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """``--help``: in colour on a terminal, with a stand-in for each command, none of them imported."""
+        if not on_terminal():
+            super().format_help(ctx, formatter)
+            return
+        from typer.rich_utils import rich_format_help  # noqa: PLC0415 - rich takes its time, and pipes need none of it
+
+        commands: dict[str, Any] = {
+            name: TyperCommand(name, help=command.summary) for name, command in COMMANDS.items()
+        }
+        outline = TyperGroup(name=self.name, help=self.help, epilog=self.epilog, params=self.params, commands=commands)
+        rich_format_help(obj=outline, ctx=ctx, markup_mode="rich")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The part of ``--help`` that lists the commands, none of them imported."""
@@ -62,6 +75,7 @@ def _say(error: Exception | str) -> None:
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
+    rich_markup_mode=None,
     epilog="Exit codes: 0, 1 (something is wrong or different), 2 (called wrongly), 130 (interrupted).",
     **SETTINGS,
 )

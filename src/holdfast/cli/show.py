@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import sections, target
+from holdfast.cli.completing import checkpoints
 from holdfast.cli.modules import INSIDE, modules
 from holdfast.cli.naming import matches
 from holdfast.cli.output import print_error, print_json
@@ -18,7 +19,12 @@ from holdfast.terminal import clean, console
 
 
 def show(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.", autocompletion=checkpoints
+        ),
+    ],
     pattern: Annotated[
         str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import target
+from holdfast.cli.completing import checkpoints
 from holdfast.cli.examine import Verdict, examine
 from holdfast.cli.output import count, human_seconds, human_size, print_json
 from holdfast.errors import GoneError, NoCheckpointError
@@ -26,7 +27,12 @@ _SHOWN = 20
 
 
 def verify(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.", autocompletion=checkpoints
+        ),
+    ],
     check_all: Annotated[bool, typer.Option("--all", "-a", help="Every checkpoint of the run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
 ) -> None:

@@ -20,8 +20,8 @@ from holdfast.engine.transfer import Fragments
 from holdfast.formats.indexed.find import CONTENT, MODEL, MODELING, OPTIMIZER, SCHEDULER
 from holdfast.formats.indexed.reader import IndexedReader
 from holdfast.formats.reader import Reader
-from holdfast.storage.folders import check_space
-from holdfast.storage.local import make_folder, make_parents, sync_tree, write_small
+from holdfast.storage.folders import Lock, check_space, claim
+from holdfast.storage.local import make_parents, sync_tree, write_small
 
 
 class ColossalaiTarget:
@@ -30,6 +30,7 @@ class ColossalaiTarget:
     def __init__(self, material: Material, draft: Path) -> None:
         self._material, self._draft = material, draft
         self._fakes = Fakes(material.infos)
+        self._lock: Lock | None = None
         self._small = {f"{MODELING}/{name}": data for name, data in companions(material.reader.path)}
         trees = self._trees(self._fakes.tree(material, booster))
         self._files = {draft / name: TorchFile(tree) for name, tree in trees}
@@ -45,7 +46,7 @@ class ColossalaiTarget:
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
-        make_folder(self._draft)
+        self._lock = claim(self._draft)
         check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
         for path, file in self._files.items():
             file.make(path)
@@ -75,6 +76,12 @@ class ColossalaiTarget:
         """See :class:`holdfast.conversion.target.Target`."""
         return IndexedReader(self._draft, {})
 
-    def close(self) -> Path:
+    @property
+    def made(self) -> Path:
         """See :class:`holdfast.conversion.target.Target`."""
         return self._draft
+
+    def close(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        if self._lock is not None:
+            self._lock.close()
