@@ -123,6 +123,28 @@ def test_what_it_saves_it_loads(tmp_path: Path, *, shard: bool, safe: bool, pref
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
+class Counting(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.found = state
+
+
+@pytest.mark.parametrize("size", [1024, 0.00003])
+def test_state_that_is_no_tensor_is_in_one_of_the_files_or_refused(tmp_path: Path, size: float) -> None:
+    options = {"shard": True, "size_per_shard": size}
+    Booster().save_model(Counting(4, 4), tmp_path / "theirs", **options)
+    holdfast.save_model(Counting(4, 4), tmp_path / "bins", use_safetensors=False, **options)
+    for name in ("theirs", "bins"):
+        model = Counting(4, 4)
+        holdfast.load_model(model, tmp_path / name)
+        assert model.found == {"seen": 7}
+    with pytest.raises(InvalidArgumentError, match="no place for '_extra_state'"):
+        Booster().save_model(Counting(4, 4), tmp_path / "safe", use_safetensors=True, **options)
+    assert not (tmp_path / "safe").exists()
+
+
 def test_with_a_prefix_and_without_both_stay_in_one_folder(tmp_path: Path) -> None:
     booster, model, other = Booster(), net(), net()
     nn.init.ones_(other[0].weight)

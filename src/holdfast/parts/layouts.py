@@ -69,17 +69,18 @@ def torch_folder(content: Content, limit: int) -> Shelf:
     if number > 1:
         weight_map = {key: name for name, shelf in zip(names, every, strict=True) for key in shelf}
         weight_map |= {alias: weight_map[key] for alias, key in content.tied.items()}
+        weight_map |= dict.fromkeys(content.values, names[0])
         table = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         small["pytorch_model.bin.index.json"] = json.dumps(table, indent=2).encode() + b"\n"
     return Shelf(content, files, small, RIVALS[MODEL])
 
 
 def model_file(name: str, content: Content, tensors: Mapping[str, TensorInfo]) -> Torch:
-    """A file of ``torch.save`` with some tensors of a model, and all that is tied to them."""
+    """A file of ``torch.save`` with some tensors of a model, and all that is tied to them; the first has the values."""
     fakes = Fakes({(MODEL, key): info for key, info in tensors.items()})
     tree: dict[str, Any] = {key: fakes.make((MODEL, key)) for key in tensors}
     tree |= {alias: tree[key] for alias, key in content.tied.items() if key in tensors}
-    if len(tensors) == len(content.tensors):
+    if list(tensors)[:1] == list(content.tensors)[:1]:
         tree |= values.decode(dict(content.values), fakes, "the model's values")
     return Torch(name, tree, _by_name(fakes, tensors, MODEL))
 

@@ -36,6 +36,11 @@ def variant(name: str, prefix: str | None) -> str:
 
 def model_folder(content: Content, limit: int, prefix: str | None, *, use_safetensors: bool) -> Shelf:
     """A model in numbered files with an index, and its configuration where it has one."""
+    if use_safetensors and content.values:
+        raise InvalidArgumentError(
+            f"safetensors files of ColossalAI's have no place for {next(iter(content.values))!r}, which is no tensor: "
+            "save with use_safetensors=False"
+        )
     # Its loader knows of no tied weights: safetensors files need a copy under each name.
     content = content.untied() if use_safetensors else content
     stem, ending = ("model", "safetensors") if use_safetensors else ("pytorch_model", "bin")
@@ -47,6 +52,7 @@ def model_folder(content: Content, limit: int, prefix: str | None, *, use_safete
         files.append(_safetensors(name, shelf) if use_safetensors else model_file(name, content, shelf))
         weight_map |= dict.fromkeys(shelf, name)
     weight_map |= {alias: weight_map[name] for alias, name in content.tied.items()}
+    weight_map |= dict.fromkeys(content.values, names[0])
     total = content.nbytes + sum(content.tensors[name].nbytes for name in content.tied.values())
     table = index({"total_size": mib(total)}, weight_map)
     small = {**content.companions, variant(f"{stem}.{ending}.index.json", prefix): table}
