@@ -41,6 +41,44 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, bef
     assert saved.values["user_content"]["trainer_state"]["global_step"] == 3
 
 
+FSDP = {1: "FullyShardedDataParallel", 2: "FSDPGPT2LMHeadModel"}
+
+
+def sharded(version: int, **options: Any) -> dict[str, Any]:
+    return {"fsdp": True, "fsdp_config": {"version": version}, **options}
+
+
+@pytest.mark.parametrize("version", FSDP)
+def test_under_fsdp_a_run_resumes_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    """Bit for bit, with dropout."""
+    whole = ranks(2, _train, tmp_path / "whole", 6, sharded(version, dropout=0.1))[0]
+    ranks(2, _train, tmp_path / "run", 3, sharded(version, dropout=0.1))
+    resumed = ranks(2, _train, tmp_path / "run", 6, sharded(version, dropout=0.1, resume=True))[0]
+    assert whole["kind"] == resumed["kind"] == FSDP[version]
+    assert resumed["losses"] == whole["losses"]
+    assert same(resumed["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize("version", FSDP)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_under_fsdp_it_resumes_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, version: int, before: int, after: int
+) -> None:
+    whole = ranks(1, train, tmp_path / "whole", 6)[0]
+    ranks(before, _train, tmp_path / "run", 3, sharded(version))
+    found = ranks(after, _train, tmp_path / "run", 6, sharded(version, resume=True))[0]
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
+        torch.testing.assert_close(found["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", FSDP)
+def test_under_fsdp_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    trained = ranks(2, _train, tmp_path, 3, sharded(version))[0]
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
+    assert same(found.state_dict(), trained["weights"])
+
+
 def test_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks(2, train, tmp_path, 3)[0]
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")

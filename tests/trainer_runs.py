@@ -15,6 +15,8 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import holdfast
 from holdfast.transformers import Trainer
@@ -56,7 +58,8 @@ def launched() -> Iterator[None]:
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     # Accelerate ends the group at the end of the process, which the pool does here.
-    with mock.patch.dict(os.environ, about | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+    cpu = mock.patch("torch.distributed.fsdp._init_utils._get_device_from_device_id", return_value=None)
+    with mock.patch.dict(os.environ, about | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}), cpu:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -68,6 +71,9 @@ def launched() -> Iterator[None]:
 
 def trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
     asynchronous = options.pop("async_save", False)
+    if options.get("fsdp"):
+        # Synchronised from the device of a first rank; here all ranks make the same model.
+        options["fsdp_config"] |= {"sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
     args = transformers.TrainingArguments(
         output_dir=str(path),
         per_device_train_batch_size=BATCH // dist.get_world_size(),
@@ -81,6 +87,9 @@ def trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Tra
         disable_tqdm=True,
         **options,
     )
+    if options.get("fsdp") and dist.get_world_size() > 1:
+        # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Trainer(model(dropout), args, train_dataset=Numbers(), async_save=asynchronous)
 
 
@@ -89,13 +98,18 @@ def train(path: Path, steps: int, resume: bool | str = False, dropout: float = 0
     with launched():
         run = trainer(path, steps, dropout, **options)
         run.train(resume_from_checkpoint=resume or None)
-        inner = run.accelerator.unwrap_model(run.model)
         return {
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
-            "weights": {name: value.clone() for name, value in inner.state_dict().items()},
+            "weights": {name: value.clone() for name, value in _whole(run.model_wrapped).items()},
+            "kind": type(run.model_wrapped).__name__,
             "tags": [info.tag for info in holdfast.list_checkpoints(path)] if path.exists() else [],
             "best": run.state.best_model_checkpoint,
         }
+
+
+def _whole(wrapped: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, under FSDP put together by torch."""
+    return get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
 
 
 def accelerated(path: Path) -> dict[str, torch.Tensor]:
