@@ -15,7 +15,7 @@ import holdfast
 from holdfast.compat.colossalai import Booster
 from holdfast.errors import InvalidArgumentError
 from tests.test_cli import call
-from tests.test_convert import save_some
+from tests.test_convert import plain, save_some
 from tests.training import Run, assert_equal, start, trained, whole
 
 
@@ -69,6 +69,29 @@ def test_torch_finds_an_optimizers_state_in_its_files(saved: Path, tmp_path: Pat
     assert_equal(whole(run), whole(expected))
     schedule = torch.load(tmp_path / "out/lr_scheduler", weights_only=True)
     assert schedule == expected.scheduler.state_dict()
+
+
+def test_the_files_are_those_that_our_booster_writes_and_the_real_one_loads(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "out", to="colossalai")
+    run, booster = trained("plain"), Booster()
+    booster.save_model(run.model, tmp_path / "other/modeling", shard=True)
+    booster.save_optimizer(run.optimizer, tmp_path / "other/optimizer", shard=True)
+    booster.save_lr_scheduler(run.scheduler, tmp_path / "other/lr_scheduler")
+    files = [path.relative_to(tmp_path / "other") for path in (tmp_path / "other").rglob("*") if path.is_file()]
+    assert len(files) == 6
+    for file in files:
+        mine, theirs = tmp_path / "out" / file, tmp_path / "other" / file
+        if file.suffix == ".json":
+            assert json.loads(mine.read_text()) == json.loads(theirs.read_text()), file
+        else:
+            assert plain(unnamed(torch.load(mine))) == plain(unnamed(torch.load(theirs))), file
+
+
+def unnamed(tree: Any) -> Any:
+    """Groups of an optimizer without the names of parameters, which ours keep where they are known."""
+    if isinstance(tree, list):
+        return [{key: value for key, value in group.items() if key != "param_names"} for group in tree]
+    return tree
 
 
 @pytest.mark.parametrize("way", [[], ["torch"], ["dcp"], ["lightning-folder"]])
