@@ -1,6 +1,7 @@
 """Imports go downward only, and what must stay light stays light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_only_storage_asks_the_file_system() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKING:
                 assert ast.unparse(node.func.value) in {"local", "storage", "folders"}, f"{file}:{node.lineno}"
+
+
+def test_the_map_of_the_house_names_every_room_from_the_top_down() -> None:
+    text = (SOURCE.parent.parent / "CONTRIBUTING.md").read_text()
+    rooms = re.findall(r"^  (\w+)(?:/|\.py)  ", text.split("src/holdfast/")[1].split("```")[0], re.MULTILINE)
+    named = [room for room in rooms if room != "__init__"]
+    assert sorted(named) == sorted(set().union(*FLOORS))
+    assert named == sorted(named, key=floor)
 
 
 def test_only_storage_opens_files() -> None:
