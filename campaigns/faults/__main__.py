@@ -2,9 +2,10 @@
 
 The calls are counted in a dry run; then the n-th one fails, for every n, in every way that such a call can: no space,
 no right, an error of the disk (once, or from then on), fewer bytes than asked for; or the folder, the draft or a file
-is removed just before it. Either all ranks raise the same typed error, or the save or load is right. What was there
-before is as it was, bit for bit; nothing half made is visible, no file stays open, and the next save works and leaves
-the folder tidy. Exits with 1 where anything else is seen.
+is removed just before it. Either all ranks raise the same typed error, which names a path in the run where it is the
+disk's, or the save or load is right: a load gives the newest checkpoint, or the older one where a part of the newest
+was removed. What was there before is as it was, bit for bit; nothing half made is visible, no file stays open, and the
+next save works and leaves the folder tidy. Exits with 1 where anything else is seen.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,12 @@ def _note(tally: Tally, what: str, work: Callable[[], str]) -> None:
 
 @dataclass(frozen=True)
 class _Said:
-    """How a rank's call ended, and how many files it has left open."""
+    """How a rank's call ended, the step that it loaded if it did, and how many files it has left open."""
 
     error: str = ""
     message: str = ""
     typed: bool = True
+    step: int | None = None
     left_open: int = 0
 
 
@@ -125,45 +126,42 @@ class _Bench:
         self._checkpointer = trial.going_on(self._run)
         mine = self._rank == self._setting.victim and faulty is not None
         before = _descriptors()
-        error: Exception | None = None
         with faulty.there() if mine and faulty else nullcontext():
-            try:
-                self._call()
-            except Exception as raised:  # noqa: BLE001 - judged below
-                error = raised
-        left = _descriptors() - before
-        said = _Said(left_open=left)
-        if error is not None:
-            said = _Said(type(error).__name__, str(error), isinstance(error, HoldfastError), left)
+            said = self._outcome()
+        said = replace(said, left_open=_descriptors() - before)
         every: list[Any] = [None] * self._setting.ranks
         dist.all_gather_object(every, said)
         return every
 
-    def _call(self) -> None:
-        if self._setting.how:
+    def _outcome(self) -> _Said:
+        try:
+            if not self._setting.how:
+                return _Said(step=trial.load(self._run))
             trial.save_with(self._checkpointer, 2, self._setting.how, background=self._setting.background)
-        else:
-            trial.load(self._run)
+        except Exception as error:  # noqa: BLE001 - judged by rank 0
+            return _Said(type(error).__name__, str(error), isinstance(error, HoldfastError))
+        return _Said()
 
     def _judge(self, said: list[_Said], must: str, *, untouched: bool) -> str:
-        problem, word = "", ""
+        problem, word, latest = "", "", 0
         if self._rank == 0:
             try:
                 word = self._look(said, must, untouched=untouched)
+                latest = 2 if untouched and self._is_newest_there() else 1
             except ViolationError as error:
                 problem = str(error)
-        told = [problem, word]
+        told: list[Any] = [problem, word, latest]
         dist.broadcast_object_list(told, 0)
-        problem = told[0] or (self._before() if untouched else "") or self._next()
+        problem = told[0] or (self._before(told[2]) if untouched else "") or self._next()
         if problem:
             raise ViolationError(problem)
-        return told[1]
+        return str(told[1])
 
     def _look(self, said: list[_Said], must: str, *, untouched: bool) -> str:
         """Whether what ranks say, and what is on the disk, may be; in a word what it was."""
         first = said[0]
-        if len({(one.error, one.message) for one in said}) > 1 or not first.typed:
-            raise ViolationError(f"ranks raise {[(one.error, one.message) for one in said]}")
+        if len({(one.error, one.message, one.step) for one in said}) > 1 or not first.typed:
+            raise ViolationError(f"ranks say {[(one.error, one.message, one.step) for one in said]}")
         if any(one.left_open > 0 for one in said):
             raise ViolationError(
                 f"{[one.left_open for one in said]} files are left open, {first.error} {first.message}"
@@ -172,20 +170,27 @@ class _Bench:
             raise ViolationError(f"it must be {must}: {first.error} {first.message}")
         if untouched and first.error not in {"", "StorageError"}:
             raise ViolationError(f"no error of the disk: {first.error} {first.message}")
-        if not self._setting.how:
-            return first.error or "done"
-        there = state.visible(self._run) if self._run.exists() else {}
-        committed = 2 in there.values()
+        if first.error == "StorageError" and str(self._run) not in first.message:
+            raise ViolationError(f"the error names no path in the run: {first.message}")
+        return self._look_at_save(first) if self._setting.how else _look_at_load(first, untouched=untouched)
+
+    def _look_at_save(self, first: _Said) -> str:
+        committed = self._is_newest_there()
         if not committed and not first.error and self._run.exists():
-            raise ViolationError(f"no rank raised, and there is {there}")
+            raise ViolationError(f"no rank raised, and there is {state.visible(self._run)}")
         return f"{first.error}, though committed" if first.error and committed else first.error or "done"
 
-    def _before(self) -> str:
+    def _is_newest_there(self) -> bool:
+        return self._run.exists() and 2 in state.visible(self._run).values()
+
+    def _before(self, latest: int) -> str:
         """What was there before is there still, and loads, or what took its place does; what is wrong with it."""
         try:
             step = trial.load(self._run)
         except (HoldfastError, ViolationError) as error:
             return f"what is there cannot be loaded: {error!r}"
+        if step != latest:
+            return f"step {latest} is there, and a load gives step {step}"
         dist.barrier()
         there = _digest(self._run)
         dist.barrier()
@@ -208,6 +213,15 @@ class _Bench:
             problem = f"after the next save there are {state.visible(self._run)} and {state.hidden(self._run)}"
         dist.barrier()
         return problem
+
+
+def _look_at_load(first: _Said, *, untouched: bool) -> str:
+    """The newest checkpoint is loaded, or, where a part of it was removed meanwhile, the older one."""
+    if first.error:
+        return first.error
+    if first.step != 2 and (untouched or first.step != 1):
+        raise ViolationError(f"step {first.step} was loaded, not the newest")
+    return "done" if first.step == 2 else "done, with the older one"
 
 
 @contextmanager
