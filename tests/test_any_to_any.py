@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.pool import Ranks
@@ -82,3 +84,38 @@ def test_an_optimizer_that_never_stepped_is_not_stepped_by_us(ranks: Ranks, tmp_
     assert not run.optimizer.state
     assert_equal(whole(run), whole(before))
     assert not [key for key in holdfast.open(tmp_path) if key.startswith("optimizer/")]
+
+
+class Scaled(nn.Linear):
+    """A layer with extra state that is a tensor."""
+
+    amax = torch.zeros(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state
+
+
+class Outer(nn.Module):
+    def __init__(self, *, ddp: bool) -> None:
+        super().__init__()
+        self.sub = DistributedDataParallel(nn.Sequential(Scaled(2, 2))) if ddp else nn.Sequential(Scaled(2, 2))
+
+
+def layer(model: Outer) -> Scaled:
+    return next(module for module in model.modules() if isinstance(module, Scaled))
+
+
+def extra_state_under_ddp(path: str) -> torch.Tensor:
+    model = Outer(ddp=True)
+    holdfast.load_checkpoint(path, model=model)
+    return layer(model).amax
+
+
+def test_extra_state_that_is_a_tensor_comes_back_also_inside_a_wrapped_part(ranks: Ranks, tmp_path: Path) -> None:
+    model = Outer(ddp=False)
+    layer(model).amax = torch.tensor([1.0, 2.0, 3.0])
+    holdfast.save_checkpoint(tmp_path, "s", model)
+    assert ranks(2, extra_state_under_ddp, str(tmp_path))[1].tolist() == [1.0, 2.0, 3.0]

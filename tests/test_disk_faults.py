@@ -153,3 +153,13 @@ def test_a_checkpoint_whose_folder_is_refused_does_not_make_the_next_save_anothe
     save(tmp_path, 2)
     first, second = holdfast.list_checkpoints(tmp_path)
     assert first.run == second.run
+
+
+def test_a_draft_that_could_not_be_opened_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise StorageError(28, "no space")
+
+    monkeypatch.setattr("holdfast.engine.commit.local.allocate", full)
+    with pytest.raises(StorageError):
+        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import holdfast
 from tests.pool import Ranks
@@ -39,3 +40,19 @@ def test_a_resumed_run_is_bitwise_the_run_without_a_break(
     for (expected, state), (losses, other) in zip(unbroken, resumed, strict=True):
         assert losses == expected
         assert_equal(other, state)
+
+
+def test_state_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    model, optimizer = make()
+    with torch.inference_mode():
+        holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

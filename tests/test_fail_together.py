@@ -219,3 +219,48 @@ def test_a_tag_is_not_overwritten(ranks: Ranks, tmp_path: Path) -> None:
 
 def _save_again(path: str) -> None:
     holdfast.save_checkpoint(path, "s", {"w": torch.zeros(3)})
+
+
+def fail_alone_first(path: str) -> str:
+    size = "5 bogus" if dist.get_rank() == 1 else "5GB"
+    with pytest.raises(InvalidArgumentError, match="rank 1 of 2"):
+        holdfast.save_checkpoint(path, "s", MODEL, max_shard_size=size)
+    return holdfast.save_checkpoint(path, "s", MODEL, timeout=5).wait().tag
+
+
+def test_an_argument_wrong_on_one_rank_does_not_part_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, fail_alone_first, str(tmp_path)) == ["s", "s"]
+
+
+def odd_message(path: str) -> None:
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank() == 1:
+        patch.setattr("holdfast.agreement.capture", _fail_oddly)
+    try:
+        holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
+    finally:
+        patch.undo()
+
+
+def _fail_oddly(*_: Any) -> None:
+    raise OSError("no such file: caf\udce9")
+
+
+def test_an_error_with_a_name_of_broken_characters_reaches_all(ranks: Ranks, tmp_path: Path) -> None:
+    errors = ranks.outcomes(2, odd_message, str(tmp_path))
+    assert {type(error) for error in errors} == {RankFailedError}
+    assert all("rank 1 of 2" in str(error) and r"caf\udce9" in str(error) for error in errors)
+
+
+def subgroup(path: str) -> str:
+    group = dist.new_group([0, 1])
+    try:
+        return holdfast.save_checkpoint(path, "s", MODEL, process_group=group, timeout=20).wait().tag
+    except InvalidArgumentError as error:
+        return str(error)
+
+
+def test_only_members_of_a_group_save(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, third = ranks(3, subgroup, str(tmp_path))
+    assert (first, second) == ("s", "s")
+    assert "not in the process group" in third

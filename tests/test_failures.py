@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.engine.commit import Draft
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
 from tests.pool import Ranks
 from tests.zoo import LAYOUTS, blank, fill
@@ -47,6 +48,8 @@ LOADING = [
     "holdfast.state.restore.Intake.apply",
 ]
 
+
+MODEL = {"w": torch.arange(10.0)}
 
 #: The rank with the fault, where there is none.
 NOBODY = -1
@@ -143,3 +146,73 @@ def test_the_blank_state_is_not_the_saved_one(saved: Path) -> None:
     made = blank(LAYOUTS["plain"][0]())
     holdfast.load_checkpoint(saved, model=made.model)
     assert not torch.equal(made.model.head.weight, torch.full_like(made.model.head.weight, 7))
+
+
+def slow_work(path: str) -> str:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("holdfast.moving.write_pieces", _slow_write)
+    try:
+        return holdfast.save_checkpoint(path, "s", MODEL, timeout=1).wait().tag
+    finally:
+        patch.undo()
+
+
+def _slow_write(*arguments: Any) -> Any:
+    from holdfast.engine.write import write_pieces
+
+    time.sleep(2 + 0.2 * dist.get_rank())
+    return write_pieces(*arguments)
+
+
+def slow_commit(path: str) -> str:
+    patch = pytest.MonkeyPatch()
+    publish = Draft.publish
+    patch.setattr(Draft, "publish", lambda *arguments: (time.sleep(1.5), publish(*arguments))[1])
+    try:
+        return holdfast.save_checkpoint(path, "s", MODEL, timeout=2).wait().tag
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("call", [slow_work, slow_commit])
+def test_the_timeout_is_for_waiting_not_for_work(ranks: Ranks, tmp_path: Path, call: Any) -> None:
+    assert ranks(2, call, str(tmp_path)) == ["s", "s"]
+
+
+def interrupted(path: str) -> float:
+    started = time.monotonic()
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank() == 0:
+        patch.setattr("holdfast.agreement.capture", _interrupt)
+    try:
+        with pytest.raises(
+            KeyboardInterrupt if dist.get_rank() == 0 else RankFailedError, match=r"^$|KeyboardInterrupt"
+        ):
+            holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
+    finally:
+        patch.undo()
+    return time.monotonic() - started
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_on_rank_0_does_not_leave_the_others_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks(2, interrupted, str(tmp_path))) < 3
+
+
+def stopped(path: str) -> float:
+    """Ranks 0 and 2 wait for rank 1, which never comes."""
+    started = time.monotonic()
+    if dist.get_rank() != 1:
+        with pytest.raises(RankTimeoutError, match="rank 1 did not come"):
+            holdfast.save_checkpoint(path, "s", MODEL, timeout=1)
+    else:
+        time.sleep(3.5)
+    return time.monotonic() - started
+
+
+def test_every_rank_names_the_one_that_is_missing_in_time(ranks: Ranks, tmp_path: Path) -> None:
+    first, _, third = ranks(3, stopped, str(tmp_path))
+    assert max(first, third) < 1 + 2

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.checks import Checks
 from holdfast.errors import DamagedError, HoldfastError, NoCheckpointError
+from holdfast.formats.native import NativeReader
+from holdfast.layout.blocks import Fragment
 from tests.pool import Ranks
 from tests.training import Run, start, trained
 
@@ -135,3 +138,11 @@ def test_a_damaged_manifest_is_not_the_latest_and_is_listed(tmp_path: Path) -> N
     assert not holdfast.has_checkpoint(tmp_path)
     with pytest.raises(NoCheckpointError, match="none of the 2"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(1)})
+
+
+def test_ranks_that_read_one_range_differently_are_damage(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
+    reader = NativeReader(tmp_path / "s")
+    checks = Checks(reader, [("model", "w")])
+    with pytest.raises(DamagedError, match="'w'"):
+        checks.check_shared({0: [Fragment(0, 20, 1), Fragment(0, 20, 2), Fragment(20, 40, 3)]})

@@ -1,6 +1,7 @@
 """What does not fit is found before anything is touched, and all of it is named at once."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +186,54 @@ def test_names_and_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "s", {"\ud800": torch.zeros(1)})
     with pytest.raises(UnsupportedTensorError, match="65 dimensions"):
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.zeros((1,) * 65)})
+
+
+def test_a_tensor_that_a_hook_makes_up_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update({"made_up": torch.ones(1)}))
+    with pytest.raises(StateError, match="made_up"):
+        holdfast.save_checkpoint(tmp_path, "s", model)
+
+
+def test_optimizer_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global_step"] = 7
+    with pytest.raises(StateError, match="global_step"):
+        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+
+
+def test_a_layer_of_another_size_is_blamed_not_its_optimizer_state(tmp_path: Path) -> None:
+    def make(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, width))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    holdfast.save_checkpoint(tmp_path, "s", *make(4))
+    model, optimizer = make(5)
+    with pytest.raises(MismatchError, match=r"(?s)0\.weight: shape \[4, 3\].*0\.bias: shape \[4\]"):
+        holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+
+def test_another_scheduler_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    schedules = torch.optim.lr_scheduler
+
+    def make(links: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if links == 1:
+            return model, optimizer, schedules.StepLR(optimizer, 2)
+        chain = [schedules.ConstantLR(optimizer) for _ in range(links)]
+        return model, optimizer, schedules.SequentialLR(optimizer, chain, milestones=list(range(1, links)))
+
+    model, optimizer, scheduler = make(3)
+    holdfast.save_checkpoint(tmp_path, "s", model, optimizer, scheduler)
+    misfits = [(2, "a chain of 3 in the checkpoint, of 2 here"), (1, "of SequentialLR, this one is StepLR")]
+    for links, words in misfits:
+        model, optimizer, scheduler = make(links)
+        before = model.weight.clone()
+        with pytest.raises(MismatchError, match=words):
+            holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+        assert torch.equal(model.weight, before)

@@ -175,3 +175,16 @@ def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(tmp_path: P
     reseal(tmp_path / "s")
     with pytest.raises(DamagedError, match=str(tmp_path)):
         holdfast.restore(tmp_path, "s", rng=True)
+
+
+def test_another_generator_of_numpy_is_kept(tmp_path: Path) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        model = nn.Linear(1, 1)
+        holdfast.save_checkpoint(tmp_path, "s", model)
+        expected = np.random.random(3).tolist()  # noqa: NPY002
+        holdfast.load_checkpoint(tmp_path, model=model, rng=True)
+        assert np.random.random(3).tolist() == expected  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(before)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from tests.pool import Ranks
@@ -87,3 +88,23 @@ def test_files_do_not_depend_on_which_stage_of_a_pipeline_is_where(ranks: Ranks,
     assert contents(tmp_path / "stages/s") == contents(tmp_path / "whole/s")
     values = holdfast.open(tmp_path / "stages").values
     assert values["model"] == {f"$stage{n}._extra_state": {"number": n} for n in range(1, 13)}
+
+
+def save_and_swap(path: str) -> torch.Tensor:
+    """Save, become the other rank of a new group, save again; what the second checkpoint holds."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    for number, own in enumerate((rank, 1 - rank)):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"g{number}", store), rank=own, world_size=2)
+        model = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(16.0).view(4, 4))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        holdfast.save_checkpoint(path, f"s{number}", model)
+    return holdfast.open(f"{path}/s1")["model/weight"]
+
+
+def test_a_process_that_became_another_rank_plans_anew(ranks: Ranks, tmp_path: Path) -> None:
+    for saved in ranks(2, save_and_swap, str(tmp_path)):
+        assert torch.equal(saved, torch.arange(16.0).view(4, 4))

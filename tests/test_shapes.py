@@ -134,3 +134,17 @@ def test_every_dtype_is_tried() -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as path:
         save(path, everything, "whole")
         assert load(path, everything, "views") == []
+
+
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    saved = {"w": torch.arange(10.0)}
+    holdfast.save_checkpoint(tmp_path, "s", saved, user_content={"t": torch.ones(2)})
+    torch.set_default_device("meta")
+    try:
+        model = {"w": torch.zeros(10, device="cpu")}
+        content = holdfast.load_checkpoint(tmp_path, model=model)
+        found = holdfast.open(tmp_path)["model/w"]
+    finally:
+        torch.set_default_device(None)
+    assert content["t"].tolist() == [1.0, 1.0]
+    assert torch.equal(found, saved["w"])

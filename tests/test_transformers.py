@@ -1,11 +1,13 @@
 """The model folder of a checkpoint is a Hugging Face checkpoint, and theirs load as ours do."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
@@ -132,3 +134,10 @@ def test_our_model_folder_loads_by_itself_and_is_verified(tmp_path: Path) -> Non
     torch.nn.init.zeros_(other.transformer.wte.weight)
     assert holdfast.restore(tmp_path / "s/model", model=other).verified
     assert same(other, gpt2())
+
+
+def test_a_model_with_a_config_of_its_own_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.config = {"lock": threading.Lock()}  # type: ignore[assignment]
+    holdfast.save_checkpoint(tmp_path, "s", model)
+    assert not (tmp_path / "s/model/config.json").exists()
