@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import footprint, parallel, planning, raw, report, single, stall, start
+from benchmarks import dcp_planning, footprint, parallel, planning, raw, report, single, stall, start
 from benchmarks.measure import Table
 from benchmarks.setting import Setting
 
@@ -22,6 +22,7 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "stall": stall.stall,
     "memory": footprint.memory,
     "planning": planning.planning,
+    "planning-dcp": dcp_planning.dcp_planning,
     "start": start.start,
 }
 

@@ -41,6 +41,12 @@ def held(ranks: int) -> tuple[int, Spec, Meshes]:
     return ranks, Spec((LayoutSpec(0, (Shard(0),)),), tuple(tensors)), Meshes((Mesh((ranks,), tuple(range(ranks))),))
 
 
+def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
+    """So many tensors, of which each of the ranks holds some rows."""
+    tensors = (TensorSpec("model", f"layers.{one}.weight", "F32", (8 * ranks, 1024), 0) for one in range(number))
+    return ranks, Spec((LayoutSpec(0, (Shard(0),)),), tuple(tensors)), Meshes((Mesh((ranks,), tuple(range(ranks))),))
+
+
 def plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
     posted = [Digests(*digests(spec, meshes))] * ranks
     census = Census.take(posted)

@@ -1,6 +1,6 @@
 """``python -m benchmarks.scale``: what a save and a load cost at many ranks, from what single operations cost here.
 
-Measures votes over the key-value store, planning, and the folding of CRCs on this machine; takes the rest (disks, file
+Measures votes over the key-value store, planning, and the decoding of CRCs on this machine; takes the rest (disks, file
 system, network) from :data:`CLUSTER`; prints a table for ``docs/scale.md`` and draws its plot.
 """
 
@@ -46,7 +46,7 @@ STATE, FAILURES = 350e6, 3.09 * 3600
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of processor time: a key set and got back by rank 0, one plan, one CRC folded."""
+    """Seconds of processor time: a key set and got back by rank 0, one plan, one CRC decoded."""
 
     key: float
     plan: float
@@ -136,10 +136,10 @@ def _key(number: int = 4096) -> float:
 def _crc(number: int = 200_000) -> float:
     reported = encode_fragments({tensor: [Fragment(0, 4096, tensor)] for tensor in range(number)})
 
-    def fold() -> None:
+    def decode() -> None:
         decode_fragments([reported])
 
-    return _median(fold) / number
+    return _median(decode) / number
 
 
 if __name__ == "__main__":

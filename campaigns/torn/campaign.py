@@ -52,7 +52,7 @@ def main() -> int:
     """Run it, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.torn", description=__doc__)
     parser.add_argument("--scratch", type=Path, help="where to save; a temporary folder when left out")
-    parser.add_argument("--saves", type=int, default=200, help="in each of the layouts (default: 200)")
+    parser.add_argument("--saves", type=int, default=220, help="in each of the layouts (default: 220)")
     parser.add_argument("--staging", default="eager", choices=["eager", "overlapped"], help="when the copy is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:

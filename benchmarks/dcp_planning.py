@@ -1,0 +1,97 @@
+"""What one rank does to plan a save of many simulated ranks, and to read what was saved: ours and DCP's.
+
+DCP's rank 0 gathers a plan from every rank, puts them together and sends each its own; every rank that loads reads the
+metadata of all. Ranks are simulated by what they would send; nothing goes over a network.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+import holdfast
+from benchmarks.measure import Contender, Table, interleaved
+from benchmarks.peers import DCP, OURS
+from benchmarks.planning import plan, sharded
+from benchmarks.setting import Setting
+from holdfast.formats.native import NativeReader
+
+#: Tensors, each sharded over all ranks by its rows, and numbers of ranks.
+TENSORS, RANKS = 1000, (64, 512)
+
+
+def dcp_planning(setting: Setting) -> Iterator[Table]:
+    """The same tensors over the same ranks, by either; without the plans that DCP keeps when it is asked to."""
+    warnings.simplefilter("ignore")
+    contenders = {}
+    for ranks in RANKS:
+        contenders[f"{OURS}, {ranks} ranks"] = Contender(partial(plan, *sharded(ranks, TENSORS)))
+        posted = [pickle.dumps(_told(rank, ranks)) for rank in range(ranks)]
+        contenders[f"{DCP}, {ranks} ranks"] = Contender(partial(_decide, posted, setting.folder))
+    yield interleaved(contenders, setting.rounds).table(f"plan of a save at rank 0, {TENSORS} sharded tensors")
+    readers = {OURS: Contender(partial(NativeReader, _ours(setting.folder)))}
+    for ranks in RANKS:
+        path = _theirs(setting.folder / f"dcp{ranks}", ranks)
+        readers[f"{DCP}, {ranks} ranks"] = Contender(FileSystemReader(path).read_metadata)
+    yield interleaved(readers, setting.rounds).table(f"metadata read by each rank, {TENSORS} sharded tensors")
+
+
+def _told(rank: int, ranks: int) -> SavePlan:
+    """A rank's own plan, as DCP makes it of a ``DTensor``."""
+    rows, columns = 8, 1024
+    properties = TensorProperties(dtype=torch.float32)
+    whole, mine = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
+    start = torch.Size([rows * rank, 0])
+    names = [f"layers.{number}.weight" for number in range(TENSORS)]
+    items = [
+        WriteItem(
+            MetadataIndex(name, start),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(ChunkStorageMetadata(start, mine), properties, whole),
+        )
+        for name in names
+    ]
+    return SavePlan(items, planner_data={name: (name,) for name in names})
+
+
+def _decide(posted: list[bytes], folder: Path) -> list[bytes]:
+    """What rank 0 does between gathering the plans of all ranks and sending each its own."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder / "none")
+    planner.set_up_planner({}, is_coordinator=True)
+    plans, _ = planner.create_global_plan([pickle.loads(raw) for raw in posted])  # noqa: S301 - made above
+    return [pickle.dumps(one) for one in writer.prepare_global_plan(plans)]
+
+
+def _ours(folder: Path) -> Path:
+    state = {f"layers.{number}.weight": torch.zeros(8, 4) for number in range(TENSORS)}
+    holdfast.save_checkpoint(folder / "ours", "s", state, rng=False)
+    return folder / "ours" / "s"
+
+
+def _theirs(folder: Path, ranks: int) -> Path:
+    """A folder with the metadata that rank 0 writes when all ranks have written their data."""
+    folder.mkdir()
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    planner.set_up_planner({}, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([_told(rank, ranks) for rank in range(ranks)])
+    writer.set_up_storage_writer(is_coordinator=True)
+    results = [
+        [
+            WriteResult(item.index, 32768, _StorageInfo(f"__{rank}_0.distcp", 33000 * number, 33000))
+            for number, item in enumerate(one.items)
+        ]
+        for rank, one in enumerate(plans)
+    ]
+    writer.finish(metadata, results)
+    return folder
