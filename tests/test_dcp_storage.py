@@ -7,6 +7,8 @@ import errno
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -130,11 +131,29 @@ def test_asynchronous_saves(ranks: Ranks, tmp_path: Path, n: int) -> None:
     assert names(tmp_path) == ["c"]
 
 
-def test_a_writer_can_be_sent_to_the_process_that_saves() -> None:
-    """As ``AsyncCheckpointerType.PROCESS`` does."""
-    assert AsyncCheckpointerType.PROCESS
-    writer = pickle.loads(pickle.dumps(FileSystemWriter("/x", thread_count=3)))  # noqa: S301
-    assert (writer.checkpoint_id, writer._options["thread_count"]) == ("/x", 3)
+#: A rank whose saves are written by a process beside it, which torch starts.
+SCRIPT = """
+import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from holdfast.dcp import FileSystemWriter
+from tests.test_dcp_storage import state
+dist.init_process_group("gloo")
+for step in (1, 2):
+    writer = FileSystemWriter(sys.argv[1], thread_count=3)
+    dcp.async_save(state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+dist.destroy_process_group()
+"""
+
+
+def test_asynchronous_saves_by_a_process_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """The pool's ranks may not start processes; torchrun's may."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    script = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "c")]
+    root = Path(__file__).parent.parent
+    done = subprocess.run([*torchrun, *script], cwd=root, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    ranks(1, load, str(tmp_path / "c"), 2)
+    assert names(tmp_path) == ["c"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
