@@ -1,11 +1,17 @@
 """Ranks that are killed or stopped: the short forms of ``campaigns.kill`` and ``campaigns.stop``."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from campaigns import kill, stop
 from campaigns.kit import points, table, trial
+from campaigns.kit.job import End
+from campaigns.kit.state import ViolationError
 from campaigns.kit.trial import Case
 
 SAVING = {point.name: point for point in points.SAVING}
@@ -45,6 +51,34 @@ def test_who_is_stopped_is_named_and_does_no_harm_when_it_is_woken(tmp_path: Pat
     for case, stopped in table.run(STOPS, partial(_in_a_folder, work, tmp_path), 5):
         assert stopped.reached, case
         assert not stopped.violation
+
+
+def survivors(case: Case, *ends: End) -> None:
+    others = [rank for rank in range(case.size) if rank != case.victim]
+    trial.check_survivors(SimpleNamespace(ends=dict(zip(others, ends, strict=True))), case, 0.0)
+
+
+def test_survivors_that_raise_different_errors_are_told() -> None:
+    error = End(1.0, None, "RankTimeoutError", "rank 1 did not come", typed=True)
+    case = Case(SAVING["writing"], 1, 3, "agent", "new")
+    survivors(case, error, error)
+    for other in (End(1.0, "done"), replace(error, error="RankFailedError"), replace(error, message="rank 1 is gone")):
+        with pytest.raises(ViolationError, match="not one error"):
+            survivors(case, error, other)
+
+
+def test_without_rank_0_survivors_need_only_raise_one_type() -> None:
+    error = End(1.0, None, "RankTimeoutError", "rank 0 did not come while writing", typed=True)
+    case = Case(SAVING["writing"], 0, 3, "agent", "new")
+    survivors(case, error, replace(error, message="rank 0 did not come while preparing"))
+    with pytest.raises(ViolationError, match="not one error"):
+        survivors(case, error, replace(error, error="RankFailedError"))
+
+
+def test_a_load_that_only_some_survivors_end_well_is_told() -> None:
+    error = End(1.0, None, "RankTimeoutError", "rank 0 did not come", typed=True)
+    with pytest.raises(ViolationError, match="some rank loaded"):
+        survivors(Case(LOADING["reading"], 0, 3, "agent"), error, End(1.0, "done"))
 
 
 def _in_a_folder(work: Any, path: Path, case: Case) -> Any:

@@ -21,6 +21,7 @@ from campaigns.kit import state
 from campaigns.kit.job import STORES, End, Job, Rank
 from campaigns.kit.points import LOADING, SAVING, Point, armed
 from campaigns.kit.state import ViolationError
+from holdfast.engine.ballot import LEADER
 
 #: Seconds that ranks wait for each other, and that an error may come later.
 TIMEOUT, SLACK = 3.0, 2.0
@@ -182,9 +183,25 @@ def check_survivors(job: Job, case: Case, since: float) -> tuple[float, list[End
     for end in ends:
         if end.error and not (end.typed and names(end.message, case.victim)):
             raise ViolationError(f"{case}: {end.error} does not name the rank: {end.message}")
+    if not case.how and not case.point.late and any(not end.error for end in ends):
+        raise ViolationError(f"{case}: some rank loaded, and some did not: {[end.message for end in ends]}")
+    if not is_one_error(ends, case.victim):
+        raise ViolationError(f"{case}: not one error: {[(end.error, end.message) for end in ends]}")
     if seconds > TIMEOUT + SLACK:
         raise ViolationError(f"{case}: the others waited {seconds:.1f} s: {[end.message for end in ends]}")
     return seconds, ends
+
+
+def is_one_error(ends: Sequence[End], victim: int) -> bool:
+    """Whether what the others raise is what all must raise.
+
+    While rank 0 lives it decides for all: one type with one message, or nothing at all. Without it each finds out by
+    itself: one type, but messages differ in the phase, and in the connection that was lost; and who has heard of the
+    end before raises nothing.
+    """
+    if victim == LEADER:
+        return len({end.error for end in ends if end.error}) <= 1
+    return len({(end.error, end.message) for end in ends}) <= 1
 
 
 def missed(job: Job, case: Case) -> str:
