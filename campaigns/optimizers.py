@@ -1,0 +1,51 @@
+"""``python -m campaigns.optimizers``: states of every kind of optimizer, between all pairs of layouts.
+
+A run of two steps saves; another, in any layout in which torch steps the optimizer, loads before it ever stepped. Its
+states are those of the first, bit for bit, and the next losses are alike. Exits with 1 where they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from tests.optimizer_runs import KINDS, check, layouts_of
+from tests.pool import Ranks
+
+
+def main() -> int:
+    """Run all of it, or some."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.optimizers", description=__doc__)
+    parser.add_argument("--kind", action="append", choices=KINDS, help="(default: all)")
+    options = parser.parse_args()
+    wrong = done = 0
+    ranks = Ranks()
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        for kind in options.kind or KINDS:
+            for name, error in _pairs(ranks, Path(folder) / kind, kind):
+                done += 1
+                if error is not None:
+                    wrong += 1
+                    print(f"WRONG: {name}: {error!r}", flush=True)
+            print(f"{kind}: {done} pairs so far, {wrong} wrong", flush=True)
+    ranks.close()
+    return int(bool(wrong))
+
+
+def _pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Exception | None]]:
+    for writer, reader in product(layouts_of(kind), repeat=2):
+        name = f"{kind}: {writer} to {reader}"
+        try:
+            check(ranks, folder / reader, kind, writer, [reader])
+        except Exception as error:  # noqa: BLE001 - told by the campaign
+            yield name, error
+        else:
+            yield name, None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
