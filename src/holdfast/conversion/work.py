@@ -37,6 +37,7 @@ from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.nxd.reader import LAYOUT, is_nxd
 from holdfast.formats.reader import as_opened
 from holdfast.storage import folders
+from holdfast.storage.bulk import CachedWriter
 from holdfast.storage.local import exists
 
 #: How each format is written: from what there is, into a hidden path, which will be called ``final``.
@@ -177,7 +178,9 @@ class Conversion:
             sources = Sources(material, heard)
             with as_opened(material.reader):
                 with Opened(sources.files) as opened:
-                    written.update(write_pieces(places.files, pieces, sources.parts(tensors, opened), moved))
+                    # Through the page cache: what is read back soon is still there.
+                    parts = sources.parts(tensors, opened)
+                    written.update(write_pieces(places.files, pieces, parts, moved, CachedWriter))
                 read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
                 return _Report(encode_fragments(checks.check_own(read)), encode_fragments(written))
 

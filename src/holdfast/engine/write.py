@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,15 +28,21 @@ from holdfast.storage.bulk import SECTOR, BulkWriter
 _SLICE = 256 * 2**10
 
 
-def write_pieces(files: Sequence[Path], pieces: Sequence[Piece], part_of: OriginOf, moved: Moved = untold) -> Fragments:
+def write_pieces(
+    files: Sequence[Path],
+    pieces: Sequence[Piece],
+    part_of: OriginOf,
+    moved: Moved = untold,
+    opened: Callable[[Path], BulkWriter] = BulkWriter,
+) -> Fragments:
     """Write this rank's pieces into files that exist, make them durable, and return what it hashed.
 
-    Beside the tensors it needs a few buffers, whatever their size.
+    Beside the tensors it needs a few buffers, whatever their size. ``opened`` says how the files are written.
     """
     buffers = Buffers(CHUNK + SECTOR)
     with ExitStack() as stack:
         writers = {
-            file: stack.enter_context(BulkWriter(files[file])) for file in sorted({piece.file for piece in pieces})
+            file: stack.enter_context(opened(files[file])) for file in sorted({piece.file for piece in pieces})
         }
 
         def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
