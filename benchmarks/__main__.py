@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import dcp_planning, footprint, parallel, planning, raw, report, single, stall, start
+from benchmarks import conversion, dcp_planning, footprint, nxd, parallel, planning, raw, report, single, stall, start
 from benchmarks.measure import Table
 from benchmarks.setting import Setting
 
@@ -21,6 +21,8 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "small-2-ranks": parallel.small,
     "stall": stall.stall,
     "memory": footprint.memory,
+    "conversion": conversion.conversion,
+    "nxd": nxd.nxd,
     "planning": planning.planning,
     "planning-dcp": dcp_planning.dcp_planning,
     "start": start.start,

@@ -1,130 +1,117 @@
-"""``python -m benchmarks.conversion``: a DCP checkpoint into other formats and back, beside ``cp`` of the same bytes.
+"""A checkpoint from one format into another, beside ``cp`` of the same bytes and the tools that others have for it.
 
-All begin with cold caches, and end when what they wrote is durable. *memory* is the most that a conversion had above
-what its process had before, without what it has in common with the page cache.
+All begin with cold caches, and end when what they wrote is durable. Only ours verifies: what it reads where the format
+has checksums, and, unless told not to, what it has written.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import holdfast
 from benchmarks import raw
+from benchmarks.apart import Apart, memory_table
+from benchmarks.measure import Contender, Table, interleaved
+from benchmarks.peers import OURS
+from benchmarks.setting import Setting
 
-#: From which into which, in this order: the later ones begin with what the earlier ones made.
-WAYS = [("dcp", "hf"), ("dcp", "torch"), ("dcp", "native"), ("hf", "dcp"), ("torch", "dcp"), ("native", "dcp")]
+#: Converts a path into another.
+Convert = Callable[[Path, Path], object]
 
-#: Bytes of a tensor.
-TENSOR = 128 * 2**20
+CP = "cp, durable"
 
-
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write; the disk that is measured")
-    parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint (default: 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--no-verify", action="store_true", help="do not read back what was written")
-    parser.add_argument("--only", nargs=3, metavar=("SRC", "DST", "FORMAT"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.only:
-        print(json.dumps(_measured(*options.only, verify=not options.no_verify)))
-        return
-    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.folder))
-    try:
-        _save(folder / "dcp", options.gb)
-        print("| | seconds | cp, seconds | speed / cp | memory, MB |")
-        print("|---|---:|---:|---:|---:|")
-        for source, to in WAYS:
-            _compare(folder, source, to, options)
-    finally:
-        shutil.rmtree(folder)
+#: Bytes of a tensor, if it is not the only one.
+TENSOR = 128 * 10**6
 
 
-def _save(path: Path, gigabytes: float) -> None:
-    warnings.simplefilter("ignore")
-    number = max(1, round(gigabytes * 1e9 / TENSOR))
-    rows = TENSOR // 4 // 4096
-    dcp.save({"model": {f"w{n}": torch.rand(rows, 4096) for n in range(number)}}, checkpoint_id=path, no_dist=True)
+def conversion(setting: Setting) -> Iterator[Table]:
+    """Each way, with the peers that there are for it."""
+    for folder, nbytes in ((setting.folder / "large", setting.nbytes), (setting.folder / "small", 10**5)):
+        _sources(folder, nbytes)
+    for (source, to), peers in _WAYS.items():
+        yield from _compared(setting, source, to, peers)
 
 
-def _compare(folder: Path, source: str, to: str, options: argparse.Namespace) -> None:
-    """One row. What is made the first time is kept, as a source for others."""
-    seconds, copies, memory = [], [], 0
-    for _ in range(options.rounds):
-        made = folder / ("made" if (folder / to).exists() else to)
-        raw.forget(folder / source)
-        command = [sys.executable, "-m", "benchmarks.conversion", "--only", str(folder / source), str(made), to]
-        command += ["--no-verify"] if options.no_verify else []
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        seconds.append(found["seconds"])
-        memory = max(memory, found["memory"])
-        if made.name == "made":
-            _remove(made)
-        copies.append(_copied(folder / source, folder / "copy"))
-    ours, theirs = statistics.median(seconds), statistics.median(copies)
-    print(f"| {source} to {to} | {ours:.2f} | {theirs:.2f} | {theirs / ours:.2f} | {memory / 2**20:.0f} |", flush=True)
+def _compared(setting: Setting, source: str, to: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
+    ours = partial(holdfast.convert, to=to)
+    converts: dict[str, Convert] = {OURS: ours, f"{OURS}, verify=False": partial(ours, verify=False), **peers}
+    jobs = {name: _job(setting.folder, source, convert) for name, convert in converts.items()}
+    path, made = setting.folder / "large" / source, setting.folder / "made"
+    contenders = {name: job.contender() for name, job in jobs.items()}
+    contenders[CP] = Contender(partial(raw.copy, path, made), partial(_clear, path, made))
+    way = f"conversion, {source} to {to}, {setting.gigabytes}"
+    yield interleaved(contenders, setting.rounds).table(f"{way}, cold", (CP,))
+    yield memory_table(f"memory of a {way}", jobs)
+    raw.remove(made)
 
 
-def _copied(source: Path, target: Path) -> float:
-    """Seconds of ``cp``, until the copy is durable."""
+def _job(folder: Path, source: str, convert: Convert) -> Apart:
+    path, made = folder / "large" / source, folder / "made"
+    warm = partial(_try, convert, folder / "small" / source, folder / "tried")
+    return Apart(partial(convert, path, made), warm, partial(_clear, path, made))
+
+
+def _try(convert: Convert, source: Path, made: Path) -> None:
+    """A small one, which loads all there is to load."""
+    raw.remove(made)
+    convert(source, made)
+
+
+def _clear(source: Path, made: Path) -> None:
+    raw.remove(made)
     raw.forget(source)
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
-    for file in [target] if target.is_file() else target.rglob("*"):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    taken = time.perf_counter() - started
-    _remove(target)
-    return taken
 
 
-def _remove(path: Path) -> None:
-    path.unlink() if path.is_file() else shutil.rmtree(path)
+def _sources(folder: Path, nbytes: int) -> None:
+    """The same tensors in each format that is read."""
+    number = max(1, nbytes // TENSOR)
+    model = {f"w{n}": torch.rand(nbytes // number // 4 // 1000, 1000) for n in range(number)}
+    dcp.save({"model": model}, checkpoint_id=folder / "dcp", no_dist=True)
+    _lightning(folder / "lightning-folder", model)
+    del model
+    dcp_to_torch_save(folder / "dcp", folder / "torch")
+    for to in ("hf", "native"):
+        holdfast.convert(folder / "dcp", folder / to, to=to, verify=False)
 
 
-def _measured(source: str, target: str, to: str, *, verify: bool) -> dict[str, float]:
-    """One conversion in this process, after a small one that has loaded all there is to load."""
-    with tempfile.TemporaryDirectory() as scratch:
-        torch.save({"w": torch.zeros(10)}, Path(scratch) / "small.pt")
-        holdfast.convert(Path(scratch) / "small.pt", Path(scratch) / "made", to=to)
-    peak, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            peak[0] = max(peak[0], _resident())
-
-    before = _resident()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    started = time.perf_counter()
-    holdfast.convert(source, target, to=to, verify=verify)
-    taken = time.perf_counter() - started
-    ended.set()
-    thread.join()
-    return {"seconds": taken, "memory": peak[0] - before}
+def _lightning(folder: Path, model: dict[str, torch.Tensor]) -> None:
+    """As Lightning's FSDP strategy saves, which needs a run under it: its state, and a file of all else."""
+    dcp.save({"model": model}, checkpoint_id=folder, no_dist=True)
+    rest = {"epoch": 0, "global_step": 3, "pytorch-lightning_version": "2.6.6", "loops": {}, "lr_schedulers": []}
+    torch.save(rest, folder / "meta.pt")
 
 
-def _resident() -> int:
-    """Bytes of memory that are this process's own."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
+def _dcp_to_torch(source: Path, made: Path) -> None:
+    dcp_to_torch_save(source, made)
+    raw.sync(made)
 
 
-if __name__ == "__main__":
-    main()
+def _torch_to_dcp(source: Path, made: Path) -> None:
+    torch_save_to_dcp(source, made)
+    raw.sync(made)
+
+
+def _consolidate(source: Path, made: Path) -> None:
+    """What ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` does."""
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint  # noqa: PLC0415 - slow to import
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint  # noqa: PLC0415
+
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(source)), made)
+    raw.sync(made)
+
+
+_WAYS: dict[tuple[str, str], dict[str, Convert]] = {
+    ("dcp", "hf"): {},
+    ("dcp", "torch"): {"dcp_to_torch_save": _dcp_to_torch},
+    ("dcp", "native"): {},
+    ("hf", "dcp"): {},
+    ("torch", "dcp"): {"torch_save_to_dcp": _torch_to_dcp},
+    ("native", "dcp"): {},
+    ("lightning-folder", "lightning"): {"Lightning's consolidate_checkpoint": _consolidate},
+}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -73,13 +72,7 @@ def cold(folder: Path, load: Callable[[], object]) -> Contender:
 
 def fresh(path: Path, run: Callable[[Path], object]) -> Contender:
     """A save to where nothing is."""
-
-    def clear() -> None:
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-
-    return Contender(lambda: run(path), clear)
+    return Contender(lambda: run(path), lambda: raw.remove(path))
 
 
 def _save_dcp(state: State, threads: int, path: Path) -> None:
@@ -95,7 +88,7 @@ def _save_torch(state: State, path: Path) -> None:
 
 def _save_safetensors(state: State, path: Path) -> None:
     save_file(dict(state), path)
-    _sync(path)
+    raw.sync(path)
 
 
 def _save_peer(state: State, path: Path) -> None:
@@ -104,14 +97,7 @@ def _save_peer(state: State, path: Path) -> None:
     ).build()
     manager.save(str(path), {"model": dict(state)})
     manager.close()
-    for file in (file for file in path.rglob("*") if file.is_file()):
-        _sync(file)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    raw.sync(path)
 
 
 def _load_torch(path: Path, target: State) -> None:

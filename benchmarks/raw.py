@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,12 +85,29 @@ def forget(folder: Path) -> None:
             os.close(fd)
 
 
+def sync(path: Path) -> None:
+    """Make a file durable, or a folder and all in it."""
+    for one in [path, *path.rglob("*")]:
+        fd = os.open(one, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def copy(source: Path, target: Path) -> None:
+    """``cp`` of a file or a folder, made durable: the limit of conversions."""
+    subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
+    sync(target)
+
+
 def empty(folder: Path) -> None:
     """Remove what is in a folder."""
     remove(folder)
     folder.mkdir()
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder and all in it."""
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a file, or a folder and all in it, if it is there."""
+    if path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
