@@ -6,14 +6,31 @@ import argparse
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import conversion, dcp_planning, footprint, nxd, parallel, planning, raw, report, single, stall, start
+from benchmarks import (
+    amplification,
+    booster,
+    conversion,
+    dcp_planning,
+    footprint,
+    loop,
+    machine,
+    nxd,
+    parallel,
+    planning,
+    report,
+    single,
+    stall,
+    start,
+)
 from benchmarks.measure import Table
 from benchmarks.setting import Setting
 
 CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "large": single.large,
+    "huge": single.huge,
     "small": single.small,
     "memory-disk": single.memory_disk,
     "layouts": parallel.layouts,
@@ -23,6 +40,9 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "memory": footprint.memory,
     "conversion": conversion.conversion,
     "nxd": nxd.nxd,
+    "colossalai": booster.colossalai,
+    "loop": loop.loop,
+    "amplification": amplification.amplification,
     "planning": planning.planning,
     "planning-dcp": dcp_planning.dcp_planning,
     "start": start.start,
@@ -41,14 +61,12 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    setting = Setting(options.folder, options.rounds, int(options.gigabytes * 1e9))
     for name in options.cases or CASES:
-        folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.folder))
-        try:
-            for table in CASES[name](Setting(folder, options.rounds, int(options.gigabytes * 1e9))):
-                print("\n".join(list(report.markdown([table]))[3:]), "\n", flush=True)
-                report.keep([table], options.results)
-        finally:
-            raw.remove(folder)
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder, ignore_cleanup_errors=True) as folder:
+            for table in CASES[name](replace(setting, folder=Path(folder))):
+                print("\n".join(report.rows(table)), "\n", flush=True)
+                report.keep([table], options.results, machine.heading(setting, options.cases))
 
 
 if __name__ == "__main__":

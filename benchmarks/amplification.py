@@ -1,34 +1,34 @@
-"""``python -m benchmarks.amplification``: bytes read for each byte of a checkpoint, by us and by PyTorch DCP.
+"""Bytes read for each byte of a checkpoint that four ranks load, by us and by PyTorch DCP.
 
-*asked* is what all ranks together ask storage for (``rchar``), as if each were a host of its own; *device* is
-what the disk delivers to ranks of one host that begin with cold caches.
+*Asked* is what all ranks together ask storage for (``rchar``), as if each were a host of its own: ours with an
+exchange between ranks. *Delivered* is what the disk gives to ranks of one host that begin with cold caches.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
-import tempfile
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import holdfast
 from benchmarks import raw
+from benchmarks.measure import Figure, Table
+from benchmarks.parallel import on_ranks
+from benchmarks.peers import DCP, OURS
+from benchmarks.setting import Setting
 
-SHAPE = (8192, 4096)
-NUMBER = 4
+RANKS, TENSORS, COLUMNS = 4, 4, 4096
 
+#: How a state is saved, and how it is loaded.
 CASES: dict[str, tuple[Placement, Placement]] = {
-    "same layout": (Shard(0), Shard(0)),
+    "the same layout": (Shard(0), Shard(0)),
     "Shard(0) to Shard(1)": (Shard(0), Shard(1)),
     "Shard(1) to Shard(0)": (Shard(1), Shard(0)),
     "replicated to replicated": (Replicate(), Replicate()),
@@ -37,75 +37,73 @@ CASES: dict[str, tuple[Placement, Placement]] = {
 
 State = dict[str, DTensor]
 Load = Callable[[State], object]
+Target = Callable[[], State]
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.amplification", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write; the disk that is measured")
-    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=parser.parse_args().folder))
-    print("| case | ranks | holdfast `always`, asked | `auto`, device | PyTorch DCP, asked | device |")
-    print("|---|---:|---:|---:|---:|---:|")
-    try:
-        for ranks in (2, 4):
-            mp.spawn(_rank, (ranks, folder / str(ranks)), nprocs=ranks)
-    finally:
-        shutil.rmtree(folder)
+def amplification(setting: Setting) -> Iterator[Table]:
+    """Each case, with a quarter of the size, as every rank may have all of it several times."""
+    for case in CASES:
+        yield from on_ranks(RANKS, setting, partial(_tables, case))
+        raw.empty(setting.folder)
 
 
-def _rank(rank: int, ranks: int, folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    for name, (saved, loaded) in CASES.items():
-        path = folder / name.replace(" ", "-")
-        holdfast.save_checkpoint(path / "holdfast", "s", _state(saved))
-        dcp.save(_state(saved), checkpoint_id=path / "dcp")
-        ours, always, peer = _loads(path)
-        figures = [_asked(always, loaded), _delivered(ours, loaded, path)]
-        figures += [_asked(peer, loaded), _delivered(peer, loaded, path)]
-        if rank == 0:
-            print(f"| {name} | {ranks} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |", flush=True)
-            shutil.rmtree(path)
-        dist.barrier()
-    dist.destroy_process_group()
+def _tables(case: str, setting: Setting) -> list[Table]:
+    saved, loaded = CASES[case]
+    state = partial(_state, _shape(setting.nbytes // 4))
+    ours, theirs = setting.folder / OURS, setting.folder / DCP
+    holdfast.save_checkpoint(ours, "s", state(saved))
+    dcp.save(state(saved), checkpoint_id=theirs)
+    peer: Load = partial(dcp.load, checkpoint_id=theirs)
+    asked: dict[str, Load] = {
+        f"{OURS}, exchange='always'": lambda target: holdfast.load_checkpoint(ours, model=target, exchange="always"),
+        DCP: peer,
+    }
+    delivered: dict[str, Load] = {OURS: lambda target: holdfast.load_checkpoint(ours, model=target), DCP: peer}
+    target = partial(state, loaded)
+    of = f"each byte of a load, {case}, {RANKS} ranks"
+    return [
+        _table(f"bytes asked for, for {of}", {name: _asked(load, target) for name, load in asked.items()}),
+        _table(
+            f"bytes delivered, for {of}",
+            {name: _delivered(load, target, setting.folder) for name, load in delivered.items()},
+        ),
+    ]
 
 
-def _loads(path: Path) -> tuple[Load, Load, Load]:
-    """Ours as it is by default, ours with an exchange, and the peer's."""
-    return (
-        lambda state: holdfast.load_checkpoint(path / "holdfast", model=state),
-        lambda state: holdfast.load_checkpoint(path / "holdfast", model=state, exchange="always"),
-        lambda state: dcp.load(state, checkpoint_id=path / "dcp"),
-    )
+def _table(title: str, found: dict[str, float]) -> Table:
+    return Table(title, "bytes", {name: Figure((figure,)) for name, figure in found.items()})
 
 
-def _state(placement: Placement) -> State:
+def _shape(nbytes: int) -> tuple[int, int]:
+    """Of one tensor; ranks divide its rows evenly."""
+    return max(1, nbytes // 4 // TENSORS // COLUMNS // RANKS) * RANKS, COLUMNS
+
+
+def _state(shape: tuple[int, int], placement: Placement) -> State:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shape = list(SHAPE)
+    local = list(shape)
     if isinstance(placement, Shard):
-        shape[placement.dim] //= dist.get_world_size()
+        local[placement.dim] //= dist.get_world_size()
     return {
-        str(n): DTensor.from_local(torch.full(shape, float(n)), mesh, [placement], run_check=False)
-        for n in range(NUMBER)
+        str(n): DTensor.from_local(torch.full(local, float(n)), mesh, [placement], run_check=False)
+        for n in range(TENSORS)
     }
 
 
-def _asked(load: Load, placement: Placement) -> float:
+def _asked(load: Load, target: Target) -> float:
     """Bytes asked for by all ranks, for each byte of the state."""
-    load(_state(placement))  # what Python reads at first use
-    state = _state(placement)
+    load(target())  # what Python reads at first use
+    state = target()
     before = _rchar()
     load(state)
     total = torch.tensor([_rchar() - before])
     dist.all_reduce(total)
-    return float(total) / _nbytes()
+    return float(total) / _nbytes(state)
 
 
-def _delivered(load: Load, placement: Placement, path: Path) -> float:
+def _delivered(load: Load, target: Target, path: Path) -> float:
     """Bytes that the disk delivered, for each byte of the state."""
-    state = _state(placement)
+    state = target()
     dist.barrier()
     if dist.get_rank() == 0:
         raw.forget(path)
@@ -114,11 +112,11 @@ def _delivered(load: Load, placement: Placement, path: Path) -> float:
     dist.barrier()
     load(state)
     dist.barrier()
-    return (_device_bytes(path) - before) / _nbytes()
+    return (_device_bytes(path) - before) / _nbytes(state)
 
 
-def _nbytes() -> int:
-    return NUMBER * SHAPE[0] * SHAPE[1] * 4
+def _nbytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def _rchar() -> int:
@@ -133,7 +131,3 @@ def _device_bytes(path: Path) -> int:
         if (int(fields[0]), int(fields[1])) == (os.major(device), os.minor(device)):
             return int(fields[5]) * 512
     raise OSError(f"there is no disk under {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,13 @@
-"""``python -m benchmarks.loop``: how much slower a training loop is for saving in the background.
+"""A training loop that saves in the background: what 50 steps take, beside the same steps without saves.
 
-50 steps of a model that with AdamW comes to about 0.6 GB, a save every 10 steps, one processor for the training. With
-``--busy`` all processors train, and the saves have none to themselves.
+A save every 10 steps, with one processor for the training, and with all of them, where saves have none to themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
-import shutil
-import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +18,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import holdfast
+from benchmarks import raw
+from benchmarks.measure import Contender, Table, Told, interleaved
+from benchmarks.peers import DCP, OURS
+from benchmarks.setting import Setting
 
 STEPS, EVERY = 50, 10
-WIDTH, LAYERS, BATCH = 2048, 12, 96
+WIDTH, BATCH = 2048, 96
+
+#: Bytes of a layer with AdamW, and the most bytes of all layers: steps of more take too long on a processor.
+_LAYER, _MOST = 12 * (WIDTH + 1) * WIDTH, 600 * 10**6
+
+#: The limit of a loop that saves.
+NO_SAVES = "no saves"
 
 
 @dataclass(frozen=True)
@@ -38,40 +41,41 @@ class Saver:
     finish: Callable[[], object] = lambda: None
 
 
-def main() -> None:
-    """Print a table."""
-    warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write; the disk that is measured")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--busy", action="store_true", help="no processor is free")
-    options = parser.parse_args()
-    torch.set_num_threads((os.cpu_count() or 1) if options.busy else 1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+def loop(setting: Setting) -> Iterator[Table]:
+    """With processors that are free, and without."""
+    layers = max(1, min(setting.nbytes, _MOST) // _LAYER)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    _steps(model, optimizer, 2, lambda _: None)
+    size = f"{layers * _LAYER / 1e9:.1f} GB"
+    before = torch.get_num_threads()
+    for free, threads in (("one processor trains", 1), ("all processors train", os.cpu_count() or 1)):
+        torch.set_num_threads(threads)
+        found = interleaved(_contenders(setting.folder, model, optimizer), setting.rounds)
+        yield found.table(f"loop of {STEPS} steps, a save every {EVERY}, {size}, {free}", (NO_SAVES,))
+    torch.set_num_threads(before)
+
+
+def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Contender]:
     peer = Dcp(model, optimizer)
     savers = {
-        "no saves": Saver(lambda *_: None),
-        "holdfast, eager": Saver(partial(_holdfast, model, optimizer, "eager"), holdfast.finalize),
-        "holdfast, overlapped": Saver(partial(_holdfast, model, optimizer, "overlapped"), holdfast.finalize),
-        "DCP": Saver(peer.save, peer.finish),
+        NO_SAVES: Saver(lambda *_: None),
+        OURS: Saver(partial(_holdfast, model, optimizer, "eager"), holdfast.finalize),
+        f"{OURS}, overlapped": Saver(partial(_holdfast, model, optimizer, "overlapped"), holdfast.finalize),
+        DCP: Saver(peer.save, peer.finish),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in savers}
-    order = random.Random(0)
-    for _ in range(options.rounds):
-        for name in order.sample(list(savers), len(savers)):
-            folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.folder))
-            started = time.perf_counter()
-            _steps(model, optimizer, STEPS, partial(savers[name].save, folder))
-            seconds[name].append(time.perf_counter() - started)
-            savers[name].finish()
-            shutil.rmtree(folder)
-    print("| saves | 50 steps, s | slower by |")
-    print("|---|---:|---:|")
-    bare = statistics.median(seconds["no saves"])
-    for name, found in seconds.items():
-        print(f"| {name} | {statistics.median(found):.2f} | {statistics.median(found) / bare - 1:.1%} |")
+    return {
+        name: Contender(partial(_run, saver, folder / name, model, optimizer), partial(raw.remove, folder / name))
+        for name, saver in savers.items()
+    }
+
+
+def _run(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Told:
+    """Time the steps; what is still to be written after the last one does not keep them."""
+    started = time.perf_counter()
+    _steps(model, optimizer, partial(saver.save, folder))
+    told = Told(time.perf_counter() - started)
+    saver.finish()
+    return told
 
 
 def _holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:
@@ -98,15 +102,11 @@ class Dcp:
             self._before.result()
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, save: Callable[[int], object]) -> None:
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, save: Callable[[int], object]) -> None:
     data = torch.ones(BATCH, WIDTH)
-    for step in range(1, number + 1):
+    for step in range(1, STEPS + 1):
         model(data).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
             save(step)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,7 @@ def large(setting: Setting) -> Iterator[Table]:
     """Eight large tensors."""
     folder, state = setting.folder, states.few(setting.nbytes)
     memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
-    writes = {
-        f"raw direct write, {n} thread(s)": peers.fresh(
-            folder / "raw", partial(raw.write_direct, memory=memory, threads=n)
-        )
-        for n in _THREADS
-    }
+    writes = _writes(folder, memory)
     clock = interleaved({**peers.saves(folder, state), **writes}, setting.rounds)
     yield clock.table(f"save, {setting.gigabytes}, one process, durable", tuple(writes))
     yield clock.processor_table(f"processor time of that save, {setting.gigabytes}", setting.nbytes / 1e9)
@@ -37,21 +33,34 @@ def large(setting: Setting) -> Iterator[Table]:
     yield _one_tensor(setting, state)
 
 
+def _writes(folder: Path, memory: mmap.mmap) -> dict[str, Contender]:
+    return {
+        f"raw direct write, {n} thread(s)": peers.fresh(
+            folder / "raw", partial(raw.write_direct, memory=memory, threads=n)
+        )
+        for n in _THREADS
+    }
+
+
 def _large_loads(setting: Setting, state: peers.State) -> Iterator[Table]:
+    case = f"{setting.gigabytes}, one process"
+    yield _cold_loads(setting, state, case)
+    contenders = {name: Contender(load) for name, load in peers.loads(setting.folder, state).items()}
+    for contender in contenders.values():
+        contender.run()
+    yield interleaved(contenders, setting.rounds).table(f"load, {case}, from the page cache")
+
+
+def _cold_loads(setting: Setting, state: peers.State, case: str) -> Table:
     folder = setting.folder
-    loads = peers.loads(folder, state)
     file = folder / OURS / "s/model/model.safetensors"
     reads: dict[str, Callable[[], object]] = {
         f"raw {kind} read, {n} thread(s)": partial(raw.read, file, n, direct=kind == "direct")
         for kind in ("direct", "buffered")
         for n in _THREADS
     }
-    contenders = {name: peers.cold(folder, load) for name, load in {**loads, **reads}.items()}
-    yield interleaved(contenders, setting.rounds).table(f"load, {setting.gigabytes}, one process, cold", tuple(reads))
-    contenders = {name: Contender(load) for name, load in loads.items()}
-    for contender in contenders.values():
-        contender.run()
-    yield interleaved(contenders, setting.rounds).table(f"load, {setting.gigabytes}, one process, from the page cache")
+    contenders = {name: peers.cold(folder, load) for name, load in {**peers.loads(folder, state), **reads}.items()}
+    return interleaved(contenders, setting.rounds).table(f"load, {case}, cold", tuple(reads))
 
 
 def _verification(setting: Setting, state: peers.State) -> Table:
@@ -92,6 +101,18 @@ def small(setting: Setting) -> Iterator[Table]:
     yield interleaved(peers.saves(folder, state), setting.rounds).table("save, 20,000 x 4 KiB, one process")
     loads = {name: peers.cold(folder, load) for name, load in peers.loads(folder, state).items()}
     yield interleaved(loads, setting.rounds).table("load, 20,000 x 4 KiB, one process")
+
+
+def huge(setting: Setting) -> Iterator[Table]:
+    """One tensor, of twice the size."""
+    folder, state = setting.folder, {"weight": torch.randn(2 * setting.nbytes // 4)}
+    case = f"one tensor of {2 * setting.nbytes / 1e9:g} GB, one process"
+    memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
+    writes = _writes(folder, memory)
+    saves = {**peers.saves(folder, state), **writes}
+    yield interleaved(saves, setting.rounds).table(f"save, {case}, durable", tuple(writes))
+    memory.close()
+    yield _cold_loads(setting, state, case)
 
 
 def memory_disk(setting: Setting) -> Iterator[Table]:

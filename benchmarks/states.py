@@ -58,6 +58,11 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
 
+def weights(nbytes: int) -> Llama:
+    """A Llama-like model whose weights alone come to about so many bytes."""
+    return Llama(nbytes * _BYTES // 4)
+
+
 _STYLES: dict[str, type[ParallelStyle]] = {
     **dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel),
     **dict.fromkeys(("o", "down"), RowwiseParallel),

@@ -1,0 +1,43 @@
+"""ColossalAI's side of the case ``colossalai``: in its own environment, saves and loads as the lines it reads say.
+
+``python -m benchmarks.booster_peer BYTES`` answers each ``save FOLDER`` and ``load FOLDER`` with the seconds it took.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+answers, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no answer
+
+import torch  # noqa: E402
+from colossalai.booster import Booster  # noqa: E402
+
+from benchmarks import raw, states  # noqa: E402
+
+
+def main() -> None:
+    """Until nothing more is asked."""
+    torch.manual_seed(0)
+    booster, model = Booster(), states.weights(int(sys.argv[1]))
+    works: dict[str, Callable[[str], object]] = {
+        "save": partial(_save, booster, model),
+        "load": partial(booster.load_model, model),
+    }
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        work, _, folder = line.rstrip("\n").partition(" ")
+        started = time.perf_counter()
+        works[work](folder)
+        print(time.perf_counter() - started, file=answers, flush=True)
+
+
+def _save(booster: Booster, model: torch.nn.Module, folder: str) -> None:
+    booster.save_model(model, folder, shard=True, use_safetensors=True)
+    raw.sync(Path(folder))
+
+
+main()

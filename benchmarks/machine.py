@@ -1,0 +1,33 @@
+"""What a run measured on, and how it was asked for: the head of the tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.setting import Setting
+
+
+def heading(setting: Setting, cases: Sequence[str]) -> Iterator[str]:
+    """Lines of Markdown; nothing in them changes from one run to the next on the same machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield f"- {os.cpu_count()} cores ({_processor()}), {memory:.0f} GiB of memory, {_file_system(setting.folder)}"
+    yield f"- {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    options = ("--rounds", str(setting.rounds), "--gigabytes", f"{setting.nbytes / 1e9:g}")
+    yield f"- `{' '.join(('python -m benchmarks', *cases, *options))}`; tables of other cases are from runs before"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that was written to: of the longest mount point above a folder."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(above)[1]

@@ -1,0 +1,89 @@
+"""The plot of the figures: how many times as long as holdfast the others take, a panel for each kind of work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Table
+from benchmarks.peers import OURS
+
+#: The panels, with what the titles of their tables begin with. Other tables stand in Markdown alone.
+PANELS = {
+    "saves": ("save",),
+    "asynchronous saves": ("stall", "until durable", "loop"),
+    "loads": ("load", "one tensor"),
+    "conversions": ("conversion",),
+}
+
+#: Inches: of a row, and of what each panel has beside its rows.
+_ROW, _FRAME, _WIDTH = 0.24, 0.55, 10
+
+#: Of each system its fastest setting, by panel, table and system.
+Ratios = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+def plot(tables: Sequence[Table], path: Path) -> None:
+    """Of each system the fastest setting, panel below panel, on one scale."""
+    import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    found = ratios(tables)
+    if not found:
+        return
+    heights = [_ROW * len(rows) + _FRAME for rows in found.values()]
+    colors = _colors(found, plt.get_cmap("tab10"))
+    chart, every = plt.subplots(
+        *(len(found), 1),
+        figsize=(_WIDTH, sum(heights) + 1),
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (panel, rows) in zip(every[:, 0], found.items(), strict=True):
+        _draw(axes, panel, rows, colors)
+    every[-1, 0].set_xlabel("times as long as holdfast (right of the line: slower); of each system its fastest setting")
+    marks = [plt.Line2D([], [], marker="o", linestyle="", color=color, label=name) for name, color in colors.items()]
+    chart.legend(handles=marks, fontsize=8, loc="outside lower center", ncols=4)
+    chart.savefig(path, dpi=130)
+    plt.close(chart)
+
+
+def ratios(tables: Sequence[Table]) -> Ratios:
+    """How many times as long as holdfast each system takes at its fastest setting: by panel, and by table."""
+    rows = {table.title: _row(table) for table in tables if table.unit == "s" and OURS in table.figures}
+    panels = {
+        panel: {title: row for title, row in rows.items() if title.startswith(beginnings) and row}
+        for panel, beginnings in PANELS.items()
+    }
+    return {panel: found for panel, found in panels.items() if found}
+
+
+def _row(table: Table) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, figure in table.figures.items():
+        system, ratio = name.split(",", 1)[0], figure.median / table.figures[OURS].median
+        if name not in table.limits and system != OURS:
+            found[system] = min(ratio, found.get(system, ratio))
+    return found
+
+
+def _colors(found: Ratios, colors: Any) -> dict[str, Any]:
+    systems = dict.fromkeys(system for rows in found.values() for row in rows.values() for system in row)
+    return {system: colors(number % colors.N) for number, system in enumerate(systems)}
+
+
+def _draw(axes: Any, panel: str, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, Any]) -> None:
+    for height, row in enumerate(rows.values()):
+        for system, ratio in row.items():
+            axes.scatter(ratio, height, s=32, color=colors[system], alpha=0.85)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="x", which="both", alpha=0.25)
+    axes.set_title(panel, loc="left", fontsize=10, fontweight="bold")
