@@ -30,6 +30,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
 
     mpl.use("agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
 
     found = ratios(tables)
     if not found:
@@ -46,6 +47,10 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     )
     for axes, (panel, rows) in zip(every[:, 0], found.items(), strict=True):
         _draw(axes, panel, rows, colors)
+    scale = every[-1, 0].xaxis
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    scale.set_minor_formatter(NullFormatter())
     every[-1, 0].set_xlabel("times as long as holdfast (right of the line: slower); of each system its fastest setting")
     marks = [plt.Line2D([], [], marker="o", linestyle="", color=color, label=name) for name, color in colors.items()]
     chart.legend(handles=marks, fontsize=8, loc="outside lower center", ncols=4)
