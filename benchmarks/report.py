@@ -41,7 +41,8 @@ def rows(table: Table) -> Iterator[str]:
     for name, figure in table.figures.items():
         ratio = f"{figure.median / ours:.2f}" if ours > 0 else ""
         rest = f" {limit / figure.median:.2f} |" if limit else ""
-        yield f"| {name} | {_number(figure.median)} ± {figure.spread:.0%} | {ratio} |{rest}"
+        spread = f" ± {figure.spread:.0%}" if len(figure.rounds) > 1 else ""
+        yield f"| {name} | {_number(figure.median)}{spread} | {ratio} |{rest}"
     if table.note:
         yield f"\n{table.note}"
 
