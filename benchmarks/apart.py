@@ -46,7 +46,8 @@ class _Child:
     """A process that waits for the word to begin."""
 
     def __init__(self, work: Callable[[], object], warm: Callable[[], object]) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.__main__"])  # else each process imports torch anew
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(work, warm, theirs), daemon=True)
         self._process.start()
