@@ -106,7 +106,7 @@ def load(path: str, plan: Plan, layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("sharded", "sharded"), ("whole", "sharded"), ("sharded", "views")])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(plan=plans, n=world_sizes, m=world_sizes)
 def test_any_tensors_go_from_any_ranks_to_any_ranks(
     ranks: Ranks, writer: str, reader: str, plan: Plan, n: int, m: int
