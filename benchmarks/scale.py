@@ -1,7 +1,8 @@
 """``python -m benchmarks.scale``: what a save and a load cost at many ranks, from what single operations cost here.
 
-Measures votes over the key-value store, planning, and the decoding of CRCs on this machine; takes the rest (disks, file
-system, network) from :data:`CLUSTER`; prints a table for ``docs/scale.md`` and draws its plot.
+Measures votes over the key-value store, planning, and the folding of CRCs (``benchmarks/folding.py``) on this machine;
+takes the rest (disks, file system, network) from :data:`CLUSTER`; prints a table for ``docs/scale.md`` and draws its
+plot.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks import folding
 from benchmarks.planning import PARAMETERS, held, plan
-from holdfast.engine.transfer import Fragment, decode_fragments, encode_fragments
+from holdfast.engine.fold import BYTES
+from holdfast.engine.tree import DIRECT, of_a_group
+from holdfast.layout.blocks import BLOCK
 
 RANKS = (8, 64, 512, 2048, 16384)
 
@@ -46,11 +50,11 @@ STATE, FAILURES = 350e6, 3.09 * 3600
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of processor time: a key set and got back by rank 0, one plan, one CRC decoded."""
+    """Seconds of processor time: a key set and got back by rank 0, one plan, what is done for one CRC."""
 
     key: float
     plan: float
-    crc: float
+    crc: folding.Costs
 
 
 def main() -> None:
@@ -59,7 +63,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
     options = parser.parse_args()
     costs = measure()
-    print(f"measured: {costs.key * 1e6:.0f} us a key, {costs.plan:.2f} s a plan, {costs.crc * 1e6:.2f} us a CRC\n")
+    print(f"measured: {costs.key * 1e6:.0f} us a key, {costs.plan:.2f} s a plan; a CRC: {costs.crc}\n")
     terms = {ranks: save_terms(ranks, costs) for ranks in RANKS}
     names = list(next(iter(terms.values())))
     print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
@@ -77,11 +81,35 @@ def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
     tensors = 4 * PARAMETERS
     return {
         "plan": costs.plan,
-        "votes": VOTES * ranks * costs.key,
+        "votes": (VOTES + (ranks > DIRECT)) * ranks * costs.key,
         "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
         "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
-        "CRCs at rank 0": tensors * ranks * costs.crc,
+        "CRCs told": told(ranks, tensors) * BYTES * costs.crc.byte,
+        "CRCs folded": folded(ranks, tensors, costs.crc),
     }
+
+
+def told(ranks: int, tensors: int) -> float:
+    """The fragments that go through the store: what all ranks hashed, and what groups have made of that."""
+    by_groups = groups(ranks) * fragments(ranks, tensors) if ranks > DIRECT else 0
+    return ranks * tensors + by_groups
+
+
+def folded(ranks: int, tensors: int, costs: folding.Costs) -> float:
+    """The first rank of each group folds, all at a time; then rank 0, which has the CRCs of all blocks at the end."""
+    at_a_group = of_a_group(ranks) * tensors if ranks > DIRECT else 0
+    at_rank_0 = groups(ranks) * fragments(ranks, tensors) if ranks > DIRECT else ranks * tensors
+    return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK) * costs.block
+
+
+def groups(ranks: int) -> int:
+    """How many groups tell rank 0."""
+    return -(-ranks // of_a_group(ranks))
+
+
+def fragments(ranks: int, tensors: int) -> float:
+    """What a group's fragments are once they are folded: one a tensor, and one more for each block it goes on in."""
+    return tensors + of_a_group(ranks) * STATE / BLOCK
 
 
 def waste(stall: float, ranks: int) -> float:
@@ -92,7 +120,7 @@ def waste(stall: float, ranks: int) -> float:
 
 def measure() -> Costs:
     """What single operations cost on this machine."""
-    return Costs(_key(), _median(lambda: plan(*held(4096))), _crc())
+    return Costs(_key(), _median(lambda: plan(*held(4096))), folding.measure())
 
 
 def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
@@ -131,15 +159,6 @@ def _key(number: int = 4096) -> float:
         store.multi_get(keys)
 
     return _median(vote) / number
-
-
-def _crc(number: int = 200_000) -> float:
-    reported = encode_fragments({tensor: [Fragment(0, 4096, tensor)] for tensor in range(number)})
-
-    def decode() -> None:
-        decode_fragments([reported])
-
-    return _median(decode) / number
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ SAVING = [
     "holdfast.storage.bulk.BulkWriter.write",
     "holdfast.storage.bulk.BulkWriter.sync",
     "holdfast.moving.write_pieces",
-    "holdfast.saving.encode_fragments",
+    "holdfast.engine.tree.encode_fragments",
 ]
 LEADING = ["holdfast.saving.successor", "holdfast.engine.commit.Draft.open", "holdfast.engine.commit.Draft.publish"]
 LOADING = [

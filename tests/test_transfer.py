@@ -132,23 +132,6 @@ def test_a_gap_between_fragments_stays_a_gap(data: bytes, cuts: set[int], drawn)
     assert [block for block, crc in enumerate(assembled) if crc is None] == [lost.start // BLOCK]
 
 
-fragments = st.builds(Fragment, st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 2**64 - 1))
-reports = st.lists(
-    st.dictionaries(st.integers(0, 2**32 - 1), st.lists(fragments, min_size=1, max_size=3), max_size=3), max_size=4
-)
-
-
-@given(reports)
-def test_fragments_reported_by_ranks_arrive(reported: list[dict[int, list[Fragment]]]) -> None:
-    raw = [transfer.encode_fragments(own) for own in reported]
-    assert [len(row) for row in raw] == [28 * sum(map(len, own.values())) for own in reported]
-    expected: dict[int, list[Fragment]] = {}
-    for own in reported:
-        for tensor, found in own.items():
-            expected.setdefault(tensor, []).extend(found)
-    assert transfer.decode_fragments(raw) == expected
-
-
 def test_work_in_threads_gives_results_in_order() -> None:
     assert in_threads(lambda n: n * n, range(100)) == [n * n for n in range(100)]
     assert in_threads(lambda n: n, []) == []

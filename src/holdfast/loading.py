@@ -14,10 +14,11 @@ from holdfast.engine.asked import first_vote
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.census import Census, Digests, digests
 from holdfast.engine.checks import Checks
+from holdfast.engine.fold import decode_fragments, encode_fragments
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.spec import PER_RANK
-from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments
 from holdfast.errors import DamagedError, DisagreementError, GoneError, NoCheckpointError, StorageError
 from holdfast.finding import Found, Search
 from holdfast.formats.detect import open_reader

@@ -31,7 +31,8 @@ from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.stage import WATCHED, Arena, Later, Staged
-from holdfast.engine.transfer import decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments
+from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.errors import (
     DamagedError,
     FormatError,
@@ -69,13 +70,6 @@ class _Opened(msgspec.Struct, frozen=True):
     """What tells the checkpoint whose draft rank 0 has opened; nothing where replicas differ."""
 
     successor: Successor | None = None
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """What a rank hashed, and its own values."""
-
-    fragments: bytes
-    own: bytes
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -262,16 +256,12 @@ class Save:
         """Write this rank's share; rank 0 commits when all have written theirs."""
         files = [file.path for file in draft.plan.files]
 
-        def work() -> _Report:
+        def work() -> Hashed:
             moved = self.telling.moving("save", draft.plan.nbytes).add
-            return _Report(
-                encode_fragments(self._moving.write(draft.folder, files, self._staged, moved)), self._captured.own
-            )
+            return Hashed(self._moving.write(draft.folder, files, self._staged, moved), self._captured.own)
 
-        def decide(posted: list[bytes]) -> bytes:
-            reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
-            own = ranks_file([report.own for report in reports], self._merged)
-            fragments = decode_fragments(report.fragments for report in reports)
+        def decide(fragments: Fragments, posted: list[bytes]) -> bytes:
+            own = ranks_file(posted, self._merged)
             shared = state_file(self._merged, self._captured.shared)
             small = {**self._captured.small, STATE_FILE: shared, RANKS: own}
             described = draft.complete(fragments, small, lambda files: self._describe(following, files))
@@ -281,8 +271,7 @@ class Save:
                 draft.publish(self.path)
             return manifest.encode(described)
 
-        _, raw = self._session.vote("writing", work, _encode, decide)
-        return manifest.decode(raw, manifest.NAME)
+        return manifest.decode(vote_hashed(self._session, "writing", work, decide), manifest.NAME)
 
     def _overwrite(self, described: Manifest) -> Overwrite:
         return Overwrite(self._hidden("replaced"), self._hidden("removed"), partial(self._check_newest, described))

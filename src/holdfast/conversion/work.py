@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from holdfast.catalog import open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
@@ -23,13 +21,15 @@ from holdfast.conversion.torchfile import TorchTarget
 from holdfast.drafts import draft_of
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.checks import Checks
+from holdfast.engine.fold import decode_fragments, encode_fragments
 from holdfast.engine.local import Nowhere
 from holdfast.engine.opened import Opened
 from holdfast.engine.ranks import Session, unanimous
 from holdfast.engine.read import read_pieces
 from holdfast.engine.shares import split_evenly
 from holdfast.engine.stream import Heard
-from holdfast.engine.transfer import Fragments, Moved, Piece, decode_fragments, encode_fragments, nbytes_of
+from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
+from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.events import Meter, OnEvent, Progress
@@ -91,16 +91,6 @@ class Wish:
         with as_opened(reader):
             reader.check_files()
             return Material(reader, self.choice.of(reader), carried(reader, self.choice), self.limit)
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """Fragments: those that a rank has read of tensors which others read, too, and all that it wrote."""
-
-    read: bytes
-    written: bytes
-
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Conversion:
@@ -173,7 +163,7 @@ class Conversion:
         checks = Checks(material.reader, stored)
         written: Fragments = {}
 
-        def work() -> _Report:
+        def work() -> Hashed:
             heard = Heard()
             sources = Sources(material, heard)
             with as_opened(material.reader):
@@ -182,16 +172,15 @@ class Conversion:
                     parts = sources.parts(tensors, opened)
                     written.update(write_pieces(places.files, pieces, parts, moved, CachedWriter))
                 read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
-                return _Report(encode_fragments(checks.check_own(read)), encode_fragments(written))
+                return Hashed(written, encode_fragments(checks.check_own(read)))
 
-        def decide(posted: list[bytes]) -> bytes:
-            reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
+        def decide(fragments: Fragments, posted: list[bytes]) -> bytes:
             with as_opened(material.reader):
-                checks.check_shared(decode_fragments(report.read for report in reports))
-                target.finish(decode_fragments(report.written for report in reports))
+                checks.check_shared(decode_fragments(posted))
+                target.finish(fragments)
             return b""
 
-        self._session.vote("converting", work, _encode, decide)
+        vote_hashed(self._session, "converting", work, decide)
         return written
 
     def _publish(self, target: Target, draft: Path) -> bytes:

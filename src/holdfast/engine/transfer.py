@@ -1,9 +1,9 @@
-"""What writing and reading have in common: fragments of tensors, what ranks report of them, and worker threads."""
+"""What writing and reading have in common: fragments of tensors, pieces and chunks, and worker threads."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -20,8 +20,6 @@ THREADS = 4
 
 #: ``{tensor number: its fragments}``.
 Fragments = dict[int, list[Fragment]]
-
-_ROW = np.dtype([("tensor", "<u4"), ("start", "<u8"), ("stop", "<u8"), ("crc", "<u8")])
 
 
 class Piece(NamedTuple):
@@ -190,19 +188,4 @@ def gather(found: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:
             )
         else:
             known.append(fragment)
-    return result
-
-
-def encode_fragments(fragments: Mapping[int, Iterable[Fragment]]) -> bytes:
-    """Fragments for another rank: 28 bytes each."""
-    rows = [(tensor, *fragment) for tensor, known in fragments.items() for fragment in known]
-    return np.array(rows, dtype=_ROW).tobytes()
-
-
-def decode_fragments(reports: Iterable[bytes]) -> Fragments:
-    """The fragments that all ranks reported."""
-    result: Fragments = {}
-    for raw in reports:
-        for tensor, start, stop, crc in np.frombuffer(raw, dtype=_ROW).tolist():
-            result.setdefault(tensor, []).append(Fragment(start, stop, crc))
     return result

@@ -41,9 +41,7 @@ def write_pieces(
     """
     buffers = Buffers(CHUNK + SECTOR)
     with ExitStack() as stack:
-        writers = {
-            file: stack.enter_context(opened(files[file])) for file in sorted({piece.file for piece in pieces})
-        }
+        writers = {file: stack.enter_context(opened(files[file])) for file in sorted({piece.file for piece in pieces})}
 
         def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
             fragments = _write(chunk, part_of, buffers.get(), writers[chunk.file])

@@ -15,7 +15,8 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.plan import NOTHING, Stretch, plan_into
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.stage import Arena, Later, Staged
-from holdfast.engine.transfer import Fragments, decode_fragments, encode_fragments
+from holdfast.engine.transfer import Fragments
+from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.errors import DisagreementError, UnstorableError
 from holdfast.moving import Moving
 from holdfast.parts.content import Content, content
@@ -76,17 +77,16 @@ class PartSave:
     def finish(self) -> Path:
         """Write; rank 0 publishes when all have written."""
 
-        def work() -> bytes:
-            return encode_fragments(self._moving.write(Path(self._made.folder), self._made.files, self._staged))
+        def work() -> Hashed:
+            return Hashed(self._moving.write(Path(self._made.folder), self._made.files, self._staged))
 
-        def decide(posted: list[bytes]) -> bytes:
-            found: Fragments = decode_fragments(posted)
+        def decide(found: Fragments, _: list[bytes]) -> bytes:
             number = {name: i for i, name in enumerate(self._names)}
             if self._draft is not None:
                 self._draft.finish(lambda name: found.get(number[name], []))
             return b""
 
-        self._session.vote("writing", work, lambda own: own, decide)
+        vote_hashed(self._session, "writing", work, decide)
         return self.path
 
     def part(self) -> None:
