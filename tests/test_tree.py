@@ -56,7 +56,7 @@ def test_files_do_not_depend_on_the_way(ranks: Ranks, tmp_path: Path, expected: 
 def save_part_and_convert(path: str) -> None:
     run = fill(LAYOUTS["fsdp"][0]())
     with IN_GROUPS:
-        holdfast.save_model(f"{path}/hf", run.model)
+        holdfast.save_model(run.model, f"{path}/hf", shard=True)
         holdfast.convert(f"{path}/hf", f"{path}/ours", to="native")
 
 
