@@ -6,7 +6,7 @@ What assembles from folded fragments (:func:`holdfast.layout.blocks.assemble`) i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,8 @@ class Rows(NamedTuple):
     def told(cls, reports: Iterable[bytes]) -> Self:
         """What :meth:`report` of several ranks gave."""
         rows = np.frombuffer(b"".join(reports), _ROW)
-        return cls(*(np.ascontiguousarray(rows[name]) for name in cls._fields))
+        columns: Iterable[Any] = (np.ascontiguousarray(rows[name]) for name in cls._fields)
+        return cls(*columns)
 
     def report(self) -> bytes:
         """For another rank: 28 bytes each."""

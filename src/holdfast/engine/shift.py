@@ -41,8 +41,8 @@ def _shift(crcs: Numbers, distances: Numbers) -> None:
 
 def _look_up(images: Numbers, crcs: Numbers) -> Numbers:
     values = crcs.astype("<u8").view(np.uint8).reshape(-1, _BYTES)
-    moved: Numbers = images[0][values[:, 0]]
-    for place in range(1, _BYTES):
+    moved = np.zeros_like(crcs)
+    for place in range(_BYTES):
         moved ^= images[place][values[:, place]]
     return moved
 
