@@ -4,6 +4,7 @@ A group of its own, ``make test-colossalai``: the package is installed into ``.v
 """
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import holdfast
 from holdfast.compat.colossalai import Booster
 from tests.colossalai import environment
 from tests.colossalai.net import MODELS, OPTIMIZERS, cases, save_all, start, state, train
@@ -97,12 +99,36 @@ def test_it_loads_what_ours_saves(ranks: Ranks, tmp_path: Path, ours: int, their
         ranks(ours, save, str(tmp_path))
     else:
         save(str(tmp_path))
-    environment.peer("load", tmp_path, theirs)
+    assert_it_loads(tmp_path, theirs)
+
+
+def assert_it_loads(path: Path, theirs: int) -> None:
+    environment.peer("load", path, theirs)
     for name, tied in FOLDERS.items():
         for model_name in MODELS:
-            found = torch.load(tmp_path / name / f"found_{model_name}.pt", weights_only=False)
+            found = torch.load(path / name / f"found_{model_name}.pt", weights_only=False)
             assert_same(found["loaded"], oracle(3, tied=tied), f"{name} {model_name} loaded")
             assert_same(found["trained"], oracle(8, tied=tied), f"{name} {model_name} trained")
+
+
+@pytest.mark.parametrize("theirs", [1, 2])
+def test_it_loads_what_is_converted_for_it(tmp_path: Path, theirs: int) -> None:
+    save(str(tmp_path))
+    for name, tied in FOLDERS.items():
+        model, optimizer, scheduler = start(tied=tied)
+        train(model, optimizer, scheduler, 0, 3)
+        holdfast.save_checkpoint(tmp_path / "run", name, model, optimizer, scheduler)
+        made = holdfast.convert(
+            tmp_path / "run" / name, tmp_path / f"{name}-made", to="colossalai", max_shard_size="4KB"
+        )
+        for part, place in (("modeling", "model_bins"), ("optimizer", "optimizer_bins"), ("lr_scheduler", "scheduler")):
+            remove(tmp_path / name / place)
+            (made / part).rename(tmp_path / name / place)
+    assert_it_loads(tmp_path, theirs)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize(("theirs", "ours"), SIDES)
