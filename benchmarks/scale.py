@@ -41,7 +41,7 @@ class Cluster:
 
 CLUSTER = Cluster()
 
-#: Votes of a save after the first, and data files that a rank writes into.
+#: Votes of a save, without the one by which groups of ranks tell CRCs, and data files that a rank writes into.
 VOTES, FILES = 5, 2
 
 #: Bytes of state of each rank, and the mean time between failures of 16,384 ranks.
@@ -69,7 +69,7 @@ def main() -> None:
     print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
     print("|---:|" + "---:|" * (len(names) + 2))
     for ranks, found in terms.items():
-        stall = STATE / CLUSTER.to_host + found["votes"] / 2
+        stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
         row = [f"{seconds:.2f}" for seconds in found.values()]
         print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {waste(stall, ranks):.2%} |")
     draw(terms, options.plot)

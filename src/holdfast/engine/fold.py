@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     def told(cls, reports: Iterable[bytes]) -> Self:
         """What :meth:`report` of several ranks gave."""
         rows = np.frombuffer(b"".join(reports), _ROW)
-        columns: Iterable[Any] = (np.ascontiguousarray(rows[name]) for name in cls._fields)
+        columns: list[Any] = [np.ascontiguousarray(rows[name]) for name in cls._fields]
         return cls(*columns)
 
     def report(self) -> bytes:
