@@ -13,7 +13,7 @@ import msgspec
 Coordinate = tuple[int, ...]
 
 
-class Mesh(msgspec.Struct, frozen=True, array_like=True):
+class Mesh(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Ranks in rows and columns: ``ranks`` is the mesh, flattened row-major."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ Placement = Replicate | Shard | Flat
 Division = tuple[tuple[int, Shard | Flat], ...]
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Where the parts of a tensor are."""
 
     mesh: Mesh
