@@ -8,7 +8,7 @@ from typing import Any
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for each page."""
-    return re.sub(r"\[([^\]]*)\]\(\.\./((?:src|tests|CONTRIBUTING)[^)#]*)\)", _named, markdown)
+    return re.sub(r"\[([^\]]*)\]\(\.\./((?:src|tests|benchmarks|CONTRIBUTING)[^)#]*)\)", _named, markdown)
 
 
 def _named(link: re.Match[str]) -> str:

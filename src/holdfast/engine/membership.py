@@ -39,6 +39,8 @@ class Held:
 
     def holders(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The ranks, ascending, that hold a part."""
+        if not self.layouts and self.complete:
+            return self.whole
         every = [layouts.holders(layout).get(coordinate, ()) for layout in self.layouts]
         if len(every) == 1 and not self.whole and self.complete:
             return every[0]
@@ -114,7 +116,7 @@ class Membership:
 
     def _on_meshes(self, layout: LayoutSpec, tables: Sequence[int]) -> tuple[Layout, ...]:
         meshes = dict.fromkeys(self._mesh(self.tables[table].table[layout.mesh]) for table in tables)
-        return tuple(Layout(mesh, layout.placements) for mesh in meshes)
+        return tuple(layouts.known(Layout(mesh, layout.placements)) for mesh in meshes)
 
     def _mesh(self, mesh: Mesh) -> Mesh:
         """A mesh over the group's own numbers of ranks."""
