@@ -51,7 +51,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     scale.set_minor_formatter(NullFormatter())
-    every[-1, 0].set_xlabel("times as long as holdfast (right of the line: slower); of each system its fastest setting")
+    every[-1, 0].set_xlabel("times as long as holdfast, each system at its fastest setting")
     marks = [plt.Line2D([], [], marker="o", linestyle="", color=color, label=name) for name, color in colors.items()]
     chart.legend(handles=marks, fontsize=8, loc="outside lower center", ncols=4)
     chart.savefig(path, dpi=130)
