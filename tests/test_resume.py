@@ -25,7 +25,10 @@ def test_on_other_numbers_of_ranks_every_sample_is_seen_once_an_epoch(tmp_path: 
     outcome = other_sizes(plan, cycle([4, 2, 3]), random.Random(6))
     assert not outcome.problems
     assert outcome.attempts[0].end != DONE
-    assert [one.size for one in outcome.attempts[:3]] == [4, 2, 3]
+    # The second is mostly killed, too, and the third is on three; on a slow machine it may be done before.
+    sizes = [one.size for one in outcome.attempts]
+    assert len(sizes) >= 2
+    assert sizes[:3] == [4, 2, 3][: len(sizes)]
 
 
 # ---------------------------------------------------------------------------------------------------------------
