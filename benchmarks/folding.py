@@ -5,15 +5,14 @@ Ranks hold rows of tensors, as under FSDP: each tells one fragment of each tenso
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 
+from benchmarks.measure import seconds
 from holdfast.engine.fold import BYTES, Rows, decode_fragments, encode_fragments, fold
 from holdfast.engine.transfer import Fragments
 from holdfast.layout import blocks
@@ -44,10 +43,10 @@ def measure() -> Costs:
     reports = [_report(rank) for rank in range(RANKS)]
     folded = fold(Rows.told(reports)).report()
     found = decode_fragments([folded])
-    one_by_one = _median(lambda: _assemble(_decoded(reports)))
+    one_by_one = seconds(lambda: _assemble(_decoded(reports)))
     return Costs(
-        fold=_median(lambda: fold(Rows.told(reports)).report()) / (RANKS * TENSORS),
-        block=_median(lambda: _assemble(decode_fragments([folded]))) / sum(map(len, found.values())),
+        fold=seconds(lambda: fold(Rows.told(reports)).report()) / (RANKS * TENSORS),
+        block=seconds(lambda: _assemble(decode_fragments([folded]))) / sum(map(len, found.values())),
         byte=_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
     )
@@ -85,16 +84,7 @@ def _byte(reports: Sequence[bytes]) -> float:
             store.set(key, report)  # type: ignore[arg-type]
         store.multi_get(keys)
 
-    return _median(through) / (RANKS * TENSORS * BYTES)
-
-
-def _median(work: Callable[[], object], rounds: int = 5) -> float:
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+    return seconds(through) / (RANKS * TENSORS * BYTES)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,16 @@ class Clock:
         return Table(title, "CPU s/GB", _figures(per_gigabyte))
 
 
+def seconds(work: Callable[[], object], rounds: int = 5) -> float:
+    """The median time of something short."""
+    found = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
 def interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
     """Time each contender once a round, in a drawn order: a disk remembers who wrote before.
 

@@ -8,9 +8,7 @@ plot.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import sqrt
@@ -19,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks import folding
+from benchmarks.measure import seconds
 from benchmarks.planning import PARAMETERS, held, plan
 from holdfast.engine.fold import BYTES
 from holdfast.engine.tree import DIRECT, of_a_group
@@ -70,7 +69,7 @@ def main() -> None:
     print("|---:|" + "---:|" * (len(names) + 2))
     for ranks, found in terms.items():
         stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
-        row = [f"{seconds:.2f}" for seconds in found.values()]
+        row = [f"{term:.2f}" for term in found.values()]
         print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {waste(stall, ranks):.2%} |")
     draw(terms, options.plot)
 
@@ -120,7 +119,7 @@ def waste(stall: float, ranks: int) -> float:
 
 def measure() -> Costs:
     """What single operations cost on this machine."""
-    return Costs(_key(), _median(lambda: plan(*held(4096))), folding.measure())
+    return Costs(_key(), seconds(lambda: plan(*held(4096))), folding.measure())
 
 
 def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
@@ -140,15 +139,6 @@ def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
     plt.close(chart)
 
 
-def _median(work: Callable[[], object], rounds: int = 5) -> float:
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
-
-
 def _key(number: int = 4096) -> float:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     keys = [f"vote/{rank}" for rank in range(number)]
@@ -158,7 +148,7 @@ def _key(number: int = 4096) -> float:
             store.set(key, "0" * 64)
         store.multi_get(keys)
 
-    return _median(vote) / number
+    return seconds(vote) / number
 
 
 if __name__ == "__main__":
