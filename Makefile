@@ -14,19 +14,20 @@ INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py f
 	trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
 
 #: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.
-PYTEST := $(BIN)/coverage run -m pytest -n 2 --dist loadfile
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
-	$(BIN)/coverage erase
-	$(PYTEST) $(addprefix --ignore=,$(INTEROP))
+	$(BIN)/python $(PYTEST) $(addprefix --ignore=,$(INTEROP))
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
-	$(PYTEST) $(INTEROP)
+	$(BIN)/python $(PYTEST) $(INTEROP)
 
-## coverage: of the lines that both kinds of tests went through
+## coverage: all of these tests again, slower, and the lines that they went through
 coverage: .venv/installed
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 

@@ -26,6 +26,9 @@ from holdfast.parts.saves import Saves
 
 TIMEOUT = 120.0
 
+#: Imported once, by the process that ranks fork from; it serves the campaigns' jobs in the tests as well.
+PRELOADED = ["tests.zoo", "campaigns.kit.trial", "campaigns.kit.points", "campaigns.resume.job"]
+
 
 class Ranks:
     """Runs functions on 1 to n ranks."""
@@ -58,7 +61,8 @@ class Ranks:
         return results
 
     def _grow(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -79,6 +83,7 @@ class Ranks:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # or each collection goes through all that torch consists of
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -285,6 +286,14 @@ class TestShow:
         assert any(
             re.match(r"model/model\.layers\.10\..*….*nested\.weight +F32 +\[2, 3\] +24 B$", row) for row in narrow
         )
+
+    def test_long_versions_go_on_in_the_next_row(self, tmp_path: Path) -> None:
+        with mock.patch("holdfast.saving.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
+            holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
+        rows = call("show", tmp_path, columns=80).stdout.splitlines()
+        assert any(re.match(r"with +holdfast 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
+        assert any(re.match(r" +Python \d", row) for row in rows)
+        assert max(len(row) for row in rows if not row.startswith("path ")) <= 80
 
     def test_layer_2_comes_before_layer_10(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {f"{n}.w": torch.zeros(1) for n in (10, 9, 2)})

@@ -37,7 +37,7 @@ STOPS = [
 
 def test_who_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     trial.make_run(tmp_path / "template", tmp_path / "first")
-    for case, killed in table.run(KILLS, partial(_in_a_folder, kill.at_point, tmp_path), 4):
+    for case, killed in table.run(KILLS, partial(_in_a_folder, kill.at_point, tmp_path), 2):
         assert killed.reached, case
         assert not killed.violation
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_that_was_saved(tmp_p
 def test_who_is_stopped_is_named_and_does_no_harm_when_it_is_woken(tmp_path: Path) -> None:
     trial.make_run(tmp_path / "template", tmp_path / "first")
     work = partial(stop.at_point, meanwhile=True)
-    for case, stopped in table.run(STOPS, partial(_in_a_folder, work, tmp_path), 5):
+    for case, stopped in table.run(STOPS, partial(_in_a_folder, work, tmp_path), 2):
         assert stopped.reached, case
         assert not stopped.violation
 

@@ -28,9 +28,10 @@ from holdfast.errors import HoldfastError
 #: In whose hands the ranks' key-value store is: rank 0's, torchrun's (here: this process's), or a file's.
 STORES = ("rank 0", "agent", "file")
 
-#: Processes fork from one that has imported torch, and has no threads.
 # What torch has to say of peers that are gone is no news here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+#: Processes fork from one that has imported torch, and has no threads.
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["campaigns.kit.job", "campaigns.kit.state", "campaigns.kit.points", "holdfast.checkpointer"]

@@ -20,7 +20,7 @@ from holdfast.terminal import clean
 #: The most lines of one part of the values.
 _SHOWN = 30
 
-#: The width of an optimizer's settings, and of metrics, in characters.
+#: The width of an optimizer's settings, of metrics and of versions, in characters.
 _ROOM = 60
 
 
@@ -35,11 +35,16 @@ def header(found: Target) -> Table:
             ("step", "" if manifest.step is None else str(manifest.step)),
             ("sequence", str(manifest.sequence)),
             ("saved", human_time(manifest.time) + (f" by {count(by.world_size, 'rank')}" if by.world_size else "")),
-            ("with", _versions(by)),
-            *zip(chain(["metrics"], repeat("")), wrap(human_metrics(manifest.metrics), _ROOM), strict=False),
+            *_wrapped("with", _versions(by)),
+            *_wrapped("metrics", human_metrics(manifest.metrics)),
         ]
     rows.append(("size", f"{human_size(sum(files.values()))} in {count(len(files), 'file')}"))
     return Table([Column("", style="bold"), Column("")], [(name, clean(text)) for name, text in rows if text])
+
+
+def _wrapped(name: str, text: str) -> Iterator[tuple[str, str]]:
+    """Rows for a text that may be too long for one."""
+    return zip(chain([name], repeat("")), wrap(text, _ROOM), strict=False)
 
 
 def _versions(by: Provenance) -> str:

@@ -14,23 +14,21 @@ from holdfast.conversion.choice import Key
 from holdfast.conversion.fakes import Fakes
 from holdfast.conversion.native import companions
 from holdfast.conversion.shapes import booster
-from holdfast.conversion.target import Material, Places, Spot
+from holdfast.conversion.target import DraftFolder, Material, Places, Spot
 from holdfast.conversion.torchfile import TorchFile
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.indexed.find import CONTENT, MODEL, MODELING, OPTIMIZER, SCHEDULER
 from holdfast.formats.indexed.reader import IndexedReader
 from holdfast.formats.reader import Reader
-from holdfast.storage.folders import Lock, check_space, claim
 from holdfast.storage.local import make_parents, sync_tree, write_small
 
 
-class ColossalaiTarget:
+class ColossalaiTarget(DraftFolder):
     """Several files of ``torch.save``, and small ones beside them."""
 
     def __init__(self, material: Material, draft: Path) -> None:
-        self._material, self._draft = material, draft
+        super().__init__(material, draft)
         self._fakes = Fakes(material.infos)
-        self._lock: Lock | None = None
         self._small = {f"{MODELING}/{name}": data for name, data in companions(material.reader.path)}
         trees = self._trees(self._fakes.tree(material, booster))
         self._files = {draft / name: TorchFile(tree) for name, tree in trees}
@@ -46,8 +44,7 @@ class ColossalaiTarget:
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
-        self._lock = claim(self._draft)
-        check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
+        self._open()
         for path, file in self._files.items():
             file.make(path)
 
@@ -75,13 +72,3 @@ class ColossalaiTarget:
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
         return IndexedReader(self._draft, {})
-
-    @property
-    def made(self) -> Path:
-        """See :class:`holdfast.conversion.target.Target`."""
-        return self._draft
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.Target`."""
-        if self._lock is not None:
-            self._lock.close()

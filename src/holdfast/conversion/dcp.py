@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from holdfast.conversion.choice import Key
 from holdfast.conversion.fakes import Fakes, Groups
 from holdfast.conversion.records import Flat, write_records
-from holdfast.conversion.target import Material, Places, Spot, patch
+from holdfast.conversion.target import DraftFolder, Material, Places, Spot, patch
 from holdfast.conversion.torchfile import pairs, raw
 from holdfast.engine.transfer import Fragments
 from holdfast.errors import DamagedError
@@ -26,7 +26,6 @@ from holdfast.formats.dcp.tiling import run_of
 from holdfast.formats.reader import Reader
 from holdfast.layout.dtypes import width
 from holdfast.storage.bulk import BulkWriter
-from holdfast.storage.folders import Lock, check_space, claim
 from holdfast.storage.local import sync_tree
 
 #: A file, a byte of it, and the range of a tensor's bytes that lies there.
@@ -36,19 +35,17 @@ _Spot = tuple[Path, int, int, int]
 Shape = Callable[[Groups, Mapping[str, Any]], dict[str, Any]]
 
 
-class DcpTarget:
+class DcpTarget(DraftFolder):
     """A folder; ``shape`` says what the tree in it is like."""
 
     def __init__(self, material: Material, draft: Path, shape: Shape) -> None:
-        self._material, self._draft = material, draft
+        super().__init__(material, draft)
         self._fakes = Fakes(material.infos)
         self._flat = Flat.of(self._fakes.tree(material, shape))
-        self._lock: Lock | None = None
 
     def prepare(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
-        self._lock = claim(self._draft)
-        check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
+        self._open()
         write_records(self._draft, self._flat, self._material.limit)
 
     def places(self) -> Places:
@@ -80,16 +77,6 @@ class DcpTarget:
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
         return DcpReader(self._draft, {})
-
-    @property
-    def made(self) -> Path:
-        """See :class:`holdfast.conversion.target.Target`."""
-        return self._draft
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.Target`."""
-        if self._lock is not None:
-            self._lock.close()
 
     def _located(
         self, entries: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]

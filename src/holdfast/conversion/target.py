@@ -15,6 +15,7 @@ from holdfast.engine.transfer import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
 from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
+from holdfast.storage.folders import Lock, check_space, claim
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,29 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Rank 0, when it has that name, or has failed: let go of it."""
+
+
+class DraftFolder:
+    """What targets that fill a folder have in common: it is theirs, by a lock, until they let go of it."""
+
+    def __init__(self, material: Material, draft: Path) -> None:
+        self._material, self._draft = material, draft
+        self._lock: Lock | None = None
+
+    def _open(self) -> None:
+        """Rank 0. Raises ``StorageFullError`` where the tensors would not fit."""
+        self._lock = claim(self._draft)
+        check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
+
+    @property
+    def made(self) -> Path:
+        """See :class:`Target`."""
+        return self._draft
+
+    def close(self) -> None:
+        """See :class:`Target`."""
+        if self._lock is not None:
+            self._lock.close()
 
 
 def patch(writer: BulkWriter, offset: int, data: bytes) -> None:
