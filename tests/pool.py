@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing as mp
 import pickle
 import random
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from campaigns.kit.forks import CONTEXT
 from holdfast import functions
 from holdfast.parts import calls
 from holdfast.parts.saves import Saves
 
 TIMEOUT = 120.0
-
-#: Imported once, by the process that ranks fork from; it serves the campaigns' jobs in the tests as well.
-PRELOADED = ["tests.zoo", "campaigns.kit.trial", "campaigns.kit.points", "campaigns.resume.job"]
 
 
 class Ranks:
@@ -35,7 +33,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._workers: list[tuple[BaseProcess, Connection]] = []
         self._tasks = itertools.count()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -61,11 +59,9 @@ class Ranks:
         return results
 
     def _grow(self, size: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < size:
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(theirs, self._store.port), name=f"rank {len(self._workers)}", daemon=True
             )
             process.start()

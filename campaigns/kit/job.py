@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from campaigns.kit.forks import CONTEXT
 from holdfast.errors import HoldfastError
 
 #: In whose hands the ranks' key-value store is: rank 0's, torchrun's (here: this process's), or a file's.
@@ -30,12 +30,6 @@ STORES = ("rank 0", "agent", "file")
 
 # What torch has to say of peers that are gone is no news here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-#: Processes fork from one that has imported torch, and has no threads.
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["campaigns.kit.job", "campaigns.kit.state", "campaigns.kit.points", "holdfast.checkpointer"]
-)
 _STARTING = threading.Lock()
 
 
@@ -94,8 +88,8 @@ class Job:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_be, args=(theirs, rank, size, store, address, backend, part, args), daemon=True
             )
             with _STARTING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -15,11 +14,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import holdfast
+from campaigns.kit.forks import CONTEXT
 from campaigns.resume.training import Plan, train
-
-#: Ranks fork from a process that has imported torch, and has no threads.
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["campaigns.resume.job", "holdfast.checkpointer"])
 
 #: Seconds that a job may take.
 PATIENCE = 300.0
@@ -32,7 +28,7 @@ class Job:
         self._plan, self._attempt = plan, attempt
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         arguments = [(plan, attempt, rank, size, self._store.port) for rank in range(size)]
-        self._ranks: list[BaseProcess] = [_CONTEXT.Process(target=_rank, args=each) for each in arguments]
+        self._ranks: list[BaseProcess] = [CONTEXT.Process(target=_rank, args=each) for each in arguments]
         self._ends = time.monotonic() + PATIENCE
         for rank in self._ranks:
             rank.start()

@@ -21,7 +21,7 @@ from holdfast.terminal import clean
 _SHOWN = 30
 
 #: The width of an optimizer's settings, of metrics and of versions, in characters.
-_ROOM = 60
+_ROOM = 66
 
 
 def header(found: Target) -> Table:
