@@ -69,6 +69,7 @@ def main() -> None:
                 )
             if stopping:
                 break
+        holdfast.finalize()  # a signal that comes again must not kill what is still being saved
     dist.destroy_process_group()
 
 

@@ -90,6 +90,7 @@ def _rank(plan: Plan, attempt: int, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    train(plan, attempt)
+    # Never closed: who is told to stop when it has come to its end goes on to finish its saves.
+    train(plan, attempt, holdfast.preemption())
     holdfast.finalize()
     dist.destroy_process_group()

@@ -68,7 +68,7 @@ class Log:
         self._file.flush()
 
 
-def train(plan: Plan, attempt: int) -> None:
+def train(plan: Plan, attempt: int, stop: holdfast.Preemption) -> None:
     """Train from the latest checkpoint on until all epochs are done, or until told to stop."""
     torch.manual_seed(0)
     model, optimizer, scheduler = _build()
@@ -79,17 +79,16 @@ def train(plan: Plan, attempt: int) -> None:
     if holdfast.has_checkpoint(plan.run):
         step = holdfast.load_checkpoint(plan.run, **training)["step"]
     log = Log(plan.run, attempt, dist.get_rank())
-    with holdfast.preemption() as stop:
-        while loader.epoch < plan.epochs:
-            for numbers, vectors in loader:
-                step += 1
-                log.add(step, _step(model, optimizer, vectors), numbers.tolist())
-                scheduler.step()
-                stopping = stop.requested()
-                if stopping or step % plan.save_every == 0:
-                    _save(plan, step, training)
-                if stopping:
-                    return
+    while loader.epoch < plan.epochs:
+        for numbers, vectors in loader:
+            step += 1
+            log.add(step, _step(model, optimizer, vectors), numbers.tolist())
+            scheduler.step()
+            stopping = stop.requested()
+            if stopping or step % plan.save_every == 0:
+                _save(plan, step, training)
+            if stopping:
+                return
     plan.done.touch()
 
 
