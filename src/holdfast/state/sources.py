@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError, StateError
 from holdfast.state.slots import by_slot
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 #: What a group lists: parameters, or in a state dict numbers or names of them.
 Key = Any
@@ -148,9 +151,15 @@ def slots(optimizer: object) -> dict[str, list[Any]]:
     return by_slot("optimizer", optimizer, lambda given: "param_groups" in given)
 
 
+def _is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Who has one has imported its module, which takes a while; nobody else need."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def source(optimizer: object) -> Source:
     """An optimizer, seen so. Raises ``InvalidArgumentError`` for what is none."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if _is_zero(optimizer):
         return Zero(optimizer)
     if isinstance(optimizer, Optimizer):
         return Live(optimizer)

@@ -49,7 +49,8 @@ class StepGuard:
         self._copied = copied
         if self._hook is None:
             # For all optimizers: several may share parameters, and some have others inside.
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            # Compiled code must not go into it; importing the compiler is for those who need it.
+            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Wait as a step would."""
@@ -62,6 +63,5 @@ class StepGuard:
             self._hook.remove()
         self._hook = self._copied = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, *_: Any) -> None:
         self.wait()
