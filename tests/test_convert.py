@@ -1,11 +1,13 @@
 """From any format to any other: the same tensors and values, checked by those who own the formats."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
+from campaigns.kit.forks import CONTEXT
 from holdfast.cli.main import app
 from holdfast.errors import (
     DamagedError,
@@ -271,7 +274,11 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "dcp", "lightning-folder", "nxd"])
+#: All formats but NxD's, whose files are planned otherwise.
+WRITTEN = ["native", "hf", "safetensors", "torch", "lightning", "dcp", "lightning-folder", "colossalai"]
+
+
+@pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
 def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: str) -> None:
     """So that nobody takes it for what a dead conversion left."""
     publish = folders.publish
@@ -289,7 +296,7 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "dcp", "lightning-folder"])
+@pytest.mark.parametrize("to", WRITTEN)
 def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
@@ -305,6 +312,22 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
 
     monkeypatch.setattr(work, "read_pieces", looked)
     holdfast.convert(saved, tmp_path / "out", to=to)
+
+
+def die_converting(src: str, dst: str, to: str) -> None:
+    with mock.patch("holdfast.conversion.work.read_pieces", side_effect=lambda *_: os.kill(os.getpid(), SIGKILL)):
+        holdfast.convert(src, dst, to=to)
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_what_a_killed_conversion_has_left_is_cleaned_up(saved: Path, tmp_path: Path, to: str) -> None:
+    process = CONTEXT.Process(target=die_converting, args=(str(saved), str(tmp_path / "out"), to))
+    process.start()
+    process.join()
+    assert process.exitcode == -SIGKILL
+    assert len(list(tmp_path.glob(".out.*"))) == 1
+    clean_up(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def convert_together(src: str, dst: str, to: str) -> None:

@@ -23,7 +23,7 @@ from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.objects import Tensor
 from holdfast.formats.torchfile.reader import TorchFileReader, read_tree
 from holdfast.storage.bulk import BulkWriter
-from holdfast.storage.folders import check_space
+from holdfast.storage.folders import Lock, check_space, claim
 from holdfast.storage.local import created, make_folder
 
 
@@ -94,6 +94,24 @@ class TorchTarget:
 
     def close(self) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
+
+
+class AloneTarget(TorchTarget):
+    """A file by itself. Until it is complete it lies in a hidden folder, whose lock tells that it is worked on."""
+
+    def __init__(self, material: Material, draft: Path, shape: Shape) -> None:
+        super().__init__(material, draft / "file", shape)
+        self._lock: Lock | None = None
+
+    def prepare(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        self._lock = claim(self.made.parent)
+        super().prepare()
+
+    def close(self) -> None:
+        """See :class:`holdfast.conversion.target.Target`."""
+        if self._lock is not None:
+            self._lock.close()
 
 
 def pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, Tensor]]:

@@ -17,7 +17,7 @@ from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, Safetens
 from holdfast.conversion.shapes import distributed, lightning, state_dicts
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
-from holdfast.conversion.torchfile import TorchTarget
+from holdfast.conversion.torchfile import AloneTarget
 from holdfast.drafts import draft_of
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.checks import Checks
@@ -45,8 +45,8 @@ TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
-    "torch": lambda material, draft, _: TorchTarget(material, draft, state_dicts),
-    "lightning": lambda material, draft, _: TorchTarget(material, draft, lightning),
+    "torch": lambda material, draft, _: AloneTarget(material, draft, state_dicts),
+    "lightning": lambda material, draft, _: AloneTarget(material, draft, lightning),
     "lightning-folder": lambda material, draft, _: LightningTarget(material, draft),
     "colossalai": lambda material, draft, _: ColossalaiTarget(material, draft),
     "dcp": lambda material, draft, _: DcpTarget(material, draft, distributed),
