@@ -108,7 +108,27 @@ def test_what_lies_beside_a_range_is_left_alone(tmp_path: Path, directness) -> N
     start, data = SECTOR - 7, noise(SECTOR + 14, seed=1)
     with BulkWriter(file) as writer:
         writer.write(start, at_offset(start, data))
+        writer.sync()
     assert file.read_bytes() == before[:start] + data + before[start + len(data) :]
+
+
+def test_parts_of_sectors_are_not_written_between_direct_writes(tmp_path: Path) -> None:
+    """Each would wait for all of these. Of very many, some are written before the end: they would fill memory."""
+    ranges, size = 700, 2 * SECTOR
+    data = noise(ranges * size)
+    file = tmp_path / "data"
+    local.allocate(file, len(data) + 200)
+    with BulkWriter(file) as writer, mock.patch.object(os, "pwrite", wraps=os.pwrite) as pwrite:
+        lengths = []
+        for start in range(100, len(data), size):
+            writer.write(start, at_offset(start, data[start : start + size]))
+            lengths.append([len(call.args[1]) for call in pwrite.call_args_list])
+            pwrite.reset_mock()
+        writer.sync()
+    early = [number for number, written in enumerate(lengths) if written != [SECTOR]]
+    assert early == [255, 511]
+    assert len(lengths[255]) == 1 + 512
+    assert file.read_bytes()[100 : len(data)] == data[100:]
 
 
 def test_data_at_an_address_of_no_use_for_direct_writes_arrives_all_the_same(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from holdfast.conversion.choice import Key
 from holdfast.conversion.fakes import Fakes, Groups
 from holdfast.conversion.records import Flat, write_records
-from holdfast.conversion.target import DraftFolder, Material, Places, Spot, patch
+from holdfast.conversion.target import DraftFolder, Material, Places, Spot
 from holdfast.conversion.torchfile import pairs, raw
 from holdfast.engine.transfer import Fragments
 from holdfast.errors import DamagedError
@@ -25,7 +25,7 @@ from holdfast.formats.dcp.reader import DcpReader
 from holdfast.formats.dcp.tiling import run_of
 from holdfast.formats.reader import Reader
 from holdfast.layout.dtypes import width
-from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.bulk import CachedWriter
 from holdfast.storage.local import sync_tree
 
 #: A file, a byte of it, and the range of a tensor's bytes that lies there.
@@ -69,10 +69,10 @@ class DcpTarget(DraftFolder):
         sync_tree(self._draft)
 
     def _fill(self, tensor: torch.Tensor, spots: Sequence[_Spot]) -> None:
-        data = raw(tensor)
+        data = memoryview(raw(tensor))
         for file, offset, start, stop in spots:
-            with BulkWriter(file) as writer:
-                patch(writer, offset, data[start:stop])
+            with CachedWriter(file) as writer:
+                writer.write(offset, data[start:stop])
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from holdfast.conversion.carried import Carried
 from holdfast.conversion.choice import Chosen, Key
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.layout.files import TensorInfo
-from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
 from holdfast.storage.folders import Lock, check_space, claim
 
 
@@ -94,11 +91,3 @@ class DraftFolder:
         """See :class:`Target`."""
         if self._lock is not None:
             self._lock.close()
-
-
-def patch(writer: BulkWriter, offset: int, data: bytes) -> None:
-    """Write bytes that are in memory."""
-    lead = offset % SECTOR
-    buffer = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
-    buffer[:] = np.frombuffer(data, np.uint8)
-    writer.write(offset, buffer.data)

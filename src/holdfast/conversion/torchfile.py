@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.serialization import skip_data
 
 from holdfast.conversion.fakes import Fakes, Shape
-from holdfast.conversion.target import Material, Places, Spot, patch
+from holdfast.conversion.target import Material, Places, Spot
 from holdfast.engine.local import LocalPart
 from holdfast.engine.transfer import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.objects import Tensor
 from holdfast.formats.torchfile.reader import TorchFileReader, read_tree
-from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.bulk import CachedWriter
 from holdfast.storage.folders import Lock, check_space, claim
 from holdfast.storage.local import created, make_folder
 
@@ -45,10 +45,10 @@ class TorchFile:
 
     def finish(self, path: Path) -> None:
         """Write the tensors that have data: small ones among the values."""
-        with BulkWriter(path) as writer:
+        with CachedWriter(path) as writer:
             for mine, offset in self._pairs(path):
                 if not isinstance(mine, FakeTensor) and mine.nbytes:
-                    patch(writer, offset, raw(mine))
+                    writer.write(offset, memoryview(raw(mine)))
             writer.sync()
 
     def _pairs(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:

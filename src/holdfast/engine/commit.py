@@ -20,7 +20,7 @@ from holdfast.layout.blocks import Fragment
 from holdfast.layout.files import DataFile, index, index_path
 from holdfast.layout.manifest import FileRecord, Manifest
 from holdfast.storage import folders, local
-from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.bulk import CachedWriter
 from holdfast.storage.folders import Lock
 
 #: ``{path inside the checkpoint: contents}``.
@@ -136,7 +136,7 @@ class Draft:
                 group, name = self.plan.tensors[tensor]
                 crcs.append(block_crcs(fragments.get(tensor, []), entry.nbytes, f"{group} tensor {name!r}"))
             header = file.header(itertools.chain(*crcs))
-            with BulkWriter(self.folder / file.path) as writer:
+            with CachedWriter(self.folder / file.path) as writer:
                 writer.write(0, memoryview(header))
                 writer.sync()
             crc = blocks.crc64(header)

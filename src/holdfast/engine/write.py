@@ -22,7 +22,7 @@ from holdfast.engine.transfer import (
     untold,
 )
 from holdfast.layout.blocks import Fragment, crc64
-from holdfast.storage.bulk import SECTOR, BulkWriter
+from holdfast.storage.bulk import SECTOR, BulkWriter, Writer
 
 #: Bytes copied and hashed at a time.
 _SLICE = 256 * 2**10
@@ -33,7 +33,7 @@ def write_pieces(
     pieces: Sequence[Piece],
     part_of: OriginOf,
     moved: Moved = untold,
-    opened: Callable[[Path], BulkWriter] = BulkWriter,
+    opened: Callable[[Path], Writer] = BulkWriter,
 ) -> Fragments:
     """Write this rank's pieces into files that exist, make them durable, and return what it hashed.
 
@@ -54,7 +54,7 @@ def write_pieces(
     return gather(found)
 
 
-def _write(chunk: Chunk, part_of: OriginOf, buffer: Bytes, writer: BulkWriter) -> list[tuple[int, Fragment]]:
+def _write(chunk: Chunk, part_of: OriginOf, buffer: Bytes, writer: Writer) -> list[tuple[int, Fragment]]:
     lead = filled = chunk.offset % SECTOR
     found = []
     for piece in chunk.pieces:

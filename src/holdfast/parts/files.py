@@ -14,7 +14,7 @@ from holdfast.engine.commit import block_crcs
 from holdfast.layout.blocks import Fragment
 from holdfast.layout.files import DataFile
 from holdfast.parts.content import Content
-from holdfast.storage.bulk import BulkWriter
+from holdfast.storage.bulk import CachedWriter
 from holdfast.storage.local import allocate
 
 #: What all ranks hashed of a stored tensor.
@@ -75,7 +75,7 @@ class Safetensors:
             for name, entry in self._data.entries.items()
             for crc in block_crcs(found(name), entry.nbytes, f"tensor {name!r}")
         )
-        with BulkWriter(path) as writer:
+        with CachedWriter(path) as writer:
             writer.write(0, memoryview(self._data.header(crcs)))
             writer.sync()
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +26,9 @@ SECTOR = 4096
 #: free memory back has none at hand: that was four times slower (measured).
 _CACHED = 128 * 2**10
 
+#: Beginnings and ends of ranges, each shorter than a sector, that wait to be written at once.
+_EDGES = 512
+
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -32,27 +38,69 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-class BulkWriter(Closing):
-    """Writes byte ranges into a file that exists, directly where the file system can."""
+class Writer(Closing):
+    """Writes byte ranges into a file that exists. What was not synced when it is closed may be lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buffered, self._direct = _open(path)
+        with reported("open", path):
+            self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset`` bytes. Safe to call from several threads for ranges that do not overlap."""
+
+    def sync(self) -> None:
+        """Make everything written so far durable."""
+        with reported("sync", self._path):
+            os.fsync(self._cached)
+
+    def close(self) -> None:
+        """Close the file; not a sync."""
+        # Numbers of closed files are given to others: nothing must be written to them.
+        fd, self._cached = self._cached, -1
+        with reported("close", self._path):
+            os.close(fd)
+
+
+class CachedWriter(Writer):
+    """Through the page cache, where what is read back soon is still there; memory of any address will do."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset`` bytes. Its address modulo :data:`SECTOR` must be that of ``offset``.
-
-        Safe to call from several threads for ranges that do not overlap.
-        """
+        """See :class:`Writer`."""
         with reported("write", self._path):
-            first = min(-offset % SECTOR, len(data))
-            last = first + (len(data) - first) // SECTOR * SECTOR
+            for start in range(0, len(data), _CACHED):
+                _write_all(self._cached, data[start : start + _CACHED], offset + start)
+
+
+class BulkWriter(Writer):
+    """Directly, where the file system can. The address of ``data`` modulo :data:`SECTOR` must be that of ``offset``.
+
+    The bytes before and after whole sectors wait for :meth:`sync`, some hundreds of them at most: each write through
+    the cache waits until all direct ones of all processes are done, and keeps new ones waiting.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._edges: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+        try:
+            with reported("open", path):
+                self._direct = _open_direct(path)
+        except BaseException:
+            super().close()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See :class:`Writer`."""
+        first = min(-offset % SECTOR, len(data))
+        last = first + (len(data) - first) // SECTOR * SECTOR
+        with reported("write", self._path):
             if self._direct is None or first == last:
-                _write_all(self._buffered, data, offset)
+                _write_all(self._cached, data, offset)
                 return
-            _write_all(self._buffered, data[:first], offset)
-            _write_all(self._buffered, data[last:], offset + last)
             self._write_direct(data[first:last], offset + first)
+            self._put_off([(offset, data[:first]), (offset + last, data[last:])])
 
     def _write_direct(self, data: memoryview, offset: int) -> None:
         try:
@@ -60,36 +108,35 @@ class BulkWriter(Closing):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _write_all(self._buffered, data, offset)
+            _write_all(self._cached, data, offset)
+
+    def _put_off(self, edges: Iterable[tuple[int, memoryview]]) -> None:
+        with self._lock:
+            self._edges += [(offset, bytes(data)) for offset, data in edges if data]
+            if len(self._edges) < _EDGES:
+                return
+            due, self._edges = self._edges, []
+        self._write_edges(due)
+
+    def _write_edges(self, edges: Iterable[tuple[int, bytes]]) -> None:
+        for offset, data in edges:
+            _write_all(self._cached, memoryview(data), offset)
 
     def sync(self) -> None:
-        """Make everything written so far durable."""
-        with reported("sync", self._path):
-            os.fsync(self._buffered)
+        """See :class:`Writer`."""
+        with reported("write", self._path):
+            due, self._edges = self._edges, []
+            self._write_edges(due)
+        super().sync()
 
     def close(self) -> None:
-        """Close the file; not a sync."""
-        files = [fd for fd in (self._buffered, self._direct) if fd is not None]
-        # Numbers of closed files are given to others: nothing must be written to them.
-        self._buffered, self._direct = -1, None
-        with reported("close", self._path), ExitStack() as stack:
-            for fd in files:
-                stack.callback(os.close, fd)
-
-
-class CachedWriter(BulkWriter):
-    """Writes through the page cache, where what is read back soon is still there; memory of any address will do."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._direct = path, None
-        with reported("open", path):
-            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset`` bytes. Safe to call from several threads for ranges that do not overlap."""
-        with reported("write", self._path):
-            for start in range(0, len(data), _CACHED):
-                _write_all(self._buffered, data[start : start + _CACHED], offset + start)
+        """See :class:`Writer`."""
+        fd, self._direct = self._direct, None
+        with ExitStack() as stack:
+            stack.callback(super().close)
+            if fd is not None:
+                with reported("close", self._path):
+                    os.close(fd)
 
 
 class BulkReader(Closing):
@@ -120,18 +167,8 @@ class BulkReader(Closing):
             os.close(fd)
 
 
-def _open(path: Path) -> tuple[int, int | None]:
-    """A file that exists: through the page cache, and past it where the file system has such a way."""
-    with reported("open", path):
-        buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            return buffered, _open_direct(path)
-        except BaseException:
-            os.close(buffered)
-            raise
-
-
 def _open_direct(path: Path) -> int | None:
+    """A file that exists, past the page cache, where the file system has such a way."""
     if not _DIRECT:
         return None
     try:
