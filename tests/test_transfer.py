@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine import read, transfer, write
 from holdfast.engine.local import LocalPart
+from holdfast.engine.stagger import WINDOW, staggered
 from holdfast.engine.transfer import Buffers, Chunk, Piece, file_chunks, gather, in_threads, tensor_chunks
 from holdfast.layout import blocks
 from holdfast.layout.blocks import Fragment, crc64
@@ -94,6 +95,20 @@ def test_neighbours_that_fit_share_a_chunk(pieces: list[Piece]) -> None:
         neighbours = (one.file, one.offset + one.size) == (following.file, following.offset)
         first = following.pieces[0]
         assert not neighbours or one.size + first.stop - first.start > CHUNK
+
+
+@given(st.integers(0, 200), st.integers(0, 10_000))
+def test_every_rank_makes_all_requests_one_window_after_the_other(number: int, rank: int) -> None:
+    order = list(staggered(range(number), rank))
+    assert sorted(order) == list(range(number))
+    assert [request // WINDOW for request in order] == [place // WINDOW for place in range(number)]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([2, 4, 8]))
+def test_ranks_of_one_host_begin_at_different_requests_far_apart(first: int, ranks: int) -> None:
+    begun = sorted(next(staggered(range(WINDOW), rank)) for rank in range(first, first + ranks))
+    gaps = [after - before for before, after in itertools.pairwise([*begun, begun[0] + WINDOW])]
+    assert min(gaps) >= WINDOW // ranks // 2
 
 
 @given(some_pieces(), st.integers(0, 500), st.integers(0, 500))
@@ -180,9 +195,9 @@ def laid_out(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Piece], int]:
     return tensors, pieces, offset
 
 
-@given(laid_out())
+@given(laid_out(), st.integers(0, 20))
 @settings(max_examples=40)
-def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case) -> None:
+def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case, rank) -> None:
     tensors, pieces, size = case
     file: Path = tmp_path_factory.mktemp("transfer") / "data"
     file.write_bytes(bytes(size))
@@ -193,7 +208,7 @@ def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_pa
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             assert raw[piece.offset : piece.offset + len(flat)] == flat
         back = [torch.zeros_like(tensor) for tensor in tensors]
-        found = read.read_pieces([file], pieces, lambda n: LocalPart(back[n]))
+        found = read.read_pieces([file], pieces, lambda n: LocalPart(back[n]), rank=rank)
     assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True))
     assert found == written
     for number, tensor in enumerate(tensors):

@@ -28,19 +28,20 @@ class _Files:
 
     def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
         """``wanted`` are the tensors that any rank wants: so that files have the same numbers on all ranks."""
-        self._reader, self._numbered = reader, numbered
+        self._extents, self._numbered = reader.extents, numbered
         whole = ((*numbered[n], 0, reader.groups[numbered[n][0]][numbered[n][1]].nbytes) for n in sorted(wanted))
         files = dict.fromkeys(extent.file for one in whole for extent in reader.extents(*one))
         self.numbers = {file: number for number, file in enumerate(files)}
 
     def locate(self, tensor: int) -> Locate:
         """Where the bytes of a tensor lie."""
+        group, name = self._numbered[tensor]
 
-        def pieces(start: int, stop: int) -> tuple[Piece, ...]:
-            return tuple(
-                Piece(tensor, one.start, one.stop, one.start - start, self.numbers[one.file], one.offset)
-                for one in self._reader.extents(*self._numbered[tensor], start, stop)
-            )
+        def pieces(start: int, stop: int) -> list[Piece]:
+            return [
+                Piece(tensor, first, last, first - start, self.numbers[file], offset)
+                for file, offset, first, last in self._extents(group, name, start, stop)
+            ]
 
         return pieces
 
@@ -89,11 +90,11 @@ class Reading:
         if self.exchange:
             with Wire(ranks.gloo(session.timeout), session) as wire:
                 found = read_shared(self.files, self.plan.shared, parts.__getitem__, wire, moved)
-        found |= read_stripes(self.files, self.plan.alone, parts.__getitem__, moved)
-        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
+        found |= read_stripes(self.files, self.plan.alone, parts.__getitem__, moved, rank=ranks.rank)
+        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved, rank=ranks.rank)
         for (key, target), pieces in zip(intake.more, self.more, strict=True):
             sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
-            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved).items():
+            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved, rank=ranks.rank).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.engine.membership import Held, first_part
+from holdfast.engine.membership import Held
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone, as_it_lies
+from holdfast.engine.routes import Crossing, Locate, Owned, Routes, alone, as_it_lies, is_striped
 from holdfast.engine.shares import in_tensor, split_evenly
-from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Chunk, Piece, nbytes_of, tensor_chunks
 
 
@@ -56,7 +55,7 @@ def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exch
         coordinate = wanted.coordinate(rank)
         if coordinate is None:
             continue
-        if is_narrow(first_part(wanted)):
+        if is_striped(wanted):
             if exchange:
                 plan.shared += routes.crossings(tensor, wanted, locate(tensor))
             else:

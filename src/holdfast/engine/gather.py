@@ -82,14 +82,14 @@ class _Flight:
     """A stripe on its way: what this rank sends, or what it waits for to put together in ``buffer``."""
 
     works: Works
-    pieces: tuple[Piece, ...] = ()
+    pieces: Sequence[Piece] = ()
     buffer: Bytes | None = None
     arriving: list[tuple[Share, Bytes]] = field(default_factory=list)
 
 
 def _put_together(
     crossings: Sequence[Crossing], part_of: PartOf, wire: Wire, shelf: _Shelf
-) -> Iterator[tuple[tuple[Piece, ...], Bytes]]:
+) -> Iterator[tuple[Sequence[Piece], Bytes]]:
     """The stripes that this rank owns, in buffers of the shelf; on the way it sends what others need."""
     flying: deque[_Flight] = deque()
     for crossing in crossings:
@@ -103,7 +103,7 @@ def _put_together(
         yield from _landed(flying.popleft(), wire)
 
 
-def _landed(flight: _Flight, wire: Wire) -> Iterator[tuple[tuple[Piece, ...], Bytes]]:
+def _landed(flight: _Flight, wire: Wire) -> Iterator[tuple[Sequence[Piece], Bytes]]:
     wire.wait(flight.works)
     if flight.buffer is not None:
         for place, data in flight.arriving:
@@ -136,7 +136,7 @@ def _bytes_of(part: LocalPart, cut: Cut) -> Bytes:
     return data
 
 
-def _inside(buffer: Bytes, pieces: tuple[Piece, ...]) -> Bytes:
+def _inside(buffer: Bytes, pieces: Sequence[Piece]) -> Bytes:
     """Where a stripe lies in its buffer: as far from a page's start as in the file."""
     lead = pieces[0].offset % SECTOR
     return buffer[lead : lead + max(piece.local + piece.stop - piece.start for piece in pieces)]
@@ -147,7 +147,7 @@ def _cut_out(stripe: Bytes, piece: Piece) -> Bytes:
 
 
 def _write(
-    pieces: tuple[Piece, ...], buffer: Bytes, writers: Mapping[int, BulkWriter], shelf: _Shelf, moved: Moved
+    pieces: Sequence[Piece], buffer: Bytes, writers: Mapping[int, BulkWriter], shelf: _Shelf, moved: Moved
 ) -> list[tuple[int, Fragment]]:
     try:
         stripe = _inside(buffer, pieces)

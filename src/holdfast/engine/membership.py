@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
 
 from holdfast.engine import layouts
 from holdfast.engine.layouts import Coordinate, Division, Layout, Mesh
-from holdfast.engine.parts import Part, part
+from holdfast.engine.parts import part
 from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import DisagreementError, StateError
 from holdfast.layout.files import TensorInfo
@@ -18,8 +21,7 @@ from holdfast.layout.files import TensorInfo
 _OUTSIDE = -1
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint, how it is divided, and who holds its parts.
 
     ``layouts`` are all that its holders say, of one division; ``whole`` are those that hold it undivided.
@@ -68,6 +70,20 @@ class Held:
         return itertools.product(*(range(parts) for parts, _ in self.division))
 
 
+class _Holders(NamedTuple):
+    """Who holds tensors that the same specs name with the same layouts: see :class:`Held`."""
+
+    named: tuple[int, ...]
+    whole: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    division: Division
+    complete: bool
+
+
+#: The specs that name a tensor, by number, each with the number of its layout there.
+_Naming = tuple[tuple[int, int | None], ...]
+
+
 @dataclass(frozen=True)
 class Membership:
     """The distinct specs and mesh tables of a group of ranks, and which of them each rank has.
@@ -81,8 +97,7 @@ class Membership:
     table_of: Sequence[int]
     place_of: Mapping[int, int]
     _meshes: dict[Mesh, Mesh] = field(default_factory=dict, compare=False)
-    _sound: set[tuple[int, ...]] = field(default_factory=set, compare=False)
-    _covered: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = field(default_factory=dict, compare=False)
+    _found: dict[_Naming, _Holders] = field(default_factory=dict, compare=False)
 
     @cached_property
     def members(self) -> list[tuple[int, ...]]:
@@ -147,44 +162,40 @@ class Membership:
 
     def _held(self, named: Sequence[tuple[int, TensorSpec]]) -> Held:
         tensor = named[0][1]
-        for what in ("dtype", "shape"):
+        for what in ("dtype", "shape") if len(named) > 1 else ():
             self._agree(tensor, what, [(number, getattr(other, what)) for number, other in named])
-        every = {number: self._layouts_of(number, other) for number, other in named}
-        divisions = [(number, one) for number, other in named for one in self._divisions_of(number, other)]
-        self._agree(tensor, "layout", divisions)
-        found = tuple(dict.fromkeys(layout for layouts in every.values() for layout in layouts))
-        self._check_meshes(tensor, found)
-        whole = tuple(number for number, layouts in every.items() if not layouts)
-        held = Held(
-            group=tensor.group,
-            name=tensor.name,
-            info=TensorInfo(tensor.dtype, tensor.shape),
-            shared=tensor.shared,
-            named=self._ranks(tuple(every)),
-            whole=self._ranks(whole) if whole else (),
-            layouts=found,
-            division=divisions[0][1],
-            complete=self._covers(tuple(every), found),
-        )
+        naming = tuple((number, other.layout) for number, other in named)
+        holders = self._found.get(naming)
+        if holders is None:
+            holders = self._found[naming] = self._holders(tensor, naming)
+        held = Held(tensor.group, tensor.name, TensorInfo(tensor.dtype, tensor.shape), tensor.shared, *holders)
         if not held.complete:
             _check_parts(held)
         return held
 
-    def _covers(self, specs: tuple[int, ...], found: tuple[Layout, ...]) -> bool:
-        """Whether ranks with these specs are all ranks of some layouts' meshes."""
-        key = specs, tuple(map(id, found))
-        if key not in self._covered:
-            named = {*self._ranks(specs)}
-            self._covered[key] = all(named.issuperset(layout.mesh.ranks) for layout in found)
-        return self._covered[key]
+    def _holders(self, tensor: TensorSpec, naming: _Naming) -> _Holders:
+        """Who holds a tensor, and all others that are named so."""
+        divisions = [(number, one) for number, layout in naming for one in self._divisions_of(number, layout)]
+        self._agree(tensor, "layout", divisions)
+        found = tuple(dict.fromkeys(one for number, layout in naming for one in self._layouts_of(number, layout)))
+        self._check_meshes(tensor, found)
+        named = self._ranks([number for number, _ in naming])
+        return _Holders(
+            named=named,
+            whole=self._ranks([number for number, layout in naming if layout is None]),
+            layouts=found,
+            division=divisions[0][1],
+            complete={*named}.issuperset(rank for layout in found for rank in layout.mesh.ranks),
+        )
 
-    def _divisions_of(self, number: int, tensor: TensorSpec) -> tuple[Division, ...]:
-        return ((),) if tensor.layout is None else self._divisions[number][tensor.layout]
+    def _divisions_of(self, number: int, layout: int | None) -> tuple[Division, ...]:
+        return ((),) if layout is None else self._divisions[number][layout]
 
-    def _layouts_of(self, number: int, tensor: TensorSpec) -> tuple[Layout, ...]:
-        return () if tensor.layout is None else self._layouts[number][tensor.layout]
+    def _layouts_of(self, number: int, layout: int | None) -> tuple[Layout, ...]:
+        return () if layout is None else self._layouts[number][layout]
 
-    def _ranks(self, specs: tuple[int, ...]) -> tuple[int, ...]:
+    def _ranks(self, specs: Sequence[int]) -> tuple[int, ...]:
+        """The ranks, ascending, of some specs."""
         if len(specs) == 1:
             return self.members[specs[0]]
         return tuple(sorted(itertools.chain(*(self.members[number] for number in specs))))
@@ -203,9 +214,6 @@ class Membership:
 
     def _check_meshes(self, tensor: TensorSpec, found: tuple[Layout, ...]) -> None:
         """Raise where a mesh has ranks from outside of the group, or two of them place one rank otherwise."""
-        key = tuple(map(id, found))
-        if key in self._sound:
-            return
         for layout in found:
             if _OUTSIDE in layout.mesh.ranks:
                 original = next(mesh for mesh, own in self._meshes.items() if own is layout.mesh)
@@ -222,7 +230,6 @@ class Membership:
                     f"ranks disagree about the mesh of {tensor.group} tensor {tensor.name!r}: they place rank "
                     f"{rank} in it otherwise; make meshes of the same ranks in the same order on all of them"
                 )
-        self._sound.add(key)
 
     def tied(self) -> dict[str, dict[str, str]]:
         """``{group: {tied name: stored name}}`` over all ranks."""
@@ -235,11 +242,6 @@ class Membership:
     def names(self, what: str) -> set[str]:
         """The other names of a kind that any rank knows."""
         return {name for spec in self.specs for name in spec.names.get(what, ())}
-
-
-def first_part(held: Held) -> Part:
-    """The first part of a tensor, by which it is told how all of them lie."""
-    return part(held.info, held.division, (0,) * len(held.division))
 
 
 def _check_parts(held: Held) -> None:

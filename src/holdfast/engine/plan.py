@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.engine.layouts import Coordinate
-from holdfast.engine.membership import Held, Membership, first_part
+from holdfast.engine.membership import Held, Membership
 from holdfast.engine.parts import part
-from holdfast.engine.routes import Crossing, Locate, Owned, Routes, as_it_lies
+from holdfast.engine.routes import Crossing, Locate, Owned, Routes, as_it_lies, is_striped
 from holdfast.engine.shares import split_evenly
-from holdfast.engine.stripes import is_narrow
 from holdfast.engine.transfer import Piece, nbytes_of
 from holdfast.layout.files import DataFile, TensorInfo, pack
 
@@ -107,7 +106,7 @@ def _in_files(place: tuple[tuple[str, str], Sequence[Stretch]]) -> list[tuple[in
 
 
 def _exchanges(held: Mapping[tuple[str, str], Held]) -> bool:
-    return any(is_narrow(first_part(tensor)) for tensor in held.values())
+    return any(is_striped(tensor) for tensor in held.values())
 
 
 def _pack(
@@ -155,11 +154,11 @@ class _Share:
         if held.shared and len(holders) > 1 and mine.nbytes:
             self.replicas.setdefault(holders, []).append(Replica(tensor, mine.nbytes))
 
-        def locate(start: int, stop: int) -> tuple[Piece, ...]:
-            return tuple(_pieces(stretches, start, stop))
+        def locate(start: int, stop: int) -> list[Piece]:
+            return list(_pieces(stretches, start, stop))
 
         writers = _writers(held, coordinate)
-        if is_narrow(first_part(held)):
+        if is_striped(held):
             self._cross(tensor, held, locate)
         elif self._rank in writers:
             self._held.setdefault(writers, []).extend(as_it_lies(mine, locate))

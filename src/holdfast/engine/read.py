@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.engine.local import Bytes
 from holdfast.engine.opened import Opened
+from holdfast.engine.stagger import staggered
 from holdfast.engine.transfer import (
     CHUNK,
     Buffers,
@@ -23,7 +24,9 @@ from holdfast.engine.woven import Source
 from holdfast.layout.blocks import Fragment, crc64
 
 
-def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf, moved: Moved = untold) -> Fragments:
+def read_pieces(
+    files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf, moved: Moved = untold, *, rank: int = 0
+) -> Fragments:
     """Read pieces of files into this rank's parts of tensors and return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
@@ -37,7 +40,7 @@ def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkO
             moved(chunk.size)
             return fragments
 
-        found = in_threads(work, tensor_chunks(ordered))
+        found = in_threads(work, staggered(list(tensor_chunks(ordered)), rank))
     return gather(found)
 
 

@@ -7,25 +7,31 @@ between two ranks meet, and the oldest stripe in flight never waits for a younge
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast.engine.layouts import Coordinate
 from holdfast.engine.membership import Held
 from holdfast.engine.parts import Part, part
 from holdfast.engine.runs import Run
-from holdfast.engine.stripes import Share, share, stripes
+from holdfast.engine.stripes import Share, is_narrow, share, stripes
 from holdfast.engine.transfer import Piece
 
 #: Where bytes ``[start, stop)`` of a tensor lie in files; ``local`` of the pieces counts from ``start``.
-Locate = Callable[[int, int], tuple[Piece, ...]]
+Locate = Callable[[int, int], Sequence[Piece]]
+
+
+def is_striped(held: Held) -> bool:
+    """Whether a tensor goes through stripes, judged by its first part, which has the longest runs."""
+    return bool(held.division) and is_narrow(part(held.info, held.division, (0,) * len(held.division)))
 
 
 def as_it_lies(mine: Part, locate: Locate) -> Iterator[Piece]:
     """The runs of a part, as they lie in files."""
     local = 0
     for start, stop in mine.runs():
-        yield from (piece._replace(local=piece.local + local) for piece in locate(start, stop))
+        pieces = locate(start, stop)
+        yield from (piece._replace(local=piece.local + local) for piece in pieces) if local else pieces
         local += stop - start
 
 
@@ -44,7 +50,7 @@ class Cut(NamedTuple):
 class Owned(NamedTuple):
     """A stripe that this rank puts together or takes apart: where it lies in files, and in it the cuts of all parts."""
 
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     cuts: tuple[tuple[Cut, Share], ...]
 
 

@@ -16,6 +16,7 @@ from holdfast.engine.gather import AHEAD, hashed
 from holdfast.engine.local import Bytes, Sink
 from holdfast.engine.opened import Opened
 from holdfast.engine.routes import Crossing, Cut, Owned, Passed
+from holdfast.engine.stagger import staggered
 from holdfast.engine.stripes import STRIPE, Share
 from holdfast.engine.transfer import (
     THREADS,
@@ -37,7 +38,7 @@ _Found = list[tuple[int, Fragment]]
 
 
 def read_stripes(
-    files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf, moved: Moved = untold
+    files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf, moved: Moved = untold, *, rank: int = 0
 ) -> Fragments:
     """Read stripes whole, keep this rank's cut of each, and return what was hashed. Other ranks play no part in it."""
     buffers = Buffers(STRIPE)
@@ -52,7 +53,7 @@ def read_stripes(
             moved(size)
             return found
 
-        return _apart(in_threads(work, stripes))
+        return _apart(in_threads(work, staggered(stripes, rank)))
 
 
 def _apart(found: Sequence[_Found]) -> Fragments:

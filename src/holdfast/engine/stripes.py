@@ -28,7 +28,7 @@ _Slices = tuple[tuple[slice, ...], tuple[slice, ...]]
 
 
 def is_narrow(part: Part) -> bool:
-    """Whether a tensor goes through stripes, judged by its first part, which has the longest runs."""
+    """Whether the runs of a part are too short to be moved one by one."""
     return 0 < part.run_length < min(NARROW, part.nbytes)
 
 

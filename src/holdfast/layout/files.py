@@ -49,8 +49,7 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(msgspec.Struct, frozen=True):
     """A tensor of a checkpoint: its dtype by safetensors name, and its shape."""
 
     dtype: str

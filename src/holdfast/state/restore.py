@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from holdfast.engine.spec import OWN, PER_RANK
@@ -233,8 +234,8 @@ class Intake:
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
         for name, tensor in [*view.tensors.items(), *view.twins]:
-            known = [name, *aliases.get(name, [])]
-            source = next((tied.get(one, one) for one in known if tied.get(one, one) in stored), None)
+            known = (tied.get(one, one) for one in (name, *aliases.get(name, ())))
+            source = next((one for one in known if one in stored), None)
             if source is None:
                 self.findings.lack(slot, name)
             elif self._fits(slot, name, tensor, stored[source]):
@@ -319,7 +320,8 @@ class Intake:
 
 
 def _with_memory(target: Described, made: Mapping[int, Tensor]) -> Described:
-    return replace(target, local=made[id(target.local)]) if id(target.local) in made else target
+    local = made.get(id(target.local))
+    return target if local is None else msgspec.structs.replace(target, local=local)
 
 
 def _several(slot: str, others: Sequence[str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,8 +45,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MESHES: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(msgspec.Struct, frozen=True):
     """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's part."""
 
     dtype: str
