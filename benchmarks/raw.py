@@ -13,26 +13,26 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.storage.memory import aligned_buffer
+
 CHUNK = 4 * 2**20
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def aligned_copy(arrays: Sequence[Bytes]) -> mmap.mmap:
-    """The bytes of some arrays in one page-aligned piece of memory, a whole number of pages."""
+def aligned_copy(arrays: Sequence[Bytes]) -> Bytes:
+    """The bytes of some arrays in one page-aligned piece of memory, a whole number of pages, which are large ones."""
     size = sum(array.nbytes for array in arrays)
-    memory = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    for array in arrays:
-        memory.write(array.data)
+    memory = aligned_buffer(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    np.concatenate(arrays, out=memory[:size])
     return memory
 
 
-def write_direct(path: Path, memory: mmap.mmap, threads: int) -> None:
+def write_direct(path: Path, memory: Bytes, threads: int) -> None:
     """Write memory to a file past the page cache, and make it durable."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)
     os.ftruncate(fd, len(memory))
-    view = memoryview(memory)
-    _in_threads(threads, len(memory), lambda _, at: os.pwrite(fd, view[at : at + CHUNK], at))
+    _in_threads(threads, len(memory), lambda _, at: os.pwrite(fd, memory[at : at + CHUNK].data, at))
     os.fsync(fd)
     os.close(fd)
 
@@ -40,7 +40,7 @@ def write_direct(path: Path, memory: mmap.mmap, threads: int) -> None:
 def read(path: Path, threads: int, *, direct: bool) -> None:
     """Read a file whole, into buffers that are used again."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    _in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer], at))
+    _in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer.data], at))
     os.close(fd)
 
 
@@ -48,19 +48,19 @@ def read_share(files: Sequence[Path], part: int, parts: int, *, direct: bool) ->
     """Read one part of so many of each file."""
     for file in files:
         fd = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        buffer = mmap.mmap(-1, CHUNK)
+        buffer = aligned_buffer(CHUNK).data
         for offset in range(part * CHUNK, file.stat().st_size, parts * CHUNK):
             os.preadv(fd, [buffer], offset)
         os.close(fd)
 
 
-def _in_threads(threads: int, size: int, move: Callable[[mmap.mmap, int], object]) -> None:
+def _in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -> None:
     """Move a file chunk by chunk; each thread takes the next one."""
     offsets = iter(range(0, size, CHUNK))
     lock = threading.Lock()
 
     def work() -> None:
-        buffer = mmap.mmap(-1, CHUNK)
+        buffer = aligned_buffer(CHUNK)
         while True:
             with lock:
                 offset = next(offsets, None)

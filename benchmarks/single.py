@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,13 @@ def large(setting: Setting) -> Iterator[Table]:
     clock = interleaved({**peers.saves(folder, state), **writes}, setting.rounds)
     yield clock.table(f"save, {setting.gigabytes}, one process, durable", tuple(writes))
     yield clock.processor_table(f"processor time of that save, {setting.gigabytes}", setting.nbytes / 1e9)
-    memory.close()
+    del memory, writes
     yield from _large_loads(setting, state)
     yield _verification(setting, state)
     yield _one_tensor(setting, state)
 
 
-def _writes(folder: Path, memory: mmap.mmap) -> dict[str, Contender]:
+def _writes(folder: Path, memory: raw.Bytes) -> dict[str, Contender]:
     return {
         f"raw direct write, {n} thread(s)": peers.fresh(
             folder / "raw", partial(raw.write_direct, memory=memory, threads=n)
@@ -111,7 +110,7 @@ def huge(setting: Setting) -> Iterator[Table]:
     writes = _writes(folder, memory)
     saves = {**peers.saves(folder, state), **writes}
     yield interleaved(saves, setting.rounds).table(f"save, {case}, durable", tuple(writes))
-    memory.close()
+    del memory, writes, saves
     yield _cold_loads(setting, state, case)
 
 

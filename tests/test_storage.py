@@ -18,23 +18,20 @@ from hypothesis import strategies as st
 
 from holdfast.errors import DamagedError, StorageError, TagExistsError, UnsafeNameError
 from holdfast.storage import bulk, folders, local
-from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter, aligned_buffer
+from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter
+from holdfast.storage.memory import aligned_buffer
 
 
 def at_offset(offset: int, data: bytes) -> memoryview:
     """The data at an address that is as far from a sector as the offset is."""
     lead = offset % SECTOR
-    buffer = aligned_buffer(lead + len(data) or 1)
+    buffer = aligned_buffer(lead + len(data)).data
     buffer[lead : lead + len(data)] = data
     return buffer[lead : lead + len(data)]
 
 
 def noise(size: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(size)
-
-
-def address(buffer: memoryview) -> int:
-    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 offsets = st.one_of(st.integers(0, 5 * SECTOR), st.integers(0, 5).map(lambda n: n * SECTOR))
@@ -134,17 +131,34 @@ def test_parts_of_sectors_are_not_written_between_direct_writes(tmp_path: Path) 
 def test_data_at_an_address_of_no_use_for_direct_writes_arrives_all_the_same(tmp_path: Path) -> None:
     file, data = tmp_path / "data", noise(3 * SECTOR)
     local.allocate(file, len(data))
-    buffer = aligned_buffer(len(data) + 1)
+    buffer = aligned_buffer(len(data) + 1).data
     buffer[1:] = data
     with BulkWriter(file) as writer:
         writer.write(0, buffer[1:])
     assert file.read_bytes() == data
 
 
-def test_a_buffer_starts_on_a_page_and_is_zero() -> None:
-    buffer = aligned_buffer(100)
-    assert address(buffer) % SECTOR == 0
-    assert bytes(buffer) == bytes(100)
+@pytest.mark.parametrize("size", [0, 1, 100, 2 * 2**20 - 1, 2 * 2**20, 5 * 2**20 + 1])
+def test_a_buffer_starts_on_a_page_and_is_zero(size: int) -> None:
+    buffer = aligned_buffer(size)
+    assert buffer.ctypes.data % (SECTOR if size < 2 * 2**20 else 2 * 2**20) == 0
+    assert bytes(buffer) == bytes(size)
+
+
+def test_a_large_buffer_is_in_large_pages_where_the_system_has_them() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this system has no large pages")
+    buffer = aligned_buffer(32 * 2**20)
+    before = large_pages()
+    buffer[:] = 1
+    assert large_pages() - before >= 16 * 2**20
+
+
+def large_pages() -> int:
+    """Bytes of this process in large pages."""
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("AnonHugePages"))
 
 
 def open_descriptors() -> int:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from holdfast.engine import read, transfer, write
 from holdfast.engine.local import LocalPart
 from holdfast.engine.stagger import WINDOW, staggered
-from holdfast.engine.transfer import Buffers, Chunk, Piece, file_chunks, gather, in_threads, tensor_chunks
+from holdfast.engine.transfer import Chunk, Piece, file_chunks, gather, in_threads, tensor_chunks
 from holdfast.layout import blocks
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR
+from holdfast.storage.memory import Buffers
 
 #: Sizes that make the same shapes with few bytes.
 CHUNK, BLOCK = 64, 256

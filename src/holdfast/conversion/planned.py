@@ -14,7 +14,7 @@ from awscrt.checksums import combine_crc32
 
 from holdfast.engine.local import Bytes
 from holdfast.engine.opened import Opened
-from holdfast.engine.transfer import CHUNK, Buffers, in_threads
+from holdfast.engine.transfer import CHUNK, in_threads
 from holdfast.engine.woven import Source
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange.stored import Stored
@@ -26,6 +26,7 @@ from holdfast.layout.files import TensorInfo
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.bulk import BulkReader, CachedWriter
 from holdfast.storage.local import allocate, make_parents
+from holdfast.storage.memory import Buffers
 
 
 class _Range(NamedTuple):

@@ -18,7 +18,8 @@ from holdfast.engine.stripes import STRIPE, Share
 from holdfast.engine.transfer import THREADS, Fragments, Moved, PartOf, Piece, gather, untold
 from holdfast.engine.wire import Wire, Works
 from holdfast.layout.blocks import BLOCK, Fragment, crc64
-from holdfast.storage.bulk import SECTOR, BulkWriter, aligned_buffer
+from holdfast.storage.bulk import SECTOR, BulkWriter
+from holdfast.storage.memory import aligned_buffer
 
 #: Stripes that a rank has under way between ranks at a time; as many may be on their way to storage.
 AHEAD = 3
@@ -69,7 +70,7 @@ class _Shelf:
         """A buffer; waits for one when all are in use."""
         if self._unmade and self._free.empty():
             self._unmade -= 1
-            return np.frombuffer(aligned_buffer(STRIPE + SECTOR), np.uint8)
+            return aligned_buffer(STRIPE + SECTOR)
         return self._free.get()
 
     def put_back(self, buffer: Bytes) -> None:
@@ -167,7 +168,7 @@ def _as_far_from_a_page(data: Bytes, piece: Piece) -> Bytes:
     lead = piece.offset % SECTOR
     if data.ctypes.data % SECTOR == lead:
         return data
-    copy = np.frombuffer(aligned_buffer(lead + len(data)), np.uint8)[lead:]
+    copy = aligned_buffer(lead + len(data))[lead:]
     np.copyto(copy, data)
     return copy
 

@@ -9,7 +9,6 @@ from holdfast.engine.opened import Opened
 from holdfast.engine.stagger import staggered
 from holdfast.engine.transfer import (
     CHUNK,
-    Buffers,
     Chunk,
     Fragments,
     Moved,
@@ -22,6 +21,7 @@ from holdfast.engine.transfer import (
 )
 from holdfast.engine.woven import Source
 from holdfast.layout.blocks import Fragment, crc64
+from holdfast.storage.memory import Buffers
 
 
 def read_pieces(

@@ -20,7 +20,6 @@ from holdfast.engine.stagger import staggered
 from holdfast.engine.stripes import STRIPE, Share
 from holdfast.engine.transfer import (
     THREADS,
-    Buffers,
     Fragments,
     Moved,
     Piece,
@@ -33,6 +32,7 @@ from holdfast.engine.wire import Wire, Works
 from holdfast.engine.woven import Source
 from holdfast.errors import HoldfastError
 from holdfast.layout.blocks import Fragment
+from holdfast.storage.memory import Buffers
 
 _Found = list[tuple[int, Fragment]]
 

@@ -19,7 +19,7 @@ from holdfast.engine.transfer import Chunk, PartOf, Piece, in_threads, tensor_ch
 from holdfast.engine.wire import Wire
 from holdfast.errors import TornError
 from holdfast.layout.blocks import crc64
-from holdfast.storage.bulk import aligned_buffer
+from holdfast.storage.memory import aligned_buffer
 
 #: Of the chunks that are copied later, so many are hashed at the call, others each time; that takes about 5 ms.
 WATCHED = 12
@@ -35,7 +35,7 @@ class Arena:
         """So many bytes. What was there before is lost."""
         if len(self._memory) < nbytes:
             self._memory = np.empty(0, np.uint8)  # first let go of the old, then take the new
-            self._memory = np.frombuffer(aligned_buffer(nbytes), np.uint8)
+            self._memory = aligned_buffer(nbytes)
         return self._memory[:nbytes]
 
 

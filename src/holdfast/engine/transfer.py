@@ -6,11 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from holdfast.engine.local import Bytes, LocalPart, Sink
 from holdfast.layout.blocks import BLOCK, Fragment, combine
-from holdfast.storage.bulk import aligned_buffer
 
 #: Bytes moved at a time by one thread, and the size of its buffer.
 CHUNK = 4 * 2**20
@@ -122,20 +119,6 @@ def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
             thread.join()
         except BaseException as interruption:  # noqa: BLE001 - raised by the caller when all threads have ended
             errors.append(interruption)
-
-
-class Buffers:
-    """One aligned buffer for each thread, made when first needed and used again."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._own = size, threading.local()
-
-    def get(self) -> Bytes:
-        """The buffer of the calling thread."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = np.frombuffer(aligned_buffer(self._size), np.uint8)
-        buffer: Bytes = self._own.buffer
-        return buffer
 
 
 def file_chunks(pieces: Iterable[Piece]) -> Iterator[Chunk]:

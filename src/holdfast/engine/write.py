@@ -9,7 +9,6 @@ from pathlib import Path
 from holdfast.engine.local import Bytes
 from holdfast.engine.transfer import (
     CHUNK,
-    Buffers,
     Chunk,
     Fragments,
     Moved,
@@ -23,6 +22,7 @@ from holdfast.engine.transfer import (
 )
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.bulk import SECTOR, BulkWriter, Writer
+from holdfast.storage.memory import Buffers
 
 #: Bytes copied and hashed at a time.
 _SLICE = 256 * 2**10

@@ -7,7 +7,6 @@ first and last of a range) is written through the cache; two writers may share a
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from abc import abstractmethod
@@ -30,12 +29,6 @@ _CACHED = 128 * 2**10
 _EDGES = 512
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """Zeroed memory for ``size`` bytes that starts on a page."""
-    # Shared, as mmap has it: direct writes out of private pages were a tenth slower.
-    return memoryview(mmap.mmap(-1, size))
 
 
 class Writer(Closing):
