@@ -345,7 +345,8 @@ class Loading:
 
         found = spread.read_shared(files, plan.shared, sink_of, wire) if self.exchange else {}
         assert self.exchange or not plan.shared
-        found |= spread.read_stripes(files, plan.alone, sink_of)
+        found |= spread.read_stripes(files, plan.alone, rank, sink_of)
+        found |= read.read_common(files, plan.common, rank, sink_of)
         return found | read.read_pieces(files, plan.pieces, sink_of)
 
     def run_all(self) -> dict[Key, list]:
@@ -360,6 +361,19 @@ class Loading:
         """Its targets are what torch's chunking gives the rank of every tensor."""
         for key, target in self.targets[rank].items():
             assert bytes_of(target) == bytes_of(self.job.part(key, rank)), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "alone"), [(None, False), (Layout(mesh(4), (Shard(0),)), True), (Layout(mesh(4), (Replicate(),)), False)]
+)
+def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
+    tmp_path: Path, layout: Layout | None, alone: bool
+) -> None:
+    """The first stays in the page cache, the other need not go there."""
+    job = job_of(noise((16, 8), torch.float32), 4, layout)
+    loading = Loading(strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0])), job, exchange=False)
+    plans = [loading.plan(rank)[0] for rank in range(4)]
+    assert all(bool(plan.pieces) == alone and bool(plan.common) != alone for plan in plans)
 
 
 def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Path) -> None:

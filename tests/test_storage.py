@@ -54,7 +54,7 @@ def directness(request: pytest.FixtureRequest):
     if request.param == "direct where it can":
         yield
     elif request.param == "never direct":
-        with mock.patch.object(bulk, "_open_direct", return_value=None):
+        with mock.patch.object(bulk, "open_direct", return_value=None):
             yield
     else:
         with mock.patch.object(os, "pwrite", lambda *args: refuse(pwrite, *args)):
@@ -180,7 +180,7 @@ def test_no_file_stays_open_where_there_are_too_many(tmp_path: Path) -> None:
     file.write_bytes(b"x")
     before = open_descriptors()
     with (
-        mock.patch.object(bulk, "_open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        mock.patch.object(bulk, "open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
         pytest.raises(StorageError, match=str(file)),
     ):
         BulkWriter(file)

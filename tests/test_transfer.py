@@ -196,9 +196,13 @@ def laid_out(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Piece], int]:
     return tensors, pieces, offset
 
 
-@given(laid_out(), st.integers(0, 20))
+def read_in_common(files, pieces, sink_of) -> dict[int, list[Fragment]]:
+    return read.read_common(files, pieces, 3, sink_of)
+
+
+@given(laid_out(), st.sampled_from([read.read_pieces, read_in_common]))
 @settings(max_examples=40)
-def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case, rank) -> None:
+def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case, read_some) -> None:
     tensors, pieces, size = case
     file: Path = tmp_path_factory.mktemp("transfer") / "data"
     file.write_bytes(bytes(size))
@@ -209,7 +213,7 @@ def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_pa
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             assert raw[piece.offset : piece.offset + len(flat)] == flat
         back = [torch.zeros_like(tensor) for tensor in tensors]
-        found = read.read_pieces([file], pieces, lambda n: LocalPart(back[n]), rank=rank)
+        found = read_some([file], pieces, lambda n: LocalPart(back[n]))
     assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True))
     assert found == written
     for number, tensor in enumerate(tensors):

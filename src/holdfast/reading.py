@@ -11,7 +11,7 @@ from holdfast.engine.local import LocalPart
 from holdfast.engine.membership import Held
 from holdfast.engine.parts import part
 from holdfast.engine.ranks import Ranks, Session
-from holdfast.engine.read import read_pieces
+from holdfast.engine.read import read_common, read_pieces
 from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
 from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
@@ -90,11 +90,12 @@ class Reading:
         if self.exchange:
             with Wire(ranks.gloo(session.timeout), session) as wire:
                 found = read_shared(self.files, self.plan.shared, parts.__getitem__, wire, moved)
-        found |= read_stripes(self.files, self.plan.alone, parts.__getitem__, moved, rank=ranks.rank)
-        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved, rank=ranks.rank)
+        found |= read_stripes(self.files, self.plan.alone, ranks.rank, parts.__getitem__, moved)
+        found |= read_common(self.files, self.plan.common, ranks.rank, parts.__getitem__, moved)
+        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
         for (key, target), pieces in zip(intake.more, self.more, strict=True):
             sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
-            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved, rank=ranks.rank).items():
+            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found
 

@@ -25,11 +25,13 @@ class Copied(NamedTuple):
 class LoadPlan:
     """One rank's share of the reading.
 
-    ``pieces`` go straight into its parts; of the stripes in ``alone`` it takes what is its own; ``shared``
-    is read by one rank and passed on, in an order that is the same on all ranks.
+    ``pieces`` go straight into its parts, as do those in ``common``, which other ranks read, too; of the stripes in
+    ``alone`` it takes what is its own; ``shared`` is read by one rank and passed on, in an order that is the same on
+    all ranks.
     """
 
     pieces: list[Piece] = field(default_factory=list)
+    common: list[Piece] = field(default_factory=list)
     alone: list[Owned] = field(default_factory=list)
     shared: list[Crossing | Copied] = field(default_factory=list)
 
@@ -37,7 +39,7 @@ class LoadPlan:
     def nbytes(self) -> int:
         """The bytes that this rank reads or takes in."""
         stripes = sum(nbytes_of(stripe.pieces) for stripe in self.alone)
-        return nbytes_of(self.pieces) + stripes + sum(_nbytes(item) for item in self.shared)
+        return nbytes_of(self.pieces) + nbytes_of(self.common) + stripes + sum(_nbytes(item) for item in self.shared)
 
 
 #: Where the bytes of tensor number n lie.
@@ -61,12 +63,15 @@ def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exch
             else:
                 plan.alone += alone(wanted, rank, locate(tensor))
             continue
-        holders = wanted.holders(coordinate) if exchange else (rank,)
+        holders = wanted.holders(coordinate)
         mine = part(wanted.info, wanted.division, coordinate)
         copies.setdefault(holders, []).extend(as_it_lies(mine, locate(tensor)))
     plan.pieces = copies.pop((rank,), [])
     for holders, pieces in copies.items():
-        plan.shared += _copied(holders, pieces)
+        if exchange:
+            plan.shared += _copied(holders, pieces)
+        else:
+            plan.common += pieces
     plan.shared.sort(key=_order)
     return plan
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from holdfast.engine.runs import Box, boxes
 from holdfast.engine.woven import Kept, Part, Place, Source, Woven, is_row_major
+from holdfast.storage.bulk import BulkReader
 from holdfast.storage.closing import Closing
 from holdfast.storage.readers import Readers
 
@@ -27,8 +29,9 @@ _Elements = npt.NDArray[Any]
 class Opened(Closing):
     """What is read from, by number; a context manager that closes all files at its end."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources, self._readers = sources, Readers()
+    def __init__(self, sources: Sequence[Source], opened: Callable[[Path], BulkReader] = BulkReader) -> None:
+        """``opened`` says how files are read."""
+        self._sources, self._readers = sources, Readers(opened)
 
     def read(self, number: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` bytes on, both whole elements. Raises ``DamagedError`` where a file ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.engine.local import Bytes
 from holdfast.engine.opened import Opened
@@ -22,26 +22,39 @@ from holdfast.engine.transfer import (
 from holdfast.engine.woven import Source
 from holdfast.layout.blocks import Fragment, crc64
 from holdfast.storage.memory import Buffers
+from holdfast.storage.uncached import Uncached
 
 
-def read_pieces(
-    files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf, moved: Moved = untold, *, rank: int = 0
-) -> Fragments:
-    """Read pieces of files into this rank's parts of tensors and return what it hashed.
+def read_pieces(files: Sequence[Source], pieces: Sequence[Piece], sink_of: SinkOf, moved: Moved = untold) -> Fragments:
+    """Read pieces of files that no other rank reads into this rank's parts of tensors; return what it hashed.
 
     Beside the tensors it needs a few buffers, whatever their size.
     """
-    ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
-    buffers = Buffers(CHUNK)
+    with Opened(files, Uncached()) as opened:
+        return _read_all(opened, _chunks(pieces), sink_of, moved)
+
+
+def read_common(
+    files: Sequence[Source], pieces: Sequence[Piece], rank: int, sink_of: SinkOf, moved: Moved = untold
+) -> Fragments:
+    """The same for pieces that other ranks of the host read, too: what one reads, all find in the page cache."""
     with Opened(files) as opened:
+        return _read_all(opened, staggered(_chunks(pieces), rank), sink_of, moved)
 
-        def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
-            fragments = _read(chunk, sink_of, buffers, opened)
-            moved(chunk.size)
-            return fragments
 
-        found = in_threads(work, staggered(list(tensor_chunks(ordered)), rank))
-    return gather(found)
+def _chunks(pieces: Sequence[Piece]) -> list[Chunk]:
+    return list(tensor_chunks(sorted(pieces, key=lambda piece: (piece.file, piece.offset))))
+
+
+def _read_all(opened: Opened, chunks: Iterable[Chunk], sink_of: SinkOf, moved: Moved) -> Fragments:
+    buffers = Buffers(CHUNK)
+
+    def work(chunk: Chunk) -> list[tuple[int, Fragment]]:
+        fragments = _read(chunk, sink_of, buffers, opened)
+        moved(chunk.size)
+        return fragments
+
+    return gather(in_threads(work, chunks))
 
 
 def _read(chunk: Chunk, sink_of: SinkOf, buffers: Buffers, opened: Opened) -> list[tuple[int, Fragment]]:

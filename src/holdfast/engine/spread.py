@@ -38,9 +38,9 @@ _Found = list[tuple[int, Fragment]]
 
 
 def read_stripes(
-    files: Sequence[Source], stripes: Sequence[Owned], sink_of: SinkOf, moved: Moved = untold, *, rank: int = 0
+    files: Sequence[Source], stripes: Sequence[Owned], rank: int, sink_of: SinkOf, moved: Moved = untold
 ) -> Fragments:
-    """Read stripes whole, keep this rank's cut of each, and return what was hashed. Other ranks play no part in it."""
+    """Read stripes whole, as other ranks do, keep this rank's cut of each, and return what was hashed."""
     buffers = Buffers(STRIPE)
     with Opened(files) as opened:
 

@@ -79,7 +79,7 @@ class BulkWriter(Writer):
         self._lock = threading.Lock()
         try:
             with reported("open", path):
-                self._direct = _open_direct(path)
+                self._direct = open_direct(path, os.O_WRONLY)
         except BaseException:
             super().close()
             raise
@@ -160,12 +160,12 @@ class BulkReader(Closing):
             os.close(fd)
 
 
-def _open_direct(path: Path) -> int | None:
-    """A file that exists, past the page cache, where the file system has such a way."""
+def open_direct(path: Path, access: int) -> int | None:
+    """A file that exists, past the page cache, where the file system has such a way. ``access`` is as for ``open``."""
     if not _DIRECT:
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+        return os.open(path, access | os.O_CLOEXEC | _DIRECT)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +21,9 @@ class Readers(Closing):
     The files are closed with it, and at the latest when nobody has it any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Callable[[Path], BulkReader] = BulkReader) -> None:
+        """``opened`` says how the files are read."""
+        self._opened = opened
         self._open: dict[Path, BulkReader] = {}
         self._stack, self._lock = ExitStack(), threading.Lock()
         weakref.finalize(self, self._stack.close)
@@ -31,13 +34,13 @@ class Readers(Closing):
         if reader is not None:
             reader.read(offset, into)
             return
-        with BulkReader(path) as reader:
+        with self._opened(path) as reader:
             reader.read(offset, into)
 
     def _keep(self, path: Path) -> BulkReader | None:
         with self._lock:
             if path not in self._open and len(self._open) < _MOST:
-                self._open[path] = self._stack.enter_context(BulkReader(path))
+                self._open[path] = self._stack.enter_context(self._opened(path))
             return self._open.get(path)
 
     def close(self) -> None:

@@ -1,0 +1,96 @@
+"""Reading past the page cache what is not in it: from a disk of this machine, and for one reader."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import DamagedError
+from holdfast.storage.bulk import SECTOR, BulkReader, open_direct
+from holdfast.storage.local import reported
+from holdfast.storage.memory import Buffers
+from holdfast.storage.residency import is_cached
+
+#: Ranges below this many bytes are read through the page cache, which reads ahead.
+_LEAST = 2**20
+
+#: Bytes read at a time.
+_MOST = 4 * 2**20
+
+
+class UncachedReader(BulkReader):
+    """Reads as :class:`BulkReader` does; large ranges that are not in the page cache, past it.
+
+    Bytes go through buffers of large pages: twice as fast as through the cache (docs/performance.md), which keeps
+    what else is in it. File systems of a network, which have no disk here, read through the cache as ever.
+    """
+
+    def __init__(self, path: Path, buffers: Buffers) -> None:
+        super().__init__(path)
+        self._buffers = buffers
+        try:
+            with reported("open", path):
+                self._direct = open_direct(path, os.O_RDONLY) if _is_on_disk(self._fd) else None
+        except BaseException:
+            super().close()
+            raise
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See :class:`BulkReader`."""
+        fd, size = self._direct, len(into)
+        if fd is None or size < _LEAST or is_cached(fd, offset, size) or not self._has_read(fd, offset, into):
+            super().read(offset, into)
+
+    def _has_read(self, fd: int, offset: int, into: memoryview) -> bool:
+        """Read past the page cache. Returns whether the file system could."""
+        with reported("read", self._path):
+            try:
+                self._read_direct(fd, offset, np.frombuffer(into, np.uint8))
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return False
+                raise
+        return True
+
+    def _read_direct(self, fd: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
+        buffer, done = self._buffers.get(), 0
+        while done < len(into):
+            lead = (offset + done) % SECTOR
+            size = min(len(into) - done, _MOST)
+            sectors = buffer[: -(-(lead + size) // SECTOR) * SECTOR]
+            read = os.preadv(fd, [sectors.data], offset + done - lead) - lead
+            if read <= 0:
+                raise DamagedError(f"{self._path} ends at byte {offset + done}, inside its data: it was cut short")
+            taken = sectors[lead : lead + min(read, size)]
+            np.copyto(into[done : done + len(taken)], taken)
+            done += len(taken)
+
+    def close(self) -> None:
+        """See :class:`BulkReader`."""
+        fd, self._direct = self._direct, None
+        with ExitStack() as stack:
+            stack.callback(super().close)
+            if fd is not None:
+                with reported("close", self._path):
+                    os.close(fd)
+
+
+class Uncached:
+    """Opens files to be read so, with buffers that all of them share."""
+
+    def __init__(self) -> None:
+        self._buffers = Buffers(_MOST + 2 * SECTOR)
+
+    def __call__(self, path: Path) -> UncachedReader:
+        """Open a file."""
+        return UncachedReader(path, self._buffers)
+
+
+def _is_on_disk(fd: int) -> bool:
+    """Whether a file is on a disk of this machine: others have no device number of their own."""
+    return os.major(os.fstat(fd).st_dev) > 0

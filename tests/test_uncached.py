@@ -1,0 +1,158 @@
+"""Reading past the page cache: the same bytes, the same errors, and only of what is not in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import DamagedError, StorageError
+from holdfast.storage import uncached
+from holdfast.storage.bulk import SECTOR
+from holdfast.storage.residency import is_cached
+from holdfast.storage.uncached import Uncached
+
+
+def noise(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+@contextmanager
+def always_direct(most: int = 4 * 2**20) -> Iterator[mock.Mock]:
+    """Every range, however small and whatever file system it is on. Gives the reads."""
+    with ExitStack() as stack:
+        for name, value in (("_LEAST", 0), ("_MOST", most)):
+            stack.enter_context(mock.patch.object(uncached, name, value))
+        stack.enter_context(mock.patch.object(uncached, "is_cached", return_value=False))
+        stack.enter_context(mock.patch.object(uncached, "_is_on_disk", return_value=True))
+        yield stack.enter_context(mock.patch.object(os, "preadv", wraps=os.preadv))
+
+
+@given(st.integers(1, 8 * SECTOR), st.integers(0, 8 * SECTOR), st.integers(0, 8 * SECTOR), st.sampled_from([1, 2, 9]))
+@settings(max_examples=80)
+def test_any_range_is_read(tmp_path_factory, size: int, one: int, two: int, sectors: int) -> None:
+    data = noise(size)
+    file = tmp_path_factory.mktemp("uncached") / "data"
+    file.write_bytes(data)
+    start, stop = sorted((min(one, size), min(two, size)))
+    into = bytearray(stop - start)
+    with always_direct(most=sectors * SECTOR) as reads, Uncached()(file) as reader:
+        reader.read(start, memoryview(into))
+    assert into == data[start:stop]
+    assert all(call.args[2] % SECTOR == 0 == len(call.args[1][0]) % SECTOR for call in reads.call_args_list)
+
+
+@pytest.mark.parametrize("start", [0, 1, SECTOR, SECTOR + 100, 2 * SECTOR + 99, 2 * SECTOR + 100, 3 * SECTOR, 10**6])
+def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, start: int) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(noise(2 * SECTOR + 100))
+    with always_direct(), Uncached()(file) as reader, pytest.raises(DamagedError, match=f"{file}.*cut short"):
+        reader.read(start, memoryview(bytearray(3 * SECTOR)))
+
+
+def test_reads_that_end_early_are_gone_on_with(tmp_path: Path) -> None:
+    data, plain = noise(5 * SECTOR + 7), os.preadv
+    file, into = tmp_path / "data", bytearray(5 * SECTOR)
+    file.write_bytes(data)
+    with (
+        always_direct(),
+        mock.patch.object(os, "preadv", lambda fd, views, at: plain(fd, [views[0][:SECTOR]], at)),
+        Uncached()(file) as reader,
+    ):
+        reader.read(3, memoryview(into))
+    assert into == data[3 : 5 * SECTOR + 3]
+
+
+def test_where_the_file_system_has_other_sectors_the_page_cache_is_used(tmp_path: Path) -> None:
+    data, plain = noise(3 * SECTOR), os.preadv
+    file, into = tmp_path / "data", bytearray(SECTOR)
+    file.write_bytes(data)
+
+    def refuse(fd: int, views: list[memoryview], at: int) -> int:
+        if at % SECTOR == 0:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(fd, views, at)
+
+    with always_direct(), mock.patch.object(os, "preadv", refuse), Uncached()(file) as reader:
+        reader.read(5, memoryview(into))
+    assert into == data[5 : SECTOR + 5]
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(noise(SECTOR))
+    error = OSError(errno.EIO, "Input/output error")
+    with (
+        always_direct(),
+        mock.patch.object(os, "preadv", side_effect=error),
+        Uncached()(file) as reader,
+        pytest.raises(StorageError, match=f"could not read {file}"),
+    ):
+        reader.read(0, memoryview(bytearray(SECTOR)))
+
+
+@pytest.mark.parametrize("nbytes", [2**20 - 1, 2**20])
+@pytest.mark.parametrize("cached", [True, False])
+def test_only_large_ranges_that_are_not_cached_are_read_past_the_cache(
+    tmp_path: Path, nbytes: int, cached: bool
+) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(noise(2**20 + SECTOR))
+    with (
+        mock.patch.object(uncached, "is_cached", return_value=cached),
+        mock.patch.object(uncached, "_is_on_disk", return_value=True),
+        mock.patch.object(os, "preadv", wraps=os.preadv) as reads,
+        Uncached()(file) as reader,
+    ):
+        reader.read(1, memoryview(bytearray(nbytes)))
+    assert (reads.call_args_list[0].args[2] == 0) == (nbytes == 2**20 and not cached)
+
+
+def test_what_has_been_read_is_cached_until_it_is_forgotten(tmp_path: Path) -> None:
+    file, size = tmp_path / "data", 2**20
+    file.write_bytes(noise(size))
+    if not os.major(file.stat().st_dev):
+        pytest.skip("the folder for temporary files is in memory")
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        assert is_cached(fd, 0, size)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_cached(fd, 0, size):
+            pytest.skip("this system cannot tell what is cached")
+        os.pread(fd, size // 2, 0)
+        assert is_cached(fd, 0, size // 2)
+    finally:
+        os.close(fd)
+
+
+def test_where_the_system_cannot_tell_all_is_taken_to_be_cached() -> None:
+    assert is_cached(-1, 0, 2**20)
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"x")
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    with always_direct(), Uncached()(file):
+        assert descriptors() == before + 2
+    assert descriptors() == before
+    with (
+        always_direct(),
+        mock.patch.object(uncached, "open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        pytest.raises(StorageError, match=str(file)),
+    ):
+        Uncached()(file)
+    assert descriptors() == before
