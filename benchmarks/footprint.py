@@ -45,18 +45,18 @@ def _saved(setting: Setting, name: str) -> float:
     warm, contender = (
         peers.saves(setting.folder, state)[name] for state in (states.few(2**20), states.few(setting.nbytes))
     )
-    return _rise(warm.run, contender.run, contender.prepare)
+    warm.run()
+    contender.prepare()
+    return rise(contender.run)
 
 
 def _loaded(setting: Setting, name: str) -> float:
     load = peers.loads(setting.folder, states.few(setting.nbytes))[name]
-    return _rise(lambda: None, load, lambda: None)
+    return rise(load)
 
 
-def _rise(warm: Callable[[], object], run: Callable[[], object], prepare: Callable[[], object]) -> float:
-    """MB by which the peak rises; what is imported at first use is there before."""
-    warm()
-    prepare()
+def rise(run: Callable[[], object]) -> float:
+    """MB by which the peak of this process rises; what is imported at first use counts too."""
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     run()

@@ -85,6 +85,13 @@ def forget(folder: Path) -> None:
             os.close(fd)
 
 
+def remember(folder: Path) -> None:
+    """Bring the files of a folder into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            read(path, 1, direct=False)
+
+
 def sync(path: Path) -> None:
     """Make a file durable, or a folder and all in it."""
     for one in [path, *path.rglob("*")]:

@@ -45,6 +45,7 @@ def _large_loads(setting: Setting, state: peers.State) -> Iterator[Table]:
     case = f"{setting.gigabytes}, one process"
     yield _cold_loads(setting, state, case)
     contenders = {name: Contender(load) for name, load in peers.loads(setting.folder, state).items()}
+    raw.remember(setting.folder)
     for contender in contenders.values():
         contender.run()
     yield interleaved(contenders, setting.rounds).table(f"load, {case}, from the page cache")

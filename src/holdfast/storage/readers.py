@@ -11,8 +11,9 @@ from pathlib import Path
 from holdfast.storage.bulk import BulkReader
 from holdfast.storage.closing import Closing
 
-#: Files that are kept open at a time; others are opened for each read. Processes may have 1024 of all kinds.
-_MOST = 256
+#: Files that are kept open at a time, with a descriptor or two each; others are opened for each read. Processes may
+#: have 1024 of all kinds.
+_MOST = 192
 
 
 class Readers(Closing):

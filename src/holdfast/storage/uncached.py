@@ -26,8 +26,8 @@ _MOST = 4 * 2**20
 class UncachedReader(BulkReader):
     """Reads as :class:`BulkReader` does; large ranges that are not in the page cache, past it.
 
-    Bytes go through buffers of large pages: twice as fast as through the cache (docs/performance.md), which keeps
-    what else is in it. File systems of a network, which have no disk here, read through the cache as ever.
+    Bytes go through buffers of large pages: faster than through the cache (docs/performance.md), which keeps what
+    else is in it. File systems of a network, which have no disk here, are read through the cache as ever.
     """
 
     def __init__(self, path: Path, buffers: Buffers) -> None:

@@ -1,0 +1,68 @@
+"""One huge tensor, saved by one process and loaded by four, a quarter each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import holdfast
+from benchmarks import peers, raw
+from benchmarks.footprint import rise
+from benchmarks.measure import Contender, Figure, Table, interleaved
+from benchmarks.parallel import on_ranks, together
+from benchmarks.peers import DCP, OURS
+from benchmarks.setting import Setting
+
+RANKS = 4
+
+
+def handed_out(setting: Setting) -> Iterator[Table]:
+    """A tensor of twice the size."""
+    on_ranks(1, setting, _save)
+    yield from on_ranks(RANKS, setting, _tables)
+    raw.empty(setting.folder)
+
+
+def _elements(setting: Setting) -> int:
+    return setting.nbytes // 2 // RANKS * RANKS
+
+
+def _save(setting: Setting) -> list[Table]:
+    state = {"weight": torch.randn(_elements(setting))}
+    holdfast.save_checkpoint(setting.folder / OURS, "s", state, rng=False)
+    dcp.save(state, checkpoint_id=setting.folder / DCP)
+    return []
+
+
+def _tables(setting: Setting) -> list[Table]:
+    folder, mine = setting.folder, torch.zeros(_elements(setting) // RANKS)
+    state = {"weight": DTensor.from_local(mine, init_device_mesh("cpu", (RANKS,)), [Shard(0)], run_check=False)}
+    loads: dict[str, Callable[[], object]] = {
+        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=state),
+        DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
+    }
+    files = list((folder / OURS).rglob("*.safetensors"))
+    share = partial(raw.read_share, files, dist.get_rank(), RANKS)
+    reads: dict[str, Callable[[], object]] = {
+        f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")
+    }
+    cold = {name: peers.cold(folder, load) for name, load in {**loads, **reads}.items()}
+    case = f"one tensor of {2 * setting.nbytes / 1e9:g} GB saved by 1, loaded by {RANKS} ranks, a part each"
+    seconds = interleaved(together(cold), setting.rounds).table(f"load, {case}, cold", tuple(reads))
+    warm = {name: Contender(load) for name, load in loads.items()}
+    again = interleaved(together(warm), setting.rounds).table(f"load, {case}, again")
+    beside = {name: Figure((_most(rise(load)),)) for name, load in loads.items()}
+    return [seconds, again, Table(f"memory of a rank beside its part: {case}", "MB", beside)]
+
+
+def _most(value: float) -> float:
+    """The most that any rank says."""
+    found = torch.tensor([value])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
