@@ -85,10 +85,14 @@ def _one_tensor(setting: Setting, state: peers.State) -> Table:
         with safe_open(folder / SAFETENSORS, "pt") as file:
             return file.get_tensor(name).clone()
 
+    def mapped() -> object:
+        # Opened within: the pages of a file that is mapped already cannot be taken out of the cache.
+        return torch.load(folder / TORCH, mmap=True)[name].clone()
+
     contenders = {
         OURS: ours,
         DCP: lambda: torch.distributed.checkpoint.load(target, checkpoint_id=folder / DCP),
-        TORCH: torch.load(folder / TORCH, mmap=True)[name].clone,
+        TORCH: mapped,
         SAFETENSORS: safetensors,
     }
     cold = {name: peers.cold(folder, run) for name, run in contenders.items()}
