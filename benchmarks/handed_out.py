@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import holdfast
 from benchmarks import peers, raw
 from benchmarks.footprint import rise
 from benchmarks.measure import Contender, Figure, Table, interleaved
-from benchmarks.parallel import on_ranks, together
+from benchmarks.parallel import on_ranks, raw_reads, together
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
@@ -47,11 +46,7 @@ def _tables(setting: Setting) -> list[Table]:
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=state),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
     }
-    files = list((folder / OURS).rglob("*.safetensors"))
-    share = partial(raw.read_share, files, dist.get_rank(), RANKS)
-    reads: dict[str, Callable[[], object]] = {
-        f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")
-    }
+    reads = raw_reads(folder)
     cold = {name: peers.cold(folder, load) for name, load in {**loads, **reads}.items()}
     case = f"one tensor of {2 * setting.nbytes / 1e9:g} GB saved by 1, loaded by {RANKS} ranks, a part each"
     seconds = interleaved(together(cold), setting.rounds).table(f"load, {case}, cold", tuple(reads))

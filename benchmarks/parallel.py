@@ -81,11 +81,7 @@ def _loads(case: str, setting: Setting, model: nn.Module, optimizer: torch.optim
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=model, optimizer=optimizer),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
     }
-    files = sorted((folder / OURS).rglob("*.safetensors"))
-    share = partial(raw.read_share, files, dist.get_rank(), dist.get_world_size())
-    reads: dict[str, Callable[[], object]] = {
-        f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")
-    }
+    reads = raw_reads(folder)
     cold = {name: peers.cold(folder, load) for name, load in {**loads, **reads}.items()}
     yield interleaved(together(cold), setting.rounds).table(f"load, {case}, cold", tuple(reads))
     if dist.get_rank() == 0:
@@ -134,6 +130,13 @@ def _writes(folder: Path, layout: str, state: dict[str, torch.Tensor]) -> dict[s
     return {
         f"raw direct write, {n} thread(s) a rank": Contender(partial(raw.write_direct, path, memory, n)) for n in (1, 2)
     }
+
+
+def raw_reads(folder: Path) -> dict[str, Callable[[], object]]:
+    """Each rank reads its share of what we have saved."""
+    files = sorted((folder / OURS).rglob("*.safetensors"))
+    share = partial(raw.read_share, files, dist.get_rank(), dist.get_world_size())
+    return {f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")}
 
 
 def together(contenders: dict[str, Contender]) -> dict[str, Contender]:

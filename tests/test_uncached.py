@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,9 +13,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.engine.local import LocalPart
+from holdfast.engine.read import read_common, read_pieces
+from holdfast.engine.transfer import Piece
 from holdfast.errors import DamagedError, StorageError
 from holdfast.storage import uncached
 from holdfast.storage.bulk import SECTOR
@@ -116,22 +122,57 @@ def test_only_large_ranges_that_are_not_cached_are_read_past_the_cache(
     assert (reads.call_args_list[0].args[2] == 0) == (nbytes == 2**20 and not cached)
 
 
-def test_what_has_been_read_is_cached_until_it_is_forgotten(tmp_path: Path) -> None:
-    file, size = tmp_path / "data", 2**20
-    file.write_bytes(noise(size))
-    if not os.major(file.stat().st_dev):
-        pytest.skip("the folder for temporary files is in memory")
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A folder on a disk, where the kernel can tell what of it is cached."""
+    release = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
+    if release < (6, 5) or not os.major(tmp_path.stat().st_dev):
+        pytest.skip("a kernel before 6.5, or a folder for temporary files that is in memory")
+    return tmp_path
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[int]:
     fd = os.open(file, os.O_RDONLY)
     try:
-        assert is_cached(fd, 0, size)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if is_cached(fd, 0, size):
-            pytest.skip("this system cannot tell what is cached")
-        os.pread(fd, size // 2, 0)
-        assert is_cached(fd, 0, size // 2)
+        yield fd
     finally:
         os.close(fd)
+
+
+def forget(fd: int) -> None:
+    """Take a file out of the page cache."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_what_has_been_read_is_cached_until_it_is_forgotten(on_disk: Path) -> None:
+    file, size = on_disk / "data", 2**20
+    file.write_bytes(noise(size))
+    with opened(file) as fd:
+        assert is_cached(fd, 0, size)
+        forget(fd)
+        assert not is_cached(fd, 0, size)
+        os.pread(fd, size // 2, 0)
+        assert is_cached(fd, 0, size // 2)
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_what_one_rank_reads_leaves_the_cache_as_it_is_and_what_several_read_goes_there(
+    on_disk: Path, common: bool
+) -> None:
+    file, size = on_disk / "data", 2 * 2**20
+    file.write_bytes(noise(size))
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    piece = Piece(tensor=0, start=0, stop=size, local=0, file=0, offset=0)
+    with opened(file) as fd:
+        forget(fd)
+        if common:
+            read_common([file], [piece], 0, lambda _: LocalPart(tensor))
+        else:
+            read_pieces([file], [piece], lambda _: LocalPart(tensor))
+        assert is_cached(fd, 0, size) == common
+    assert tensor.numpy().tobytes() == noise(size)
 
 
 def test_where_the_system_cannot_tell_all_is_taken_to_be_cached() -> None:

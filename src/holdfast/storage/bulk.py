@@ -11,7 +11,6 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 
 from holdfast.errors import DamagedError
@@ -52,8 +51,7 @@ class Writer(Closing):
         """Close the file; not a sync."""
         # Numbers of closed files are given to others: nothing must be written to them.
         fd, self._cached = self._cached, -1
-        with reported("close", self._path):
-            os.close(fd)
+        close_file(fd, self._path)
 
 
 class CachedWriter(Writer):
@@ -125,11 +123,10 @@ class BulkWriter(Writer):
     def close(self) -> None:
         """See :class:`Writer`."""
         fd, self._direct = self._direct, None
-        with ExitStack() as stack:
-            stack.callback(super().close)
-            if fd is not None:
-                with reported("close", self._path):
-                    os.close(fd)
+        try:
+            close_file(fd, self._path)
+        finally:
+            super().close()
 
 
 class BulkReader(Closing):
@@ -156,8 +153,7 @@ class BulkReader(Closing):
     def close(self) -> None:
         """Close the file."""
         fd, self._fd = self._fd, -1
-        with reported("close", self._path):
-            os.close(fd)
+        close_file(fd, self._path)
 
 
 def open_direct(path: Path, access: int) -> int | None:
@@ -170,6 +166,13 @@ def open_direct(path: Path, access: int) -> int | None:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
         raise
+
+
+def close_file(fd: int | None, path: Path) -> None:
+    """Close what is open."""
+    if fd is not None:
+        with reported("close", path):
+            os.close(fd)
 
 
 def _write_all(fd: int | None, data: memoryview, offset: int) -> None:

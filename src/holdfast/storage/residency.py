@@ -19,7 +19,7 @@ class _Pages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently"))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 def is_cached(fd: int, offset: int, size: int) -> bool:

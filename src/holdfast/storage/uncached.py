@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import DamagedError
-from holdfast.storage.bulk import SECTOR, BulkReader, open_direct
+from holdfast.storage.bulk import SECTOR, BulkReader, close_file, open_direct
 from holdfast.storage.local import reported
 from holdfast.storage.memory import Buffers
 from holdfast.storage.residency import is_cached
@@ -73,11 +72,10 @@ class UncachedReader(BulkReader):
     def close(self) -> None:
         """See :class:`BulkReader`."""
         fd, self._direct = self._direct, None
-        with ExitStack() as stack:
-            stack.callback(super().close)
-            if fd is not None:
-                with reported("close", self._path):
-                    os.close(fd)
+        try:
+            close_file(fd, self._path)
+        finally:
+            super().close()
 
 
 class Uncached:
