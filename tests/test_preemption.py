@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, Store, TCPStore
 
 import holdfast
+from campaigns.kit.forks import CONTEXT
 from holdfast.engine.aside import Aside
 from holdfast.engine.lockstep import Calls
 from holdfast.engine.ranks import Session
@@ -280,6 +281,28 @@ def test_a_signal_that_comes_too_late_holds_up_nobody(ranks: Ranks, late: float)
     started = time.monotonic()
     assert ranks(3, told_at_the_end, late) == [0] * 3
     assert time.monotonic() - started < 30
+
+
+def ended_early(rank: int, port: int) -> None:
+    """Rank 0 comes to its end, and has closed nothing; then a signal comes to rank 1."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    stop = holdfast.preemption(timeout=20.0)
+    assert not stop.requested()
+    if rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(stop)
+
+
+def test_a_process_of_multiprocessing_that_has_ended_is_not_waited_for() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [CONTEXT.Process(target=ended_early, args=(rank, store.port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def silent() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -66,8 +66,9 @@ class Preemption(Closing):
                 target=self._watch, args=(self._calls,), name="holdfast preemption", daemon=True
             )
             self._thread.start()
-            # A thread that is in the store while the interpreter ends may take the process down.
-            atexit.register(self.close)
+            # A thread that is in the store while the interpreter ends may take the process down. Not by atexit: the
+            # processes of multiprocessing, and so of torch's spawn, end without it.
+            self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def requested(self) -> bool:
         """Whether to stop now: true from the same call on, on all ranks. Every rank calls it once a step.
@@ -88,8 +89,8 @@ class Preemption(Closing):
                 signal.signal(number, previous)
         self._closing.set()
         if self._thread is not None:
+            self._at_exit.cancel()
             self._thread.join(_PARTING)
-            atexit.unregister(self.close)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
