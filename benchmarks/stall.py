@@ -1,7 +1,8 @@
 """How long an asynchronous save keeps the training waiting, and when it is durable.
 
-A model with AdamW, saved by us (eager and overlapped) and by ``dcp.async_save``, beside a warm memcpy (one thread) of
-the bytes that this rank writes. The first round, in which memory is fresh, does not count.
+A model with AdamW, saved by us (eager and overlapped) and by ``dcp.async_save``, beside warm memcpys (one thread) of
+the bytes that this rank writes into large pages: out of its tensors, which torch has in small pages, and out of large
+ones. The first round, in which memory is fresh, does not count.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,8 @@ from benchmarks.parallel import on_ranks
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
-#: The limit of an eager copy.
-MEMCPY = "memcpy, one thread"
+#: The limit of an eager copy, and what it would be if tensors lay in large pages.
+MEMCPY, LARGE = "memcpy of the tensors, one thread", "memcpy of large pages, one thread"
 
 #: Layouts, with the number of ranks.
 CASES = {"plain": 1, "DDP": 2, "FSDP2": 2}
@@ -72,8 +73,8 @@ def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     state = states.tensors(model, optimizer)
     # Under DDP the ranks share the writing; under FSDP2 each has a part.
     shares = dist.get_world_size() if isinstance(model, DistributedDataParallel) else 1
-    source = np.concatenate([part.numpy() for part in states.local_bytes(state)])
-    source = source[: len(source) // shares].copy()
+    parts = _first([part.numpy() for part in states.local_bytes(state)], shares)
+    source = raw.aligned_copy(parts)
     copy = source.copy()
 
     def save(path: Path, staging: str) -> Callable[[], object]:
@@ -82,16 +83,29 @@ def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         ).wait
 
     return {
-        MEMCPY: partial(_memcpy, source, copy),
+        MEMCPY: partial(_memcpy, parts, copy),
+        LARGE: partial(_memcpy, [source], copy),
         OURS: partial(save, staging="eager"),
         f"{OURS}, overlapped": partial(save, staging="overlapped"),
         DCP: lambda path: _dcp(state, path),
     }
 
 
-def _memcpy(source: raw.Bytes, copy: raw.Bytes, path: Path) -> Callable[[], object]:
+def _first(parts: Sequence[raw.Bytes], shares: int) -> list[raw.Bytes]:
+    """The first of so many equal shares of some arrays."""
+    left, first = sum(map(len, parts)) // shares, []
+    for part in parts:
+        first.append(part[:left])
+        left -= len(first[-1])
+    return first
+
+
+def _memcpy(parts: Sequence[raw.Bytes], copy: raw.Bytes, path: Path) -> Callable[[], object]:
     del path
-    np.copyto(copy, source)
+    at = 0
+    for part in parts:
+        np.copyto(copy[at : at + len(part)], part)
+        at += len(part)
     return lambda: None
 
 
