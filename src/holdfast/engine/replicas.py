@@ -14,9 +14,9 @@ from holdfast.engine.spec import digest
 from holdfast.engine.transfer import CHUNK, PartOf
 from holdfast.layout.blocks import BLOCK, join
 
-#: From the second save with one plan on, so many bytes of each set of holders are compared; hashing takes some 15 ms.
+#: From the second save with one plan on, so many bytes of each set of holders are compared; hashing takes some 4 ms.
 #: Where they hold more, it is its blocks' turn one after another.
-BUDGET = 2**28
+BUDGET = 2**26
 
 #: How many tensors an error names.
 _SHOWN = 5
