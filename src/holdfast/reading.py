@@ -17,7 +17,7 @@ from holdfast.engine.spread import read_shared, read_stripes
 from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
 from holdfast.engine.wire import Wire
 from holdfast.engine.woven import Source
-from holdfast.formats.reader import Reader
+from holdfast.formats.reader import Extent, Reader
 from holdfast.layout.files import TensorInfo
 from holdfast.state.restore import Intake
 from holdfast.state.tensors import DTYPES, Described
@@ -29,18 +29,24 @@ class _Files:
     def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
         """``wanted`` are the tensors that any rank wants: so that files have the same numbers on all ranks."""
         self._extents, self._numbered = reader.extents, numbered
-        whole = ((*numbered[n], 0, reader.groups[numbered[n][0]][numbered[n][1]].nbytes) for n in sorted(wanted))
-        files = dict.fromkeys(extent.file for one in whole for extent in reader.extents(*one))
+        self._whole = {tensor: self._all_of(tensor, reader) for tensor in sorted(wanted)}
+        files = dict.fromkeys(extent.file for extents in self._whole.values() for extent in extents)
         self.numbers = {file: number for number, file in enumerate(files)}
+
+    def _all_of(self, tensor: int, reader: Reader) -> Sequence[Extent]:
+        group, name = self._numbered[tensor]
+        return reader.extents(group, name, 0, reader.groups[group][name].nbytes)
 
     def locate(self, tensor: int) -> Locate:
         """Where the bytes of a tensor lie."""
         group, name = self._numbered[tensor]
+        whole = self._whole[tensor]
 
         def pieces(start: int, stop: int) -> list[Piece]:
+            is_whole = whole and start == whole[0].start and stop == whole[-1].stop
             return [
                 Piece(tensor, first, last, first - start, self.numbers[file], offset)
-                for file, offset, first, last in self._extents(group, name, start, stop)
+                for file, offset, first, last in (whole if is_whole else self._extents(group, name, start, stop))
             ]
 
         return pieces

@@ -106,7 +106,7 @@ class LocalPart:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     # A dimension of fewer than two elements may have any stride, and view() would keep it.
     plain = tensor.ndim > 0 and tensor.stride(-1) == 1

@@ -40,7 +40,7 @@ class Part:
 
     def runs(self) -> Iterator[Run]:
         """Its runs in bytes of the tensor, ascending."""
-        return merged(_product(self.shape, self.segments))
+        return iter(self.segments[0]) if len(self.shape) == 1 else merged(_product(self.shape, self.segments))
 
     @property
     def run_length(self) -> int:

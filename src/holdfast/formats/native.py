@@ -133,7 +133,7 @@ class NativeReader:
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """See :class:`holdfast.formats.reader.Reader`."""
-        return self._groups[group].home(name).crcs[name]
+        return self._groups[group].crcs[name]
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
         """See :class:`holdfast.formats.reader.Reader`."""

@@ -104,6 +104,11 @@ class FileGroup:
         if len(self.tied) != sum(len(file.tied) for file in files) or self.tied.keys() & self._home.keys():
             raise DamagedError(f"a further name of a tied tensor beside {files[0].path} is that of another tensor, too")
 
+    @cached_property
+    def crcs(self) -> Mapping[str, list[int]]:
+        """The CRCs of each tensor's blocks, of tensors in files that have them."""
+        return {name: crcs for file in self.files for name, crcs in file.crcs.items()}
+
     def home(self, name: str) -> SafetensorsFile:
         """The file that holds a tensor."""
         return self._home[name]

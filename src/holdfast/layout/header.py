@@ -116,10 +116,11 @@ def _nbytes(entry: Entry, name: str, file: str) -> int:
         size = width(entry.dtype)
     except FormatError as error:
         raise FormatError(f"{file}: tensor {name!r}: {error}") from None
+    numel = math.prod(entry.shape)
     # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
-    if math.prod(dim or 1 for dim in entry.shape) * size > LARGEST:
+    if (numel or math.prod(dim or 1 for dim in entry.shape)) * size > LARGEST:
         raise DamagedError(f"{file}: no tensor can have the shape {list(entry.shape)} that {name!r} has")
-    return math.prod(entry.shape) * size
+    return numel * size
 
 
 def parse_json_object(text: str, what: str) -> dict[str, object]:

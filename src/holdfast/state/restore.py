@@ -234,8 +234,10 @@ class Intake:
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
         for name, tensor in [*view.tensors.items(), *view.twins]:
-            known = (tied.get(one, one) for one in (name, *aliases.get(name, ())))
-            source = next((one for one in known if one in stored), None)
+            source: str | None = tied.get(name, name)
+            if source not in stored:
+                known = (tied.get(one, one) for one in aliases.get(name, ()))
+                source = next((one for one in known if one in stored), None)
             if source is None:
                 self.findings.lack(slot, name)
             elif self._fits(slot, name, tensor, stored[source]):
