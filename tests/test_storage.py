@@ -90,6 +90,20 @@ def test_any_range_is_read(tmp_path_factory, size: int, one, two) -> None:
         assert into == data[start:stop]
 
 
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 6000))
+@settings(max_examples=60)
+def test_parts_of_a_range_come_in_order_and_are_there_when_they_come(tmp_path_factory, one, two, most: int) -> None:
+    data = np.random.default_rng(0).bytes(5000)
+    file = tmp_path_factory.mktemp("file") / "data"
+    file.write_bytes(data)
+    start, stop = sorted((one, two))
+    into = bytearray(stop - start)
+    with mock.patch.object(bulk, "_PART", most), BulkReader(file) as reader:
+        parts = [bytes(part) for part in reader.read_in_parts(start, memoryview(into))]
+    assert into == b"".join(parts) == data[start:stop]
+    assert all(0 < len(part) <= most for part in parts)
+
+
 @pytest.mark.parametrize("start", [0, 1, SECTOR - 1, SECTOR, SECTOR + 100, 2 * SECTOR + 200, 5 * SECTOR])
 def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, start: int) -> None:
     file = tmp_path / "data"

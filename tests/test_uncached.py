@@ -49,10 +49,11 @@ def test_any_range_is_read(tmp_path_factory, size: int, one: int, two: int, sect
     file = tmp_path_factory.mktemp("uncached") / "data"
     file.write_bytes(data)
     start, stop = sorted((min(one, size), min(two, size)))
-    into = bytearray(stop - start)
+    into, again = bytearray(stop - start), bytearray(stop - start)
     with always_direct(most=sectors * SECTOR) as reads, Uncached()(file) as reader:
         reader.read(start, memoryview(into))
-    assert into == data[start:stop]
+        parts = [bytes(part) for part in reader.read_in_parts(start, memoryview(again))]
+    assert into == again == b"".join(parts) == data[start:stop]
     assert all(call.args[2] % SECTOR == 0 == len(call.args[1][0]) % SECTOR for call in reads.call_args_list)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ class Opened(Closing):
             into[:] = source.data[offset : offset + len(into)]
         else:
             self._readers.read(source, offset, into)
+
+    def read_in_parts(self, number: int, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """The same; gives each part of ``into``, in order, when it has just been filled."""
+        source = self._sources[number]
+        if isinstance(source, Path):
+            yield from self._readers.read_in_parts(source, offset, into)
+        else:
+            self.read(number, offset, into)
+            yield into
 
     def close(self) -> None:
         """Close all files."""

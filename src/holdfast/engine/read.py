@@ -59,16 +59,24 @@ def _read_all(opened: Opened, chunks: Iterable[Chunk], sink_of: SinkOf, moved: M
 
 def _read(chunk: Chunk, sink_of: SinkOf, buffers: Buffers, opened: Opened) -> list[tuple[int, Fragment]]:
     in_place = _view(chunk.pieces[0], sink_of) if len(chunk.pieces) == 1 else None
-    data = buffers.get()[: chunk.size] if in_place is None else in_place
+    if in_place is not None:
+        crc = 0
+        for filled in opened.read_in_parts(chunk.file, chunk.offset, in_place.data):
+            crc = crc64(filled, crc)
+        return [_fragment(chunk.pieces[0], crc)]
+    data = buffers.get()[: chunk.size]
     opened.read(chunk.file, chunk.offset, data.data)
     found = []
     for piece in chunk.pieces:
         at = piece.offset - chunk.offset
         part = data[at : at + piece.stop - piece.start]
-        if in_place is None:
-            sink_of(piece.tensor).write(piece.local, part)
-        found.append((piece.tensor, Fragment(piece.start, piece.stop, crc64(part))))
+        sink_of(piece.tensor).write(piece.local, part)
+        found.append(_fragment(piece, crc64(part)))
     return found
+
+
+def _fragment(piece: Piece, crc: int) -> tuple[int, Fragment]:
+    return piece.tensor, Fragment(piece.start, piece.stop, crc)
 
 
 def _view(piece: Piece, sink_of: SinkOf) -> Bytes | None:

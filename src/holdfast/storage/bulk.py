@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from holdfast.errors import DamagedError
@@ -23,6 +23,9 @@ SECTOR = 4096
 #: Bytes that go into the page cache at once. More are kept in larger pages, of which a virtual machine whose host takes
 #: free memory back has none at hand: that was four times slower (measured).
 _CACHED = 128 * 2**10
+
+#: Bytes read out of the page cache at once where each part is looked at: it is in the processor's cache then.
+_PART = 2**20
 
 #: Beginnings and ends of ranges, each shorter than a sector, that wait to be written at once.
 _EDGES = 512
@@ -142,6 +145,16 @@ class BulkReader(Closing):
 
         Safe to call from several threads.
         """
+        self._read_cached(offset, into)
+
+    def read_in_parts(self, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Fill ``into`` as :meth:`read` does, and give each part of it, in order, when it has just been filled."""
+        for start in range(0, len(into), _PART):
+            part = into[start : start + _PART]
+            self._read_cached(offset + start, part)
+            yield part
+
+    def _read_cached(self, offset: int, into: memoryview) -> None:
         with reported("read", self._path):
             done = 0
             while done < len(into):

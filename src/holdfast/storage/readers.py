@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from holdfast.storage.bulk import BulkReader
@@ -31,12 +31,17 @@ class Readers(Closing):
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` bytes on. Raises ``DamagedError`` where the file ends before."""
-        reader = self._open.get(path) or self._keep(path)
-        if reader is not None:
+        with self._reader(path) as reader:
             reader.read(offset, into)
-            return
-        with self._opened(path) as reader:
-            reader.read(offset, into)
+
+    def read_in_parts(self, path: Path, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """The same; gives each part of ``into``, in order, when it has just been filled."""
+        with self._reader(path) as reader:
+            yield from reader.read_in_parts(offset, into)
+
+    def _reader(self, path: Path) -> AbstractContextManager[BulkReader]:
+        kept = self._open.get(path) or self._keep(path)
+        return self._opened(path) if kept is None else nullcontext(kept)
 
     def _keep(self, path: Path) -> BulkReader | None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +42,21 @@ class UncachedReader(BulkReader):
 
     def read(self, offset: int, into: memoryview) -> None:
         """See :class:`BulkReader`."""
-        fd, size = self._direct, len(into)
-        if fd is None or size < _LEAST or is_cached(fd, offset, size) or not self._has_read(fd, offset, into):
+        if not self._has_read(offset, into):
             super().read(offset, into)
 
-    def _has_read(self, fd: int, offset: int, into: memoryview) -> bool:
-        """Read past the page cache. Returns whether the file system could."""
+    def read_in_parts(self, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """See :class:`BulkReader`."""
+        if self._has_read(offset, into):
+            yield into
+        else:
+            yield from super().read_in_parts(offset, into)
+
+    def _has_read(self, offset: int, into: memoryview) -> bool:
+        """Read past the page cache. Returns whether that is for such a range, and the file system could."""
+        fd, size = self._direct, len(into)
+        if fd is None or size < _LEAST or is_cached(fd, offset, size):
+            return False
         with reported("read", self._path):
             try:
                 self._read_direct(fd, offset, np.frombuffer(into, np.uint8))
