@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from contextlib import suppress
 
@@ -12,25 +13,41 @@ import numpy.typing as npt
 #: Where the address of a large page begins, and its size, in bytes.
 _LARGE = 2 * 2**20
 
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
+_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+
+#: Linux's ``MADV_WIPEONFORK``, which Python has no name for.
+_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 def aligned_buffer(size: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory for ``size`` bytes that starts on a page; in large pages, where the system has them.
 
     A disk is told each page by itself: direct I/O of large ones took two thirds of the time (docs/performance.md).
+    A process that is forked later, as a worker of a data loader, finds zeros in it. Raises ``MemoryError``.
     """
     if size < _LARGE:
-        return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
-    # Private, as shared memory has no large pages. What is not touched takes no memory.
-    length = (-(-size // _LARGE) + 1) * _LARGE
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if _ADVICE is not None:
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(_ADVICE)
+        return np.frombuffer(_memory(max(size, 1)), np.uint8)[:size]
+    memory = _memory((-(-size // _LARGE) + 1) * _LARGE)
+    _advise(memory, _HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _LARGE
     return whole[start : start + size]
+
+
+def _memory(size: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of memory for buffers cannot be had: {error.strerror}") from error
+    # Else what is written after a fork would be copied, large pages and all, as long as the other process lives.
+    _advise(memory, _WIPEONFORK)
+    return memory
+
+
+def _advise(memory: mmap.mmap, advice: int | None) -> None:
+    if advice is not None:
+        with suppress(OSError):  # a kernel that does not know it
+            memory.madvise(advice)
 
 
 class Buffers:
