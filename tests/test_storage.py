@@ -20,6 +20,7 @@ from holdfast.errors import DamagedError, StorageError, TagExistsError, UnsafeNa
 from holdfast.storage import bulk, folders, local
 from holdfast.storage.bulk import SECTOR, BulkReader, BulkWriter
 from holdfast.storage.memory import aligned_buffer
+from holdfast.storage.uncached import Uncached
 
 
 def at_offset(offset: int, data: bytes) -> memoryview:
@@ -142,6 +143,42 @@ def test_parts_of_sectors_are_not_written_between_direct_writes(tmp_path: Path) 
     assert file.read_bytes()[100 : len(data)] == data[100:]
 
 
+def test_ranges_of_less_than_a_sector_wait_too(tmp_path: Path) -> None:
+    file, data = tmp_path / "data", noise(2 * SECTOR)
+    local.allocate(file, len(data))
+    with BulkWriter(file) as writer:
+        with mock.patch.object(os, "pwrite", wraps=os.pwrite) as pwrite:
+            writer.write(100, at_offset(100, data[100:2000]))
+            writer.write(SECTOR - 50, at_offset(SECTOR - 50, data[SECTOR - 50 : SECTOR + 50]))
+            assert not pwrite.called
+        writer.sync()
+    assert file.read_bytes()[100:2000] == data[100:2000]
+    assert file.read_bytes()[SECTOR - 50 : SECTOR + 50] == data[SECTOR - 50 : SECTOR + 50]
+
+
+@pytest.mark.parametrize("refusal", ["open", errno.EINVAL, errno.EOPNOTSUPP])
+def test_without_direct_writes_little_goes_into_the_page_cache_at_once(tmp_path: Path, refusal: str | int) -> None:
+    file, data, plain = tmp_path / "data", noise(2**20), os.pwrite
+    local.allocate(file, len(data))
+    sizes: list[int] = []
+
+    def written(fd: int, view: memoryview, at: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(refusal, "refused")
+        sizes.append(len(view))
+        return plain(fd, view, at)
+
+    opened = {"return_value": None} if refusal == "open" else {"wraps": bulk.open_direct}
+    with (
+        mock.patch.object(bulk, "open_direct", **opened),
+        BulkWriter(file) as writer,
+        mock.patch.object(os, "pwrite", written),
+    ):
+        writer.write(0, at_offset(0, data))
+    assert file.read_bytes() == data
+    assert max(sizes) <= 2**17
+
+
 def test_data_at_an_address_of_no_use_for_direct_writes_arrives_all_the_same(tmp_path: Path) -> None:
     file, data = tmp_path / "data", noise(3 * SECTOR)
     local.allocate(file, len(data))
@@ -169,6 +206,29 @@ def test_a_large_buffer_is_in_large_pages_where_the_system_has_them() -> None:
     assert large_pages() - before >= 16 * 2**20
 
 
+@pytest.mark.parametrize("size", [2**20, 4 * 2**20])
+def test_a_process_that_is_forked_has_no_part_in_a_buffer(size: int) -> None:
+    """What two processes would both stage into, each would find the other's bytes in."""
+    buffer = aligned_buffer(size)
+    buffer[:] = 1
+    child = os.fork()
+    if not child:
+        there = int(buffer.max())
+        buffer[:] = 2
+        os._exit(there)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0  # zeros
+    assert int(buffer.min()) == int(buffer.max()) == 1
+
+
+@pytest.mark.parametrize("size", [1000, 4 * 2**20])
+def test_memory_that_cannot_be_had_is_the_usual_error(size: int) -> None:
+    with (
+        mock.patch("mmap.mmap", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")),
+        pytest.raises(MemoryError, match="Cannot allocate memory"),
+    ):
+        aligned_buffer(size)
+
+
 def large_pages() -> int:
     """Bytes of this process in large pages."""
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -179,14 +239,15 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("kind", [BulkReader, BulkWriter])
+@pytest.mark.parametrize("kind", [BulkReader, BulkWriter, Uncached()])
 def test_no_file_stays_open(tmp_path: Path, kind) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x")
     before = open_descriptors()
-    with kind(file):
+    with kind(file) as opened:
         assert open_descriptors() > before
     assert open_descriptors() == before
+    opened.close()  # once more does nothing
 
 
 def test_no_file_stays_open_where_there_are_too_many(tmp_path: Path) -> None:

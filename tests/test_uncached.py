@@ -78,14 +78,15 @@ def test_reads_that_end_early_are_gone_on_with(tmp_path: Path) -> None:
     assert into == data[3 : 5 * SECTOR + 3]
 
 
-def test_where_the_file_system_has_other_sectors_the_page_cache_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_the_file_system_cannot_read_so_the_page_cache_is_used(tmp_path: Path, number: int) -> None:
     data, plain = noise(3 * SECTOR), os.preadv
     file, into = tmp_path / "data", bytearray(SECTOR)
     file.write_bytes(data)
 
     def refuse(fd: int, views: list[memoryview], at: int) -> int:
         if at % SECTOR == 0:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, "refused")
         return plain(fd, views, at)
 
     with always_direct(), mock.patch.object(os, "preadv", refuse), Uncached()(file) as reader:

@@ -30,6 +30,12 @@ _PART = 2**20
 #: Beginnings and ends of ranges, each shorter than a sector, that wait to be written at once.
 _EDGES = 512
 
+#: What file systems say that have no direct I/O, at all or for such a file or range.
+NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+#: In place of the number of a file that has been closed.
+CLOSED = -1
+
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -45,6 +51,10 @@ class Writer(Closing):
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes. Safe to call from several threads for ranges that do not overlap."""
 
+    def _write_cached(self, data: memoryview, offset: int) -> None:
+        for start in range(0, len(data), _CACHED):
+            _write_all(self._cached, data[start : start + _CACHED], offset + start)
+
     def sync(self) -> None:
         """Make everything written so far durable."""
         with reported("sync", self._path):
@@ -53,7 +63,7 @@ class Writer(Closing):
     def close(self) -> None:
         """Close the file; not a sync."""
         # Numbers of closed files are given to others: nothing must be written to them.
-        fd, self._cached = self._cached, -1
+        fd, self._cached = self._cached, CLOSED
         close_file(fd, self._path)
 
 
@@ -63,8 +73,7 @@ class CachedWriter(Writer):
     def write(self, offset: int, data: memoryview) -> None:
         """See :class:`Writer`."""
         with reported("write", self._path):
-            for start in range(0, len(data), _CACHED):
-                _write_all(self._cached, data[start : start + _CACHED], offset + start)
+            self._write_cached(data, offset)
 
 
 class BulkWriter(Writer):
@@ -90,19 +99,19 @@ class BulkWriter(Writer):
         first = min(-offset % SECTOR, len(data))
         last = first + (len(data) - first) // SECTOR * SECTOR
         with reported("write", self._path):
-            if self._direct is None or first == last:
-                _write_all(self._cached, data, offset)
+            if self._direct is None:
+                self._write_cached(data, offset)
                 return
-            self._write_direct(data[first:last], offset + first)
+            self._write_direct(self._direct, data[first:last], offset + first)
             self._put_off([(offset, data[:first]), (offset + last, data[last:])])
 
-    def _write_direct(self, data: memoryview, offset: int) -> None:
+    def _write_direct(self, fd: int, data: memoryview, offset: int) -> None:
         try:
-            _write_all(self._direct, data, offset)
+            _write_all(fd, data, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in NOT_DIRECT:
                 raise
-            _write_all(self._cached, data, offset)
+            self._write_cached(data, offset)
 
     def _put_off(self, edges: Iterable[tuple[int, memoryview]]) -> None:
         with self._lock:
@@ -165,7 +174,7 @@ class BulkReader(Closing):
 
     def close(self) -> None:
         """Close the file."""
-        fd, self._fd = self._fd, -1
+        fd, self._fd = self._fd, CLOSED
         close_file(fd, self._path)
 
 
@@ -176,21 +185,19 @@ def open_direct(path: Path, access: int) -> int | None:
     try:
         return os.open(path, access | os.O_CLOEXEC | _DIRECT)
     except OSError as error:
-        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+        if error.errno in NOT_DIRECT:
             return None
         raise
 
 
 def close_file(fd: int | None, path: Path) -> None:
-    """Close what is open."""
-    if fd is not None:
+    """Close a file that is open."""
+    if fd is not None and fd != CLOSED:
         with reported("close", path):
             os.close(fd)
 
 
-def _write_all(fd: int | None, data: memoryview, offset: int) -> None:
-    if fd is None:
-        raise ValueError("the file is closed")
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         written = os.pwrite(fd, data[done:], offset + done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import DamagedError
-from holdfast.storage.bulk import SECTOR, BulkReader, close_file, open_direct
+from holdfast.storage.bulk import NOT_DIRECT, SECTOR, BulkReader, close_file, open_direct
 from holdfast.storage.local import reported
 from holdfast.storage.memory import Buffers
 from holdfast.storage.residency import is_cached
@@ -61,7 +60,7 @@ class UncachedReader(BulkReader):
             try:
                 self._read_direct(fd, offset, np.frombuffer(into, np.uint8))
             except OSError as error:
-                if error.errno == errno.EINVAL:
+                if error.errno in NOT_DIRECT:
                     return False
                 raise
         return True
@@ -92,7 +91,7 @@ class Uncached:
     """Opens files to be read so, with buffers that all of them share."""
 
     def __init__(self) -> None:
-        self._buffers = Buffers(_MOST + 2 * SECTOR)
+        self._buffers = Buffers(_MOST + SECTOR)
 
     def __call__(self, path: Path) -> UncachedReader:
         """Open a file."""
@@ -100,5 +99,8 @@ class Uncached:
 
 
 def _is_on_disk(fd: int) -> bool:
-    """Whether a file is on a disk of this machine: others have no device number of their own."""
+    """Whether a file is on a disk of this machine, as its device's number tells: ext4 and XFS have the disk's.
+
+    Those without a disk have a number that means nothing, and so have some that are on one (Btrfs, ZFS, overlays).
+    """
     return os.major(os.fstat(fd).st_dev) > 0
