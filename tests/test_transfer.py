@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -164,6 +165,26 @@ def test_the_first_error_in_a_thread_is_raised_and_stops_the_rest() -> None:
     with pytest.raises(ValueError, match="number 3"):
         in_threads(work, range(10_000))
     assert len(done) < 10_000
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_threads_that_were_started_have_ended_when_one_could_not_be(error: BaseException) -> None:
+    plain, started, done = threading.Thread.start, [], []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise error
+        started.append(thread)
+        plain(thread)
+
+    def work(number: int) -> None:
+        time.sleep(0.05)
+        done.append(number)
+
+    with mock.patch.object(threading.Thread, "start", start), pytest.raises(type(error)):
+        in_threads(work, range(100))
+    assert not any(thread.is_alive() for thread in started)
+    assert len(done) <= 4
 
 
 def test_every_thread_has_one_page_aligned_buffer_of_its_own() -> None:

@@ -103,13 +103,22 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
                 errors.append(error)
 
     threads = [threading.Thread(target=run, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        _join(thread, errors)
+    _run(threads, errors)
     if errors:
         raise errors[0]
     return [done[number] for number in range(len(items))]
+
+
+def _run(threads: Sequence[threading.Thread], errors: list[BaseException]) -> None:
+    """Start threads, and wait for those that could be started."""
+    try:
+        for thread in threads:
+            thread.start()
+    except BaseException as error:  # noqa: BLE001 - an interrupt, or no more threads; raised by the caller
+        errors.append(error)
+    for thread in threads:
+        if thread.ident is not None:
+            _join(thread, errors)
 
 
 def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
