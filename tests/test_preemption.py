@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,6 +73,35 @@ def test_a_second_interrupt_interrupts() -> None:
         assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_that_comes_while_handlers_are_installed_counts() -> None:
+    plain = signal.signal
+
+    def then_told(number: int, handler: Any) -> Any:
+        before = plain(number, handler)
+        if handler is not before and callable(handler):
+            os.kill(os.getpid(), number)
+        return before
+
+    with mock.patch.object(signal, "signal", then_told):
+        stop = holdfast.preemption(signal.SIGUSR1)
+    with stop:
+        assert stop.requested()
+
+
+def test_a_process_that_was_forked_ends_as_it_would_without() -> None:
+    with holdfast.preemption(signal.SIGTERM) as stop:
+        ready, say = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(say, b".")  # before this, Python forgets signals: they may be the parent's
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop.requested()
 
 
 def test_a_signal_that_cannot_be_handled_is_refused_and_the_others_are_left_as_they_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -56,8 +57,10 @@ class Preemption(Closing):
 
     def __init__(self, signals: Iterable[int], ranks: Ranks, timeout: float) -> None:
         session = ranks.session(timeout)
+        self._process = os.getpid()
         self._told: set[int] = set()
-        self._previous = _handle(signals, self._take)
+        self._previous: dict[int, Any] = {}
+        _handle(signals, self._take, self._previous)
         self._closing = threading.Event()
         self._calls = None if session.store is None else Calls(session, session.store)
         self._thread: threading.Thread | None = None
@@ -94,6 +97,10 @@ class Preemption(Closing):
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
+        if os.getpid() != self._process:  # forked meanwhile, as a worker: it has nothing to save
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+            return
         if number == signal.SIGINT and number in self._told and callable(previous):
             previous(number, frame)
         self._told.add(number)
@@ -115,16 +122,16 @@ class Preemption(Closing):
             calls.leave()
 
 
-def _handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Install a handler. What had the signals before, by number."""
+def _handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], None], previous: dict[int, Any]) -> None:
+    """Install a handler. What had the signals before goes into ``previous``, before the handler may look there."""
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("preemption() handles signals: call it in the main thread")
-    previous: dict[int, Any] = {}
     for number in signals:
         try:
-            previous[number] = signal.signal(number, handler) or signal.SIG_DFL
+            previous[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, handler)
         except (OSError, ValueError, TypeError) as error:
             for done, before in previous.items():
-                signal.signal(done, before)
+                with suppress(OSError, ValueError, TypeError):  # the one that cannot be handled
+                    signal.signal(done, before)
             raise InvalidArgumentError(f"the signal {number!r} cannot be handled: {error}") from error
-    return previous
