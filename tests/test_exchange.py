@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ def small() -> Iterator[None]:
             for name, size in SMALL.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, size)
-        patch.setattr(BulkWriter, "sync", lambda _: None)
+        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 
@@ -398,13 +399,13 @@ Ranges = list[tuple[Path, int, int]]
 def counted_reads() -> Iterator[Ranges]:
     """All that any rank reads."""
     found: Ranges = []
-    whole = BulkReader.read
+    whole = BulkReader._read_cached
 
     def counted(reader: BulkReader, offset: int, into: memoryview) -> None:
         found.append((reader._path, offset, offset + len(into)))
         whole(reader, offset, into)
 
-    with mock.patch.object(BulkReader, "read", counted):
+    with mock.patch.object(BulkReader, "_read_cached", counted):
         yield found
 
 

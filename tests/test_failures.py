@@ -43,7 +43,7 @@ LOADING = [
     "holdfast.engine.wire.Wire.receive",
     "holdfast.engine.wire.Wire.wait",
     "holdfast.engine.stripes.Share.take",
-    "holdfast.storage.bulk.BulkReader.read",
+    "holdfast.engine.opened.Opened.read",
     "holdfast.engine.checks.Checks.check_own",
     "holdfast.state.restore.Intake.apply",
 ]

@@ -82,7 +82,7 @@ LOADING = (
     Point("matched", _POST, after=True, phase="reading the metadata"),
     Point("planning", "holdfast.reading.plan_load"),
     Point("making a group to exchange over", "holdfast.engine.ranks._gloo_beside", needs="a group beside"),
-    Point("reading", "holdfast.storage.bulk.BulkReader.read"),
+    Point("reading", "holdfast.engine.opened.Opened.read"),
     Point("sending a stripe", "holdfast.engine.wire.Wire.send"),
     Point("receiving a stripe", "holdfast.engine.wire.Wire.receive"),
     Point("waiting for a stripe", "holdfast.engine.wire.Wire.wait"),

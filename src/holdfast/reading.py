@@ -101,7 +101,7 @@ class Reading:
         found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
         for (key, target), pieces in zip(intake.more, self.more, strict=True):
             sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
-            for tensor, fragments in read_pieces(self.files, pieces, sinks.__getitem__, moved).items():
+            for tensor, fragments in read_common(self.files, pieces, ranks.rank, sinks.__getitem__, moved).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found
 
