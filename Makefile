@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests start very many processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test interop coverage test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
