@@ -45,7 +45,7 @@ for action in ("save", "load"):
 
 @pytest.mark.parametrize("layout", ["plain", "strided"])
 def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: str) -> None:
-    for megabytes in (64, 256):
+    for megabytes in (128, 512):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / str(megabytes)), str(megabytes), layout]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         for beside in map(int, done.stdout.split()):

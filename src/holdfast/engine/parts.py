@@ -40,7 +40,9 @@ class Part:
 
     def runs(self) -> Iterator[Run]:
         """Its runs in bytes of the tensor, ascending."""
-        return iter(self.segments[0]) if len(self.shape) == 1 else merged(_product(self.shape, self.segments))
+        if len(self.shape) == 1:  # merged already, as the segments of every axis are
+            return iter(self.segments[0])
+        return merged(_product(self.shape, self.segments))
 
     @property
     def run_length(self) -> int:

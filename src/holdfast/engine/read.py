@@ -60,11 +60,19 @@ def _read_all(opened: Opened, chunks: Iterable[Chunk], sink_of: SinkOf, moved: M
 def _read(chunk: Chunk, sink_of: SinkOf, buffers: Buffers, opened: Opened) -> list[tuple[int, Fragment]]:
     in_place = _view(chunk.pieces[0], sink_of) if len(chunk.pieces) == 1 else None
     if in_place is not None:
-        crc = 0
-        for filled in opened.read_in_parts(chunk.file, chunk.offset, in_place.data):
-            crc = crc64(filled, crc)
-        return [_fragment(chunk.pieces[0], crc)]
-    data = buffers.get()[: chunk.size]
+        return [_read_in_place(chunk, in_place, opened)]
+    return _read_apart(chunk, sink_of, buffers.get()[: chunk.size], opened)
+
+
+def _read_in_place(chunk: Chunk, into: Bytes, opened: Opened) -> tuple[int, Fragment]:
+    crc = 0
+    for filled in opened.read_in_parts(chunk.file, chunk.offset, into.data):
+        crc = crc64(filled, crc)
+    return _fragment(chunk.pieces[0], crc)
+
+
+def _read_apart(chunk: Chunk, sink_of: SinkOf, data: Bytes, opened: Opened) -> list[tuple[int, Fragment]]:
+    """Read into a buffer, and hand each piece to its sink."""
     opened.read(chunk.file, chunk.offset, data.data)
     found = []
     for piece in chunk.pieces:

@@ -103,13 +103,13 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
                 errors.append(error)
 
     threads = [threading.Thread(target=run, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))]
-    _run(threads, errors)
+    _run_to_the_end(threads, errors)
     if errors:
         raise errors[0]
     return [done[number] for number in range(len(items))]
 
 
-def _run(threads: Sequence[threading.Thread], errors: list[BaseException]) -> None:
+def _run_to_the_end(threads: Sequence[threading.Thread], errors: list[BaseException]) -> None:
     """Start threads, and wait for those that could be started."""
     try:
         for thread in threads:

@@ -34,7 +34,7 @@ _EDGES = 512
 NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 #: In place of the number of a file that has been closed.
-CLOSED = -1
+_CLOSED = -1
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -63,7 +63,7 @@ class Writer(Closing):
     def close(self) -> None:
         """Close the file; not a sync."""
         # Numbers of closed files are given to others: nothing must be written to them.
-        fd, self._cached = self._cached, CLOSED
+        fd, self._cached = self._cached, _CLOSED
         close_file(fd, self._path)
 
 
@@ -174,7 +174,7 @@ class BulkReader(Closing):
 
     def close(self) -> None:
         """Close the file."""
-        fd, self._fd = self._fd, CLOSED
+        fd, self._fd = self._fd, _CLOSED
         close_file(fd, self._path)
 
 
@@ -192,7 +192,7 @@ def open_direct(path: Path, access: int) -> int | None:
 
 def close_file(fd: int | None, path: Path) -> None:
     """Close a file that is open."""
-    if fd is not None and fd != CLOSED:
+    if fd is not None and fd != _CLOSED:
         with reported("close", path):
             os.close(fd)
 
