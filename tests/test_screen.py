@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pty
@@ -59,6 +60,8 @@ class Terminal:
         )
         os.close(theirs)
         self.raw = ""
+        # A character may come in two reads.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def read(self, seconds: float = 60.0) -> bool:
         """Take in what has been written; ``False`` at the end."""
@@ -68,7 +71,7 @@ class Terminal:
             data = os.read(self._ours, 65536)
         except OSError:  # the other end is closed
             data = b""
-        self.raw += data.decode()
+        self.raw += self._decoder.decode(data)
         return bool(data)
 
     def type(self, keys: bytes) -> None:
