@@ -14,6 +14,9 @@ from holdfast.layout.blocks import crc64
 
 Bytes = npt.NDArray[np.uint8]
 
+#: Up to so many bytes, letting other threads run meanwhile, as NumPy does, takes longer than the copy.
+_SMALL = 64 * 2**10
+
 
 class Sink(Protocol):
     """Where bytes that are read go."""
@@ -73,7 +76,7 @@ class LocalPart:
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._flat is not None:
-            np.copyto(into, self._flat[start : start + len(into)])
+            _copy(into, self._flat[start : start + len(into)])
             return
         for part, values in self._boxes(start, into):
             values.copy_(part)
@@ -89,7 +92,7 @@ class LocalPart:
     def write(self, start: int, data: Bytes) -> None:
         """Replace the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._flat is not None:
-            np.copyto(self._flat[start : start + len(data)], data)
+            _copy(self._flat[start : start + len(data)], data)
             return
         for part, values in self._boxes(start, data):
             part.copy_(values)
@@ -103,6 +106,13 @@ class LocalPart:
             size = part.numel() * width
             yield part, torch.from_numpy(data[done : done + size]).view(self.dtype).view(part.shape)
             done += size
+
+
+def _copy(into: Bytes, data: Bytes) -> None:
+    if len(data) > _SMALL:
+        np.copyto(into, data)
+    else:
+        into.data[:] = data.data
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 from holdfast.errors import DamagedError
@@ -87,8 +88,8 @@ class SafetensorsFile:
             raise DamagedError(f"{CRC_KEY} of {self.path} is {error}") from error
         if len(row) != sum(counts):
             raise DamagedError(f"{CRC_KEY} of {self.path} has {len(row)} CRCs for {sum(counts)} blocks")
-        crcs = iter(row)
-        return {name: [next(crcs) for _ in range(count)] for (name, _), count in zip(entries, counts, strict=True)}
+        stops = accumulate(counts)
+        return {name: row[stop - count : stop] for (name, _), count, stop in zip(entries, counts, stops, strict=True)}
 
 
 class FileGroup:
@@ -107,7 +108,10 @@ class FileGroup:
     @cached_property
     def crcs(self) -> Mapping[str, list[int]]:
         """The CRCs of each tensor's blocks, of tensors in files that have them."""
-        return {name: crcs for file in self.files for name, crcs in file.crcs.items()}
+        found: dict[str, list[int]] = {}
+        for file in self.files:
+            found |= file.crcs
+        return found
 
     def home(self, name: str) -> SafetensorsFile:
         """The file that holds a tensor."""

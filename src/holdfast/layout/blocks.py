@@ -7,6 +7,7 @@ into its CRC whoever hashed what, so that no rank needs a byte that it does not 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -90,4 +91,4 @@ def from_hex(text: str) -> list[int]:
     """The inverse of :func:`to_hex`. Raises ``ValueError`` for anything else."""
     if len(text) % DIGITS or text.strip("0123456789abcdef"):
         raise ValueError("not a row of CRCs of 16 hexadecimal digits each")
-    return [int(text[i : i + DIGITS], 16) for i in range(0, len(text), DIGITS)]
+    return list(struct.unpack(f">{len(text) // DIGITS}Q", bytes.fromhex(text)))
