@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Tests start very many processes: each would compile all modules again.
+# Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test interop coverage test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
@@ -13,7 +13,7 @@ demo: .venv/installed
 
 #: Tests against other systems, or of what reads and writes their files.
 INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py fsdp1_checkpoints.py hub.py \
-	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py torch_files.py torch_writing.py \
+	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py torch_files*.py torch_writing.py \
 	trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
 
 #: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.

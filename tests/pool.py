@@ -92,7 +92,7 @@ def _serve(pipe: Connection, port: int) -> None:
         functions._defaults.clear()
         calls.saves = Saves()
         gc.collect()
-        gc.freeze()  # and through what the tests have imported since
+        gc.freeze()  # what is left are modules, which the task has imported
         # A group that one rank leaves while another still connects to it takes that one down.
         dist.barrier()
         pipe.send(result)

@@ -43,11 +43,10 @@ class Checks:
     def damage(self, found: Fragments, partial: Fragments) -> Iterator[tuple[int, DamagedError]]:
         """The blocks read whole that are not what was saved, by tensor; other fragments go into ``partial``."""
         for tensor, fragments in found.items():
-            group, name = self._numbered[tensor]
-            crcs = self._source.crcs(group, name)
+            crcs = self._crcs(tensor)
             if crcs is None:
                 continue
-            nbytes = self._source.groups[group][name].nbytes
+            nbytes = self._nbytes(tensor)
             for fragment in fragments:
                 block = fragment.start // BLOCK
                 if (fragment.start, fragment.stop) != span(block, nbytes):
