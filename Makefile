@@ -13,8 +13,8 @@ demo: .venv/installed
 
 #: Tests against other systems, or of what reads and writes their files.
 INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py fsdp1_checkpoints.py hub.py \
-	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py torch_files*.py torch_writing.py \
-	trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
+	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py peft.py torch_files*.py \
+	torch_writing.py trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
 
 #: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder

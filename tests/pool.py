@@ -12,6 +12,7 @@ import pickle
 import random
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from campaigns.kit.forks import CONTEXT
 from holdfast import functions
+from holdfast.background import background_saves
 from holdfast.parts import calls
 from holdfast.parts.saves import Saves
 
@@ -90,6 +92,9 @@ def _serve(pipe: Connection, port: int) -> None:
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
         functions._defaults.clear()
+        while background_saves._flights:
+            with suppress(Exception):  # that of a save which the task did not wait for
+                functions.finalize()
         calls.saves = Saves()
         gc.collect()
         gc.freeze()  # what is left are modules, which the task has imported

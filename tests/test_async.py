@@ -16,7 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StorageError
+from holdfast import functions
+from holdfast.background import background_saves
+from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StateError, StorageError
 from holdfast.moving import Moving
 from holdfast.saving import Save
 from tests.pool import Ranks
@@ -96,15 +98,45 @@ def test_a_context_manager_waits(tmp_path: Path) -> None:
 
 
 def test_the_arena_is_used_again(tmp_path: Path) -> None:
-    from holdfast.engine import stage
+    from holdfast.engine import staging_memory
 
+    holdfast.finalize()  # which gives back what tests before have left
     made = []
-    make = stage.aligned_buffer
-    with mock.patch.object(stage, "aligned_buffer", lambda size: made.append(size) or make(size)):
+    make = staging_memory.aligned_buffer
+    with mock.patch.object(staging_memory, "aligned_buffer", lambda size: made.append(size) or make(size)):
         checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
         for number in range(4):
             checkpointer.save(f"s{number}", {"w": torch.ones(1000)}).wait()
     assert len(made) == 1
+
+
+def test_saves_of_different_paths_use_the_same_memory_and_finalize_frees_it(tmp_path: Path) -> None:
+    holdfast.finalize()
+    memory = background_saves._memory
+    for number in range(8):
+        saved = holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(2**20)}, async_save=True)
+        saved.wait()
+        holdfast.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", use_async=True).wait()
+    (idle,) = memory._idle
+    assert 2**22 <= len(idle) < 2**22 + 2**20
+    with slow(0.3):
+        for number in range(5):  # these overlap, and each needs memory of its own
+            holdfast.save_checkpoint(tmp_path / f"o{number}", "s", {"w": torch.ones(2**18)}, async_save=True)
+    holdfast.Checkpointer(tmp_path / "o4").finalize()
+    for number in range(4):
+        holdfast.Checkpointer(tmp_path / f"o{number}").finalize()
+    assert len(memory._idle) <= 2
+    holdfast.finalize()
+    assert memory._idle == []
+
+
+def test_default_instances_of_many_paths_are_not_kept(tmp_path: Path) -> None:
+    first = holdfast.save_checkpoint(tmp_path / "0", "s", {"w": torch.ones(1)}).wait()
+    for number in range(1, 40):
+        holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)})
+    assert len(functions._defaults._checkpointers) <= 16
+    again = holdfast.save_checkpoint(tmp_path / "0", "t", {"w": torch.ones(1)}).wait()
+    assert again.run == first.run
 
 
 def save_then_change(path: str, layout: str) -> None:
@@ -213,9 +245,9 @@ def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path:
     model = {"w": torch.ones(1000)}
     checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
     with slow(0.5):
-        first = checkpointer.save("a", model)
+        checkpointer.save("a", model)
         model["w"].fill_(2)
-        with mock.patch.object(type(first), "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch("holdfast.background.wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             checkpointer.save("b", model)
         checkpointer.save("b", model)
         checkpointer.finalize()
@@ -262,3 +294,107 @@ def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: 
         with pytest.raises(MemoryError):
             holdfast.finalize()
         assert other.done()
+
+
+def fail_and_look_for_the_group(path: str) -> bool:
+    """Whether a group that was destroyed is alive after a save over it that failed, which nobody asked about."""
+    import gc
+    import weakref
+
+    group = dist.new_group([0, 1])
+    alive, model = weakref.ref(group), torch.nn.Linear(2, 2)
+    run = holdfast.Checkpointer(path, process_group=group, async_save=True)
+    with mock.patch("holdfast.moving.write_pieces", side_effect=StorageError(28, "the disk is full")):
+        run.save("s", model)
+        while background_saves._flights[-1].thread.is_alive():
+            time.sleep(0.01)
+    dist.destroy_process_group(group)
+    del run, group
+    gc.collect()
+    return alive() is not None
+
+
+def test_a_failure_that_nobody_asks_about_does_not_keep_the_process_group(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, fail_and_look_for_the_group, str(tmp_path)) == [False, False]
+
+
+def test_each_failure_is_raised_once_also_if_several_saves_have_failed(tmp_path: Path) -> None:
+    with mock.patch("holdfast.moving.write_pieces", side_effect=StorageError(28, "the disk is full")):
+        for number in range(2):
+            holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)}, async_save=True)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="the disk is full"):
+                holdfast.finalize()
+    holdfast.finalize()
+
+
+def in_threads(number: int, function: Any) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None] * number
+
+    def run(at: int) -> None:
+        try:
+            function(at)
+        except BaseException as error:  # noqa: BLE001
+            errors[at] = error
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return errors
+
+
+def test_one_of_several_threads_that_finalize_gets_the_error(tmp_path: Path) -> None:
+    with mock.patch("holdfast.engine.write.write_pieces", side_effect=StorageError(28, "full")), slow(0.2):
+        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
+        errors = in_threads(3, lambda _: holdfast.finalize())
+    assert sorted(type(error).__name__ for error in errors) == ["NoneType", "NoneType", "StorageError"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_threads_that_save_to_one_path_take_turns(tmp_path: Path, async_save: bool) -> None:
+    def save(at: int) -> None:
+        size = (64, 96, 32)[at]
+        for number in range(6):
+            model = {"w": torch.full((size, size), float(at))}
+            holdfast.save_checkpoint(tmp_path, f"{at}_{number}", model, async_save=async_save)
+
+    assert in_threads(3, save) == [None] * 3
+    holdfast.finalize()
+    for at, size in enumerate((64, 96, 32)):
+        for number in range(6):
+            assert torch.equal(
+                holdfast.open(tmp_path, f"{at}_{number}")["model/w"], torch.full((size, size), float(at))
+            )
+
+
+def test_a_listener_may_save_and_finalize_but_not_wait_for_its_own_save(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, holdfast.Saved) and not seen:
+            seen.append(event)
+            with pytest.raises(StateError, match="a listener of the save"):
+                handles[0].wait()
+            holdfast.finalize()
+            holdfast.save_checkpoint(tmp_path, "second", {"w": torch.ones(1)})
+            seen.append("saved")
+
+    handles: list[Any] = []
+    with slow(0.2):
+        handles.append(holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True, on_event=listen))
+        handles[0].wait(30)
+    assert seen[1:] == ["saved"]
+    assert {info.tag for info in holdfast.list_checkpoints(tmp_path)} == {"s", "second"}
+
+
+def test_polling_gives_the_result_or_says_that_it_is_not_there_yet(tmp_path: Path) -> None:
+    for number in range(20):
+        handle = holdfast.save_checkpoint(tmp_path, f"s{number}", {"w": torch.ones(1)}, async_save=True)
+        while True:
+            try:
+                assert handle.wait(0).tag == f"s{number}"
+                break
+            except RankTimeoutError:
+                continue

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import app
 from holdfast.cli.modules import modules
-from holdfast.cli.output import human_size
 from holdfast.cli.values import brief, lines
 from holdfast.layout.files import TensorInfo
+from holdfast.units import format_size
 from tests.training import trained
 
 CONTENT = {
@@ -177,14 +177,18 @@ class TestLs:
         assert (leftover["name"], leftover["tag"]) == (name, "step_4")
         assert leftover["bytes"] >= 50_000
 
-    @pytest.mark.parametrize("exists", [True, False], ids=["empty", "nonexistent"])
-    def test_no_checkpoint_at_all_is_exit_1_and_one_line(self, tmp_path: Path, exists: bool) -> None:
-        path = tmp_path / "run"
-        if exists:
-            path.mkdir()
-        result = call("ls", path, code=1)
+    def test_an_empty_folder_is_exit_1_and_one_line(self, tmp_path: Path) -> None:
+        result = call("ls", tmp_path, code=1)
+        assert (result.stdout, result.stderr) == ("", f"error: there is no checkpoint in {tmp_path}\n")
+
+    @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune --keep 1", "diff", "consolidate"])
+    @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+    def test_a_missing_folder_is_exit_2_everywhere(self, tmp_path: Path, command: str, more: list[str]) -> None:
+        name, *options = command.split()
+        paths = [tmp_path / "nothing"] * (2 if name == "diff" else 1)
+        result = call(name, *paths, *options, *more, code=2)
         assert result.stdout == ""
-        assert re.fullmatch(f"error: there is no .*{path}\n", result.stderr)
+        assert re.match(f"error: there is no .*{tmp_path}/nothing\n", result.stderr)
 
     def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
         (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
@@ -231,11 +235,21 @@ class TestShow:
         assert "--json has the rest" in text
         assert call_json("show", tmp_path)["values"]["user_content"] == content
 
+    def test_a_range_longer_than_a_list_can_be(self, tmp_path: Path) -> None:
+        long = range(10**60)
+        holdfast.save_checkpoint(tmp_path, "a", user_content={"r": long, "s": range(5)}, rng=False)
+        holdfast.save_checkpoint(tmp_path, "b", user_content={"r": range(1, 10**60), "s": range(5)}, rng=False)
+        text = call("show", tmp_path / "a").stdout
+        assert re.search(r"^  r +range\(0, 10{10,}\.\.\.0{10,}\)$", text, re.MULTILINE)
+        assert re.search(r"^  s +range\(0, 5\)$", text, re.MULTILINE)
+        assert call_json("show", tmp_path / "a")["values"]["user_content"]["r"] == str(long)
+        assert "1 value differs" in call("diff", tmp_path / "a", tmp_path / "b", code=1).stdout
+
     def test_of_a_run_it_shows_the_latest(self, made: Path) -> None:
         text = call("show", made).stdout
         assert re.search(rf"^path +{made / 'step_3'}$", text, re.MULTILINE)
         assert re.search(r"^saved +20\d\d-\d\d-\d\d \d\d:\d\d by 1 rank$", text, re.MULTILINE)
-        assert re.search(rf"^size +{human_size(size_on_disk(made / 'step_3'))} in \d+ files$", text, re.MULTILINE)
+        assert re.search(rf"^size +{format_size(size_on_disk(made / 'step_3'))} in \d+ files$", text, re.MULTILINE)
 
     def test_text_has_tensors_modules_and_values(self, made: Path) -> None:
         text = call("show", made).stdout
@@ -334,7 +348,7 @@ class TestVerify:
         assert (found["path"], found["status"], found["problems"]) == (str(made / "step_3"), "verified", [])
         assert (found["tensors"], found["checksummed"], found["bytes"]) == (len(sizes), len(sizes), sum(sizes))
         text = call("verify", made).stdout
-        assert f"{len(sizes)} tensors, {human_size(sum(sizes))} in " in text
+        assert f"{len(sizes)} tensors, {format_size(sum(sizes))} in " in text
         assert re.search(r"\d B/s\)$", text.replace("k", "").replace("M", "").replace("G", ""), re.MULTILINE)
 
     def test_names_every_damaged_tensor_and_only_those(self, run: Path) -> None:
@@ -391,7 +405,7 @@ class TestVerify:
         save_file({"theirs": torch.zeros(3)}, model / "b.safetensors")
         weight_map = {"ours": "model.safetensors", "theirs": "b.safetensors"}
         (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        assert "1 tensor of 2 have no checksums" in call("verify", model).stdout
+        assert "1 of 2 tensors has no checksums: only its structure" in call("verify", model).stdout
 
     def test_lists_no_more_problems_than_a_screen_takes(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {f"w{i}": torch.zeros(1) for i in range(30)})
@@ -420,6 +434,30 @@ class TestCalls:
     def test_wrong_arguments_are_exit_2(self, args: list[str]) -> None:
         assert "Usage" in call(*args, code=2).stderr
 
+    @pytest.mark.parametrize("options", [["--keep", "1"], ["--leftovers"]])
+    def test_a_checkpoint_is_no_run_to_be_pruned(self, made: Path, options: list[str]) -> None:
+        assert "is a checkpoint itself" in call("prune", made / "step_1", *options, code=2).stderr
+
+    @pytest.mark.parametrize("number", [0, -1])
+    def test_one_checkpoint_is_always_kept(self, run: Path, number: int) -> None:
+        assert f"--keep takes a number above 0, not {number}" in call("prune", run, "--keep", number, code=2).stderr
+        assert len(list(run.iterdir())) == 3
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--tp-size", "2"], "no options tp_size for 'hf'"),
+            (["--no-xser", "--dp-size", "1"], "no options dp_size, xser for 'hf'"),
+            (["--layout", "llama"], "layout is for NxD"),
+            (["--key", "model="], "--key takes PART=PATH"),
+        ],
+    )
+    def test_an_option_that_would_do_nothing_is_refused(
+        self, made: Path, tmp_path: Path, options: list[str], said: str
+    ) -> None:
+        assert said in call("convert", made, tmp_path / "out", "--to", "hf", *options, code=2).stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_version(self) -> None:
         assert call("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
@@ -435,10 +473,30 @@ class TestCalls:
     def test_a_reader_that_goes_away_is_no_error(self, tmp_path: Path) -> None:
         many = {f"a.rather.long.name.{i}": torch.zeros(1) for i in range(3000)}  # more than a pipe takes
         save_file(many, tmp_path / "model.safetensors")
-        command = f"{sys.executable} -m holdfast show {tmp_path} | head -1"
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)  # noqa: S602
-        assert done.stdout.startswith("path")
-        assert done.stderr == ""
+        for more in ("", "--json"):
+            command = f"{sys.executable} -m holdfast show {tmp_path} {more} | head -c 4; echo ${{PIPESTATUS[0]}}"
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+            assert re.fullmatch(r'(path|{"pa)141\n', done.stdout)  # what cat, grep and git give there
+            assert done.stderr == ""
+
+    @pytest.mark.parametrize("args", ["ls RUN", "ls RUN --json", "verify RUN", "convert RUN OUT --to dcp", "--help"])
+    def test_closed_streams_are_no_error_and_get_nothing(self, made: Path, tmp_path: Path, args: str) -> None:
+        """Not even what the files that are opened in their place would get."""
+        args = args.replace("RUN", str(made)).replace("OUT", str(tmp_path / "out"))
+        for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            command = f"{sys.executable} -W always -m holdfast {args} {closed}"
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert bool(done.stdout) == (">&-" not in closed.split())
+            if "convert" in args:
+                assert call_json("diff", made, tmp_path / "out", "model/*")["equal"]
+
+    @pytest.mark.parametrize("args", ["ls", "show", "ls --json"])
+    def test_what_cannot_be_written_is_exit_1(self, made: Path, args: str) -> None:
+        command = f"{sys.executable} -m holdfast {args} {made} > /dev/full"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
 class TestProgress:
@@ -491,7 +549,7 @@ class TestWords:
         ],
     )
     def test_sizes_have_three_digits(self, nbytes: int, text: str) -> None:
-        assert human_size(nbytes) == text
+        assert format_size(nbytes) == text
 
     def test_a_module_that_holds_nearly_everything_is_shown_by_its_parts(self) -> None:
         def big(n: int) -> TensorInfo:

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
+from contextlib import closing
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
 from typing import Any
 from unittest import mock
 
@@ -315,7 +317,13 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
 
 
 def die_converting(src: str, dst: str, to: str) -> None:
-    with mock.patch("holdfast.conversion.work.read_pieces", side_effect=lambda *_: os.kill(os.getpid(), SIGKILL)):
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), SIGKILL)
+
+    with (
+        mock.patch("holdfast.conversion.work.read_pieces", side_effect=die),
+        mock.patch("holdfast.conversion.planned._finish", side_effect=die),
+    ):
         holdfast.convert(src, dst, to=to)
 
 
@@ -328,6 +336,72 @@ def test_what_a_killed_conversion_has_left_is_cleaned_up(saved: Path, tmp_path: 
     assert len(list(tmp_path.glob(".out.*"))) == 1
     clean_up(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
+def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left(
+    saved: Path, tmp_path: Path, to: str
+) -> None:
+    process = CONTEXT.Process(target=die_converting, args=(str(saved), str(tmp_path / "out"), to))
+    process.start()
+    process.join()
+    (left,) = tmp_path.glob(".out.*")
+    others = [tmp_path / f".{tag}.fedcba9876543210.0123456789abcdef.partial" for tag in ("out", "other")]
+    for folder in others:
+        folder.mkdir()
+    with closing(Lock(others[0])):  # a conversion that is still under way
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=True)
+    assert {path.name for path in tmp_path.glob(".*")} == {folder.name for folder in others}
+    assert left not in others
+
+
+@pytest.mark.parametrize("to", ["hf", "native", "nxd"])
+def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_path: Path, to: str) -> None:
+    """Not into another one than the one that is converted, either."""
+    run = saved.parent
+    holdfast.save_checkpoint(run, "later", {"w": torch.zeros(1)})
+    before = contents(run)
+    for final in (saved / "x", saved / "model/x", saved / "new/x"):
+        with pytest.raises(InvalidArgumentError, match=f"lies in the checkpoint {saved}: choose"):
+            holdfast.convert(run, final, to=to, model_only=True)
+    assert contents(run) == before
+    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
+    holdfast.convert(run, tmp_path / "beside", to=to, model_only=True)
+
+
+#: Runs a command that writes each part of a tensor slowly.
+SLOWLY = """
+import time
+from holdfast.cli.entry import main
+from holdfast.conversion import planned
+from holdfast.engine import write
+def slowly(quick):
+    def work(*arguments):
+        time.sleep(0.3)
+        return quick(*arguments)
+    return work
+write._write, planned._write = slowly(write._write), slowly(planned._write)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
+@pytest.mark.parametrize("to", ["native", "dcp", "lightning", "nxd"])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, to: str, number: Signals) -> None:
+    model = {f"w{n}": torch.zeros(2**20) for n in range(24)}
+    holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", SLOWLY, "convert", str(tmp_path / "a"), str(tmp_path / "out/new"), "--to", to]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(number)
+        _, said = process.communicate()
+    assert process.returncode == 128 + number
+    assert said == ("error: interrupted\n" if number == SIGINT else "")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def convert_together(src: str, dst: str, to: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -145,12 +146,44 @@ def test_metadata_that_runs_code(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("kind", EVIL)
-def test_values_that_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    path = save(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "evil": EVIL[kind]})
+def test_values_that_run_code_are_refused_and_keep_nobody_from_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    path = save(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "evil": EVIL[kind], "epoch": 5})
     monkeypatch.chdir(path)
     before = sorted(path.iterdir())
-    assert_refused(path, UnsafePickleError)
+    with pytest.raises(
+        UnsafePickleError, match=rf"{path}.*evil.*torch\.distributed\.checkpoint\.load.*weights_only=False"
+    ):
+        look(path)
+    with pytest.raises(UnsafePickleError, match="evil"):
+        holdfast.convert(path, tmp_path / "out", to="native")
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, 3))
+    content = holdfast.load_checkpoint(path, model=model)
+    assert torch.equal(model.w, torch.ones(4, 3))
+    assert content["epoch"] == 5
+    assert "does not run" in repr(content["evil"])
+    assert "user_content value evil is not read" in caplog.text
+    assert torch.equal(holdfast.open(path)["model/w"], torch.ones(4, 3))
     assert sorted(path.iterdir()) == before
+
+
+def test_a_part_with_a_value_that_is_not_read_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    model, optimizer, scheduler = run()
+    state = by_name(model, optimizer, scheduler)
+    state["optim"]["param_groups"][0]["hook"] = EVIL["eval"]
+    path = save(tmp_path / "c", state)
+    holdfast.load_checkpoint(path, model=run()[0])
+    with pytest.raises(UnsafePickleError, match=r"optimizer value .*hook"):
+        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def test_a_file_in_memory_is_read_as_its_bytes(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "blob": io.BytesIO(b"bytes of a file")})
+    assert holdfast.open(path).values["user_content"] == {"blob": b"bytes of a file"}
+    holdfast.convert(path, tmp_path / "native", to="native")
+    assert holdfast.open(tmp_path / "native").values["user_content"] == {"blob": b"bytes of a file"}
 
 
 def test_metadata_cut_short_anywhere(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import pickle
 import shutil
@@ -424,6 +425,13 @@ def test_values_of_any_class_for_those_who_trust_them(tmp_path: Path) -> None:
     assert isinstance(found["mine"], Mine)
 
 
+def test_a_file_in_memory_is_one_again(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "blob": io.BytesIO(b"bytes")}, checkpoint_id=tmp_path / "c", no_dist=True)
+    found: dict[str, Any] = {"blob": None}
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert found["blob"].getvalue() == b"bytes"
+
+
 def test_metadata_that_lacks_a_chunk_is_refused(tmp_path: Path) -> None:
     """With torch, the tensor keeps what it had."""
     path = tmp_path / "c"
@@ -440,3 +448,21 @@ def test_no_folder(tmp_path: Path) -> None:
         dcp.load({"w": torch.ones(1)}, storage_reader=FileSystemReader(tmp_path / "none"), no_dist=True)
     with pytest.raises(StorageError):
         FileSystemWriter(tmp_path).finish(mock.Mock(), [])
+
+
+class Failing(dcp.DefaultSavePlanner):
+    """Fails when the folder is there and nothing is written yet, of which torch tells no writer."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        raise ValueError(f"out of luck: {len(new_plan.items)} items")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_writer_is_used_again_after_a_failed_save(tmp_path: Path) -> None:
+    """Also without a ``checkpoint_id``, where torch does not say that another save begins."""
+    writer = FileSystemWriter(tmp_path / "c")
+    for _ in range(2):
+        with pytest.raises(CheckpointException, match="out of luck"):
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Failing(), no_dist=True)
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

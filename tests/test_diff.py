@@ -165,6 +165,20 @@ class TestTensors:
         assert "model/x  F32 [2]     absent\n" in text
         assert "3 of 4 tensors differ" in text
 
+    def test_one_differs_and_several_differ(self, tmp_path: Path) -> None:
+        for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):
+            content = {"lr": lr, "batch": lr}
+            model = {"w": torch.tensor([value]), "v": torch.tensor([0.0])}
+            holdfast.save_checkpoint(tmp_path, tag, model, user_content=content, rng=False)
+            holdfast.save_checkpoint(tmp_path, f"{tag}1", {"w": model["w"]}, user_content={"lr": lr}, rng=False)
+        ends = [("a", "b"), ("a1", "b1"), ("a1", "c1")]
+        said = [call(tmp_path / one, tmp_path / other, code=1).stdout.splitlines()[-1].strip() for one, other in ends]
+        assert said == [
+            "1 of 2 tensors differs, 1 equal by its checksums, 2 values differ",
+            "1 of 1 tensor differs, 1 value differs",
+            "1 tensor, 1 equal by its checksums, 1 value differs",
+        ]
+
     def test_another_dtype_is_a_difference_even_of_the_same_numbers(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {"w": torch.tensor([1.0, 2.0])})
         holdfast.save_checkpoint(tmp_path, "b", {"w": torch.tensor([1.0, 2.5]).bfloat16()})

@@ -7,6 +7,8 @@ the page runs, ``<!-- given ... -->`` what is there already, ``<!-- not run: why
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
 import re
 import shlex
@@ -20,6 +22,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from holdfast import errors
 from tests.pool import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +108,21 @@ def test_every_block_is_found_and_says_what_it_is() -> None:
         found = [one for one in _STEP.finditer(text) if one["kind"] is not None]
         assert len(fences) == 2 * len(found), page
         assert {one["kind"] for one in found} <= {"python", "console", "sh", "json", "text", ""}, page
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_every_error_that_is_documented_exists() -> None:
+    known = {*vars(builtins), *vars(errors), *vars(dist)}
+    for page in PAGES:
+        named = set(re.findall(r"`(?:holdfast\.)?(?:errors\.)?([A-Z]\w*Error)`", page.read_text()))
+        assert named <= known, page
+    for file in (ROOT / "src/holdfast").rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, _DOCUMENTED)]
+        texts = [ast.get_docstring(node) or "" for node in nodes]
+        named = {name for text in texts for name in re.findall(r"\b[A-Z]\w*Error\b", text)}
+        assert named <= known, file
 
 
 def test_a_command_in_a_block_of_no_kind_is_none_of_holdfasts() -> None:

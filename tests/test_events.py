@@ -133,12 +133,22 @@ class TestLogging:
             holdfast.save_checkpoint(tmp_path, "a", state())
             holdfast.load_checkpoint(tmp_path, model=state())
         save, load = (record.getMessage() for record in caplog.records)
-        number = r"[\d.e-]+"
+        size, time, rate = r"3\.1\d MB", r"\d+(\.\d+)? m?s", r"\d+(\.\d+)? [kMG]?B/s"
         assert re.fullmatch(
-            rf"saved {tmp_path}/a: {number} GB in {number} s \({number} GB/s\), of which the caller waited {number} s",
-            save,
+            rf"saved {tmp_path}/a: {size} in {time} \({rate}\), of which the caller waited {time}", save
         )
-        assert re.fullmatch(rf"loaded {tmp_path}/a: {number} GB in {number} s \({number} GB/s a rank\)", load)
+        assert re.fullmatch(rf"loaded {tmp_path}/a: {size} in {time} \({rate} a rank\)", load)
+
+    @pytest.mark.parametrize(("nbytes", "text"), [(12, "12 B"), (12_000, "12.0 kB"), (12_000_000, "12.0 MB")])
+    def test_units_are_those_of_the_size(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, nbytes: int, text: str
+    ) -> None:
+        model = {"w": torch.zeros(nbytes, dtype=torch.uint8)}
+        holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
+        with caplog.at_level(logging.INFO, "holdfast"):
+            holdfast.load_checkpoint(tmp_path, model=model)
+        assert f": {text} in " in caplog.text
+        assert "e-" not in caplog.messages[-1].removeprefix(f"loaded {tmp_path}")
 
     def test_of_many_ranks_the_first_speaks(self, ranks: Ranks, tmp_path: Path) -> None:
         assert ranks(2, levels, tmp_path) == [[logging.INFO], [logging.DEBUG]]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import (
+    DamagedError,
     DisagreementError,
     HoldfastError,
     InvalidArgumentError,
@@ -264,3 +265,23 @@ def test_only_members_of_a_group_save(ranks: Ranks, tmp_path: Path) -> None:
     first, second, third = ranks(3, subgroup, str(tmp_path))
     assert (first, second) == ("s", "s")
     assert "not in the process group" in third
+
+
+class NarrowError(DamagedError):
+    """An error that one module has for itself."""
+
+
+def vote_with_narrow_error() -> None:
+    from holdfast.engine.ranks import Ranks as RanksOfGroup
+
+    def work() -> None:
+        if rank() == 1:
+            raise NarrowError("the file is cut short")
+
+    RanksOfGroup().session(20.0).all("reading", work)
+
+
+def test_an_error_that_only_one_module_knows_reaches_the_others_as_the_public_type(ranks: Ranks) -> None:
+    for error in ranks.outcomes(2, vote_with_narrow_error):
+        assert type(error) is DamagedError
+        assert "rank 1 of 2, reading: the file is cut short" in str(error)

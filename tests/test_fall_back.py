@@ -1,5 +1,7 @@
 """The newest checkpoint is damaged: the newest sound one is loaded, with a word about it, or nothing is."""
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,10 +32,46 @@ def test_it_falls_back_over_damaged_tensors_and_manifests(tmp_path: Path) -> Non
     flip(tmp_path, 3)
     (tmp_path / "step_2/manifest.json").write_text("{")
     model = {"w": torch.zeros(64)}
-    with pytest.warns(UserWarning, match=r"loaded 'step_1', as step_2, step_3 .*'w' in .*step_3.* is damaged"):
+    with pytest.warns(UserWarning, match=r"^loaded 'step_1', as step_2, step_3 are corrupt; .*"):
         found = holdfast.restore(tmp_path, model=model)
     assert (found.tag, found.fell_back_from, found.verified) == ("step_1", ("step_2", "step_3"), True)
     assert torch.equal(model["w"], torch.ones(64))
+
+
+def test_only_corrupt_ones_are_called_so_in_one_short_sentence_also_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with other weights lies between, sound; and one of a newer version, of which nobody can tell."""
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(64)})
+    holdfast.save_checkpoint(tmp_path, "weights", {"other": torch.ones(64)})
+    holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64)})
+    holdfast.save_checkpoint(tmp_path, "future", {"w": torch.ones(64)})
+    (tmp_path / "future/manifest.json").write_text('{"format": "holdfast", "version": 2}')
+    flip(tmp_path, 2)
+    with caplog.at_level(logging.INFO, "holdfast"), pytest.warns(UserWarning, match="loaded") as seen:
+        found = holdfast.restore(tmp_path, model={"w": torch.zeros(64)})
+    assert found.fell_back_from == ("step_2",)
+    (warning,) = [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
+    assert warning == (
+        "loaded 'step_1', as step_2 is corrupt and weights is unlike what is loaded and future is unreadable; "
+        f"`holdfast verify --all {tmp_path}` tells more"
+    )
+    assert ("holdfast", logging.WARNING, warning) in caplog.record_tuples
+    reasons = [message for _, level, message in caplog.record_tuples if level == logging.INFO]
+    assert any("'w' in" in reason and "step_2" in reason for reason in reasons)
+    stale = ("partly filled", "do not use", "strict=False", "Nothing of yours")
+    assert not [reason for reason in (warning, *reasons) if any(word in reason for word in stale)]
+
+
+def test_a_sound_copy_of_a_corrupt_one_is_loaded(tmp_path: Path) -> None:
+    """They have one id, and are told by their names."""
+    fill(tmp_path)
+    shutil.copytree(tmp_path / "step_2", tmp_path / "a_copy")
+    flip(tmp_path, 2)
+    model = {"w": torch.zeros(64)}
+    with pytest.warns(UserWarning, match="loaded 'a_copy', as step_2 is corrupt;"):
+        assert holdfast.restore(tmp_path, model=model).fell_back_from == ("step_2",)
+    assert torch.equal(model["w"], torch.full((64,), 2.0))
 
 
 def test_a_sound_run_falls_back_from_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -114,9 +152,9 @@ def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_ca
     holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
     flip(tmp_path, 2)
     model = {"w": torch.zeros(64), "v": torch.zeros(2)}
-    with pytest.warns(UserWarning, match=r"loaded 'step_0'.*step_1 has no model/v"):
+    with pytest.warns(UserWarning, match=r"loaded 'step_0', as step_2 is corrupt and step_1 is unlike what is loaded"):
         found = holdfast.restore(tmp_path, model=model, strict=False)
-    assert (found.tag, found.missing) == ("step_0", ())
+    assert (found.tag, found.missing, found.fell_back_from) == ("step_0", (), ("step_2",))
 
 
 def test_values_of_the_damaged_one_are_found_whatever_they_are_called_in_it(tmp_path: Path) -> None:

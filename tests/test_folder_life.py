@@ -1,9 +1,11 @@
 """A run's folder over its life: what is kept, what is replaced, what dead saves leave, and what a full disk does."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import torch.distributed as dist
 
 import holdfast
 import holdfast.errors
-from holdfast import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+from holdfast import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags, functions
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.layout.hidden import Hidden, parse
 from holdfast.storage import folders
+from holdfast.survey import CheckpointInfo
 from tests.pool import Ranks
 
 DEAD = Hidden("step_9", "0" * 16, "1" * 16, "partial")
@@ -78,6 +81,29 @@ def test_what_makes_no_sense_is_a_value_error_and_nothing_is_written(tmp_path: P
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, **{"step": 1, **options})
     assert isinstance(raised.value, InvalidArgumentError)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "kept"),
+    [
+        (0.1, [0.2, 0.25, 0.3, 0.7, 0.75], [0.2, 0.3, 0.7]),
+        (0.1, [0.1 + 0.1 + 0.1, sum([0.1] * 1_000_000), 100_000.05], [0.1 + 0.1 + 0.1, sum([0.1] * 1_000_000)]),
+        (2.5, [0.0, 2.5, 4, 5, 7.4999], [0.0, 2.5, 5]),
+        (3, [10**15, 10**15 + 2, float("inf")], [10**15 + 2]),
+        (1e-9, [1.0000000005, 2], [2]),
+    ],
+)
+def test_every_so_many_steps_may_be_fractions(every: float, steps: list[float], kept: list[float]) -> None:
+    """0.3 % 0.1 is 0.09999999999999998, and 0.3 is a multiple of 0.1 to whoever wrote it."""
+    infos = [CheckpointInfo(str(step), Path(), id=str(step), step=step) for step in steps]
+    assert KeepEvery(every).kept(infos, 0.0) == {str(step) for step in kept}
+
+
+@pytest.mark.parametrize("make", [lambda: KeepLast(2.5), lambda: KeepBest("a", 1.5)])  # type: ignore[arg-type]
+def test_half_a_checkpoint_cannot_be_kept(make: Any) -> None:
+    """It would fail in each save, after the commit, and nothing would ever be removed."""
+    with pytest.raises(InvalidArgumentError, match="whole number"):
+        make()
 
 
 @pytest.mark.parametrize("make", [lambda: KeepLast(0), lambda: KeepBest("a", 0), KeepTags, lambda: KeepEvery(-1)])
@@ -205,6 +231,80 @@ def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_
     assert not removed.exists()
     assert other.exists()
     assert (tmp_path / ".hidden.of.mine").exists()
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Make a folder and all in it so many seconds older."""
+    for path in (*folder.rglob("*"), folder):
+        now = path.stat().st_mtime
+        os.utime(path, (now - seconds, now - seconds))
+
+
+@pytest.fixture(params=["a local file system", "NFS"])
+def is_local(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """File systems whose locks all see, and those that other hosts may use with locks of their own."""
+    magic = {"a local file system": 0xEF53, "NFS": 0x6969}[request.param]
+    with mock.patch("holdfast.storage.filesystems.magic", return_value=magic):
+        yield magic == 0xEF53
+
+
+@pytest.mark.parametrize("there", ["nothing", "another run"])
+def test_first_saves_that_died_are_removed(tmp_path: Path, is_local: bool, there: str) -> None:
+    """Each restart of a job that has saved nothing yet is a run of its own."""
+    if there == "another run":
+        save(tmp_path, 0)
+    dead = [leave(tmp_path, f"{number:x}" * 16) for number in range(1, 7)]
+    for folder, seconds in zip(dead, (0, 60, 3600, 2 * 86_400, 0, 0), strict=True):
+        age(folder, seconds)
+    same = tmp_path / Hidden("step_1", "a" * 16, "1" * 16, "partial").name
+    same.mkdir()
+    save(tmp_path, 1)
+    gone = [folder for folder in (*dead, same) if not folder.exists()]
+    assert gone == ([dead[2], dead[3], same] if is_local else [dead[3]])
+    assert tags(tmp_path)[-1] == "step_1"
+
+
+def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_of_a_run(
+    tmp_path: Path, is_local: bool
+) -> None:
+    save(tmp_path, 0)
+    living = leave(tmp_path, "a" * 16)
+    (tmp_path / "step_0").rename(tmp_path / "kept")
+    of_a_run = leave(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    writing = leave(tmp_path, "b" * 16)
+    for folder in (living, of_a_run, writing):
+        age(folder, 1e6)
+    os.utime(writing / "model/model.safetensors")  # a rank of another host has just written
+    with closing(folders.Lock(living)), mock.patch.object(functions, "_defaults", functions._Defaults()):
+        save(tmp_path, 1)
+    assert [folder.exists() for folder in (living, of_a_run, writing)] == [True, True, True]
+    with mock.patch.object(functions, "_defaults", functions._Defaults()):
+        save(tmp_path, 2)
+    assert [folder.exists() for folder in (living, of_a_run, writing)] == [False, True, True]
+
+
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
+    dead = leave(tmp_path, "a" * 16)
+    age(dead, 1e6)
+    with mock.patch("holdfast.storage.folders.fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+        save(tmp_path, 1)
+    assert dead.exists()
+
+
+DIE = """
+import os, sys, torch, holdfast
+from holdfast.engine.commit import Draft
+Draft.publish = lambda *_: os._exit(9)
+holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
+"""
+
+
+def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], check=False).returncode == 9
+        assert len(hidden(tmp_path)) == 1
+    save(tmp_path, 0)
+    assert not hidden(tmp_path)
 
 
 HOLD = """
@@ -366,7 +466,7 @@ def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Pat
     for where in ("holdfast.engine.commit.local.allocate", "holdfast.saving.Save._write"):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
-    for where in ("holdfast.checkpointer.in_background", "holdfast.moving.stage"):
+    for where in ("holdfast.background.threading.Thread.start", "holdfast.moving.stage"):
         with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
             save(tmp_path, 2, async_save=True)
     assert descriptors() == before

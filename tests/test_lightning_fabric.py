@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidArgumentError, MismatchError
+from holdfast.layout.hidden import Hidden
 from tests.pool import Ranks
 
 pytest.importorskip("lightning")
@@ -150,3 +153,47 @@ def test_lightnings_own_format_is_read_again(ranks: Ranks, tmp_path: Path, layou
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]  # noqa: PTH208
     for found in ranks(2, resume, path, layout):
         assert found == pytest.approx(losses, rel=1e-5)
+
+
+PRUNE = """
+import sys
+from pathlib import Path
+from holdfast.upkeep import clean_up
+print(*[folder.name for folder in clean_up(Path(sys.argv[1]))])
+"""
+
+
+def pruned_meanwhile(path: str, layout: str) -> list[str]:
+    """What ``prune --leftovers`` of another process removes in the middle of a save."""
+    removed, write = [], torch.save
+
+    def write_and_prune(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
+        command = [sys.executable, "-c", PRUNE, str(Path(path).parent)]
+        removed.extend(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+    with fabric(layout, checkpoint_format="lightning") as made, mock.patch.object(torch, "save", write_and_prune):
+        model, optimizer = set_up(made)
+        made.save(path, {"net": model, "opt": optimizer, "step": 1})
+    return removed
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2"])
+def test_a_running_save_in_lightnings_format_is_not_pruned(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """Of a dead one, what is left goes with the next save of the path."""
+    path = tmp_path / "state"
+    left = tmp_path / Hidden("state", "0" * 16, "1" * 16, "partial").name
+    (left / "state").mkdir(parents=True)
+    assert ranks(2, pruned_meanwhile, str(path), layout) == [[], []]
+    assert os.listdir(tmp_path) == ["state"]  # noqa: PTH208
+    assert "model/0.weight" in holdfast.open(path, keys={"model": "net"})
+
+
+@pytest.mark.parametrize("checkpoint_format", ["native", "lightning"])
+def test_addresses_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_format: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = strategy("plain", checkpoint_format=checkpoint_format)
+    for call in (lambda: chosen.save_checkpoint("s3://bucket/a", {}), lambda: chosen.load_checkpoint("s3://bucket/a")):
+        with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
+            call()
+    assert list(tmp_path.iterdir()) == []

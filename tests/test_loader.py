@@ -3,6 +3,7 @@
 import os
 import random
 import subprocess
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import holdfast
-from holdfast.errors import InvalidArgumentError, MismatchError
+from holdfast.errors import InvalidArgumentError, MismatchError, StateError
 from tests.pool import Ranks
 
 
@@ -144,6 +145,41 @@ def test_no_one_is_shielded_who_is_not_a_worker() -> None:
         holdfast.shield_worker()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iteration_ends_with_an_error_if_the_position_is_loaded_meanwhile(workers: int) -> None:
+    """A rollback in the loop: the rest of the old iteration must not move the position that was loaded."""
+    ours = loader(num_workers=workers, shuffle=False)
+    batches = iter(ours)
+    seen = numbers(islice(batches, 2))
+    position = ours.state_dict()
+    numbers(islice(batches, 3))
+    ours.load_state_dict(position)
+    with pytest.raises(StateError, match="iterate over the loader again"):
+        next(batches)
+    assert ours.state_dict() == position
+    assert sorted(seen + numbers(ours)) == [0, *range(23)]  # the epoch's last batch is filled up
+
+
+def test_the_last_batch_of_an_iteration_does_not_hide_that_the_position_was_loaded() -> None:
+    ours = loader()
+    start = ours.state_dict()
+    batches = iter(ours)
+    assert len(list(islice(batches, len(ours)))) == 8
+    ours.load_state_dict(start)
+    with pytest.raises(StateError, match="iterate over the loader again"):
+        next(batches)
+    assert ours.state_dict() == start
+
+
+def test_of_two_iterations_at_once_the_older_one_is_over() -> None:
+    ours = loader(shuffle=False)
+    first, second = iter(ours), iter(ours)
+    seen = numbers([next(first), next(second)])
+    with pytest.raises(StateError, match="a new iteration"):
+        next(first)
+    assert sorted(seen + numbers(second)) == [0, *range(23)]
+
+
 def part_of_an_epoch(path: str, tag: str | None, steps: int, batch: int) -> tuple[list[list[int]], Any]:
     """Go on from a checkpoint for some steps, save, and read ahead a little more, which is lost."""
     ours = holdfast.ResumableLoader(range(61), batch, seed=2)  # type: ignore[arg-type]
@@ -200,6 +236,14 @@ def test_a_position_is_not_taken_into_another_dataset(tmp_path: Path) -> None:
         holdfast.restore(tmp_path, dataloader=holdfast.ResumableLoader(Numbers(24), 3))
 
 
+def test_a_position_that_means_nothing_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, dataloader=loader())
+    weights = {"w": torch.zeros(3)}
+    with pytest.raises(MismatchError, match="saved with 23 samples"):
+        holdfast.restore(tmp_path, model=weights, dataloader=holdfast.ResumableLoader(Numbers(24), 3))
+    assert not weights["w"].any()
+
+
 def test_positions_that_differ_are_not_split_anew() -> None:
     one, other = loader(), loader()
     next(iter(other))
@@ -211,6 +255,7 @@ def test_positions_that_differ_are_not_split_anew() -> None:
     ("options", "message"),
     [
         ({"sampler": [1]}, "sampler: a ResumableLoader itself"),
+        ({"in_order": False}, "in_order=False"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": None}, "batch_size"),
         ({"seed": -1}, "seed"),
@@ -244,14 +289,25 @@ def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, wor
     assert sorted(found) == list(range(23))
 
 
-def distributed(path: str, load: bool) -> tuple[list[int], tuple[str, ...]]:
+def distributed(path: str, load: bool, **options: Any) -> tuple[list[int], tuple[str, ...]]:
     dataset = Numbers(24)
     ours = StatefulDataLoader(dataset, 3, sampler=StatefulDistributedSampler(dataset), collate_fn=collate)
-    missing = holdfast.restore(path, dataloader=ours).missing if load else ()
+    missing = holdfast.restore(path, dataloader=ours, **options).missing if load else ()
     before = numbers(islice(ours, 2))
     if not load:
         holdfast.save_checkpoint(path, "s", dataloader=ours)
     return before, missing
+
+
+def elsewhere(path: str) -> tuple[str, list[str], tuple[str, ...]]:
+    """On another number of ranks: the error, the warnings if it may be missing, and what is."""
+    with pytest.raises(MismatchError, match="dataloader") as raised:
+        distributed(path, load=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, missing = distributed(path, load=True, allow_missing=("dataloader",))
+    told = [str(one.message) for one in caught if "not all that was asked for" in str(one.message)]
+    return str(raised.value), told, missing
 
 
 def test_torchdatas_loaders_of_several_ranks_are_kept_apart_and_other_numbers_of_ranks_are_told(
@@ -262,4 +318,11 @@ def test_torchdatas_loaders_of_several_ranks_are_kept_apart_and_other_numbers_of
     seen = [sample for leg in (before, after) for batch, _ in leg for sample in batch]
     assert sorted(seen) == list(range(24))
     assert [missing for _, missing in after] == [()] * 2
-    assert [missing for _, missing in ranks(3, distributed, str(tmp_path), True)] == [("dataloader",)] * 3
+    results = ranks(3, elsewhere, str(tmp_path))
+    reason = "dataloader: 2 ranks saved, 3 load, and StatefulDataLoader has no load_state_dicts(states)"
+    for message, _, missing in results:
+        assert reason in message
+        assert "allow_missing=('dataloader',)" in message
+        assert missing == ("dataloader",)
+    (warned,), *others = [told for _, told, _ in results]
+    assert (reason in warned, others) == (True, [[], []])

@@ -11,9 +11,11 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast.errors import DamagedError, FormatError, HoldfastError, UnsafeNameError
 from holdfast.layout import manifest
 from holdfast.layout.blocks import crc64
@@ -177,6 +179,10 @@ def record(**changes: Any) -> dict[str, Any]:
         {"run": "A" * 16},
         {"sequence": -1},
         {"sequence": 1.5},
+        {"sequence": 2**63},
+        {"sequence": 2**70},
+        {"id": "a" * 16 + "\n"},
+        {"run": "a" * 16 + "\n"},
         {"time": "now"},
         {"step": "7"},
         {"step": True},
@@ -184,10 +190,13 @@ def record(**changes: Any) -> dict[str, Any]:
         {"metrics": [1]},
         {"provenance": []},
         {"provenance": {"world_size": -1}},
+        {"provenance": {"world_size": 2**80}},
         {"files": ["state.json"]},
         {"files": {"state.json": None}},
         {"files": record(size=-1)},
         {"files": record(size="1")},
+        {"files": record(size=2**63)},
+        {"files": record(crc64nvme="0" * 16 + "\n")},
         {"files": record(crc64nvme="0" * 15)},
         {"files": record(header_size=-8)},
         {"files": record(header_crc64nvme="z" * 16)},
@@ -216,6 +225,34 @@ def test_a_field_that_is_missing_is_damage(field: str) -> None:
     rest = {name: value for name, value in table().items() if name != field}
     with pytest.raises(DamagedError, match=f"(?s){FILE}.*{field}"):
         manifest.decode(sealed(rest), FILE)
+
+
+def test_the_largest_numbers_are_read() -> None:
+    largest = 2**63 - 1
+    for changes in ({"sequence": largest}, {"step": largest}, {"step": -largest}, {"step": 1e300}):
+        raw = sealed(table(**changes))
+        jsonschema.validate(json.loads(raw), json.loads(manifest.schema()))
+        assert {name: getattr(manifest.decode(raw, FILE), name) for name in changes} == changes
+
+
+@pytest.mark.parametrize("step", [2**63, -(2**63), 10**300], ids=["2**63", "-2**63", "10**300"])
+def test_a_step_that_has_more_than_64_bits_is_damage(step: int) -> None:
+    """JSON Schema cannot say so: there an integer is a number, too."""
+    with pytest.raises(DamagedError, match=FILE):
+        manifest.decode(sealed(table(step=step)), FILE)
+
+
+@pytest.mark.parametrize("sequence", [2**70, 2**64 - 1, 2**63 - 1])
+def test_a_run_goes_on_beside_a_manifest_with_a_huge_number(tmp_path: Path, sequence: int) -> None:
+    """Beyond the limit it is corrupt; at the limit the next save has the same number and a later time."""
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.zeros(1)})
+    file = tmp_path / "step_1/manifest.json"
+    found = json.loads(file.read_bytes())
+    del found["crc64nvme"]
+    file.write_bytes(sealed({**found, "sequence": sequence}))
+    for step in (2, 3):
+        holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((1,), float(step))})
+        assert holdfast.open(tmp_path).path.name == f"step_{step}"
 
 
 def test_a_field_that_is_there_twice_is_damage() -> None:

@@ -37,7 +37,7 @@ def write(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> Path:
 
 def read(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
     keys = {"layout": layout if isinstance(layout, str) else json.dumps(layout)}
-    found = holdfast.open(folder, keys)
+    found = holdfast.open(folder, keys=keys)
     found._reader.check_files()
     return {key.removeprefix("model/"): found[key] for key in found.keys()}  # noqa: SIM118 - it is no dict
 

@@ -119,9 +119,9 @@ def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Pat
     whole = single(STEPS)[0].state_dict()[key]
     assert torch.equal(model[key], whole.chunk(2)[0].bfloat16())
     assert torch.equal(masters[list(model).index(key)], whole.chunk(2)[0].chunk(2)[0])
-    back = holdfast.open(made, {"layout": LAYOUT})
+    back = holdfast.open(made, keys={"layout": LAYOUT})
     assert torch.equal(back[f"model/{key}"], whole)
-    low = holdfast.open(made, {"layout": LAYOUT, "weights": "model"})
+    low = holdfast.open(made, keys={"layout": LAYOUT, "weights": "model"})
     assert torch.equal(low[f"model/{key}"], whole.bfloat16())
 
 

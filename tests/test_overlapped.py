@@ -218,6 +218,61 @@ def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
+def load_whole_model(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    holdfast.load_model(model, folder / "old/model")
+
+
+def load_other_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    holdfast.load_optimizer(optimizer, folder / "optimizer", model=model)
+
+
+def load_by_other_settings(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    holdfast.load_checkpoint(folder, "old", model, optimizer, timeout=60.0)
+
+
+def load_by_another_checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    holdfast.Checkpointer(folder).load("old", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "load", [load_whole_model, load_other_optimizer, load_by_other_settings, load_by_another_checkpointer]
+)
+@pytest.mark.parametrize("saved_by", ["function", "checkpointer"])
+def test_every_load_of_the_process_waits_for_the_copy(tmp_path: Path, load: Any, saved_by: str) -> None:
+    model, optimizer = make("plain", "AdamW")
+    step(model, optimizer)
+    holdfast.save_checkpoint(tmp_path, "old", model, optimizer)
+    holdfast.save_optimizer(optimizer, tmp_path / "optimizer", shard=True, model=model)
+    step(model, optimizer)
+    before = expected(model, optimizer)
+    save = holdfast.Checkpointer(tmp_path / "new").save
+    if saved_by == "function":
+        save = lambda *arguments, **options: holdfast.save_checkpoint(tmp_path / "new", *arguments, **options)  # noqa: E731
+    with slow():
+        save("s", model, optimizer, async_save=True, staging="overlapped")
+        load(model, optimizer, tmp_path)
+    holdfast.finalize()
+    found = holdfast.open(tmp_path / "new" / "s")
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_a_step_waits_for_the_copies_of_all_saves_of_the_process(tmp_path: Path) -> None:
+    models = [make("plain", "AdamW") for _ in range(3)]
+    for model, optimizer in models:
+        step(model, optimizer)
+    before = [expected(*each) for each in models]
+    with slow():
+        for number, (model, optimizer) in enumerate(models):
+            run = holdfast.Checkpointer(tmp_path / str(number))
+            run.save("s", model, optimizer, async_save=True, staging="overlapped")
+        for model, optimizer in models:
+            step(model, optimizer)
+    holdfast.finalize()
+    for number, tensors in enumerate(before):
+        found = holdfast.open(tmp_path / str(number))
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_the_hook_goes_with_the_save(tmp_path: Path) -> None:
     known = dict(_global_optimizer_pre_hooks)
     model, optimizer = make("plain", "AdamW")
@@ -247,9 +302,13 @@ def test_a_step_goes_on_where_the_copy_failed(tmp_path: Path) -> None:
 
 
 def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
-    for options in ({"staging": "later"}, {"staging_check": "some"}):
-        with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} is one of"):
-            holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True, **options)
+    for options in ({"staging": "later"}, {"staging": ""}, {"staging_check": "some"}):
+        for async_save in (True, False):
+            with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} is one of"):
+                holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
+    with pytest.raises(InvalidArgumentError, match="staging is one of eager, overlapped, not 'foo'"):
+        holdfast.Checkpointer(tmp_path, staging="foo")
+    assert not list(tmp_path.iterdir())
 
 
 def different_ways(path: str) -> str:

@@ -36,8 +36,26 @@ def slow(*args):
     time.sleep(0.4)
     return quick(*args)
 write._write = slow
-from holdfast.cli.main import main
+from holdfast.cli.entry import main
 sys.argv[0] = "holdfast"
+main()
+"""
+
+
+#: Ctrl-C comes while a module is imported; it may be lost in another error.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "MODULE":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                if SWALLOWED:
+                    raise ImportError("cannot load module more than once per process") from None
+                raise
+sys.meta_path.insert(0, Finder())
+from holdfast.cli.entry import main
 main()
 """
 
@@ -151,6 +169,16 @@ class TestOnATerminal:
             assert f"Example: holdfast {name} " in re.sub(r"\s+", " ", text)
             assert "Usage: holdfast" in text
 
+    @pytest.mark.parametrize("module", ["typer", "holdfast.cli.verify", "rich.progress", "numpy", "torch.nn"])
+    @pytest.mark.parametrize("swallowed", [False, True])
+    def test_ctrl_c_while_modules_are_imported(self, tmp_path: Path, module: str, swallowed: bool) -> None:
+        """Also in modules that make another error of it, as compiled ones do."""
+        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)}, rng=False)
+        script = INTERRUPTED_IMPORT.replace("MODULE", module).replace("SWALLOWED", str(swallowed))
+        command = [sys.executable, "-c", script, "verify", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
     def test_a_bar_and_ctrl_c_is_one_word_exit_130_and_nothing_left_behind(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(100 * 2**20, dtype=torch.uint8)}, rng=False)
         (tmp_path / "out").mkdir()
@@ -162,6 +190,118 @@ class TestOnATerminal:
         assert terminal.end() == 130
         assert terminal.text.replace("^C", "").strip().splitlines()[-1].endswith("error: interrupted")
         assert list((tmp_path / "out").iterdir()) == []
+
+
+#: Saves with a bar on stderr, and logs: by handlers that were there before it, and by prints; argv: where to.
+LOGGING = """
+import logging, sys, time
+import torch
+import holdfast
+from holdfast.engine import write
+logging.basicConfig(level=logging.WARNING)
+logging.getLogger("holdfast").setLevel(logging.INFO)
+own = logging.getLogger("mine")
+own.propagate = False
+own.addHandler(logging.StreamHandler(sys.stdout))
+own.setLevel(logging.INFO)
+quick = write._write
+def slow(*args):
+    time.sleep(0.5)
+    return quick(*args)
+write._write = slow
+def listen(event):
+    if isinstance(event, holdfast.Progress) and event.done > event.total * 0.6 and not told:
+        told.append(event)
+        own.info("MINE half of it")
+        logging.getLogger("other").warning("OTHER half of it")
+        print("PRINTED half of it", flush=True)
+told = []
+model = {"w": torch.zeros(60 * 2**20, dtype=torch.uint8)}
+holdfast.save_checkpoint(sys.argv[1], "step_1", model, rng=False, on_event=listen)
+logging.getLogger("other").warning("END")
+"""
+
+
+def screen(raw: str) -> list[str]:
+    """What is left on a terminal: lines, as a cursor goes over them."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|[^\x1b]", raw):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        elif re.fullmatch(r"\x1b\[\d*A", part):
+            row -= int(part[2:-1] or 1)
+        elif not part.startswith("\x1b"):
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + 1 :]
+            column += 1
+    return rows
+
+
+class TestLogLinesBesideTheBar:
+    def test_no_line_shares_its_line_with_the_bar_and_the_bar_is_gone_at_the_end(self, tmp_path: Path) -> None:
+        terminal = Terminal("-c", LOGGING, str(tmp_path))
+        assert terminal.end() == 0
+        assert re.search(r"saving step_1 .*MB/s", terminal.text)
+        seen = [line.rstrip() for line in screen(terminal.raw) if line.strip()]
+        saved = (
+            r"INFO:holdfast:saved .*/step_1: 62\.9 MB in [\d.]+ s \([\d.]+ MB/s\), of which the caller waited [\d.]+ s"
+        )
+        assert seen[:3] == ["MINE half of it", "WARNING:other:OTHER half of it", "PRINTED half of it"]
+        assert re.fullmatch(saved, seen[3])
+        assert seen[4:] == ["WARNING:other:END"]
+
+    def test_what_is_printed_into_a_file_stays_there(self, tmp_path: Path) -> None:
+        script = f"import sys; sys.stdout = open({str(tmp_path / 'out')!r}, 'w')\n" + LOGGING
+        terminal = Terminal("-c", script, str(tmp_path / "run"))
+        assert terminal.end() == 0
+        assert (tmp_path / "out").read_text() == "MINE half of it\nPRINTED half of it\n"
+        assert "WARNING:other:OTHER half of it" in terminal.text
+        assert "PRINTED" not in terminal.text
+
+
+#: Runs a command for which the import of torch takes longer than the bar waits.
+SLOW_IMPORT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            time.sleep(1.5)
+sys.meta_path.insert(0, Slow())
+from holdfast.cli.entry import main
+main()
+"""
+
+UNKNOWN = """
+import time
+from holdfast.terminal import bar
+with bar("converting a") as show:
+    time.sleep(1.3)
+    show(0, 5000)
+    time.sleep(0.3)
+"""
+
+
+class TestTheBarOfTinyWork:
+    @pytest.mark.parametrize("command", ["verify", "diff"])
+    def test_there_is_none_while_torch_is_imported(self, tmp_path: Path, command: str) -> None:
+        for tag in ("a", "b"):
+            holdfast.save_checkpoint(tmp_path, tag, {"w": torch.full((1,), ord(tag))}, rng=False)
+        paths = [str(tmp_path / tag) for tag in ("a", "b")]
+        terminal = Terminal("-c", SLOW_IMPORT, command, *(paths if command == "diff" else paths[:1]))
+        assert terminal.end() == (1 if command == "diff" else 0)
+        assert "verifying" not in terminal.text
+        assert "comparing" not in terminal.text
+
+    def test_what_is_not_known_yet_is_not_shown(self) -> None:
+        terminal = Terminal("-c", UNKNOWN)
+        assert terminal.end() == 0
+        assert "converting a" in terminal.text
+        assert "0.0/5.0 kB" in terminal.text
+        assert "?" not in terminal.text
 
 
 class TestHelp:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import holdfast
 from campaigns.side_by_side.acts import check_state
 from campaigns.side_by_side.scenes import SCENES, judge, play
-from holdfast import Checkpointer, catalog
+from holdfast import Checkpointer, catalog, functions
 from holdfast.cli.main import app
 from holdfast.engine import commit
 from holdfast.errors import DamagedError, GoneError, StorageError, TagExistsError
@@ -158,7 +158,7 @@ def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
     for number in range(2):
         save(tmp_path, f"step_{number}", float(number))
     (tmp_path / "step_1/model/model.safetensors").unlink()
-    with pytest.warns(UserWarning, match="loaded 'step_0', as step_1 in"):
+    with pytest.warns(UserWarning, match="loaded 'step_0', as step_1 is corrupt;"):
         assert value_of(tmp_path) == 0.0
 
 
@@ -238,7 +238,7 @@ def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command:
 
 def test_verify_goes_on_with_what_is_there_then(tmp_path: Path) -> None:
     save(tmp_path, "step_1", 1.0)
-    with once("holdfast.cli.examine.load", lambda: save(tmp_path, "step_2", 2.0, keep=1)):
+    with once("holdfast.cli.examine.load_itself", lambda: save(tmp_path, "step_2", 2.0, keep=1)):
         done = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "500"})
     assert done.exit_code == 0
     assert "step_2" in done.output
@@ -305,7 +305,7 @@ def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) 
     Checkpointer(tmp_path).save("a", {"w": torch.ones(1)})
     Checkpointer(tmp_path).save("of another run", {"w": torch.ones(1)})
     where = (tmp_path, "a") if by == "the run" else (tmp_path / "a", None)
-    with mock.patch.dict("holdfast.functions._defaults", clear=True):  # as a process that begins
+    with mock.patch.object(functions, "_defaults", functions._Defaults()):  # as a process that begins
         holdfast.load_checkpoint(*where, model={"w": torch.zeros(1)})
         holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, num_kept_ckpts=1, max_shard_size="1GB")
     assert tags(tmp_path) == ["of another run", "b"]

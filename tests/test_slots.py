@@ -1,6 +1,7 @@
 """Lists of parts, dicts of separate objects, and state dicts in their place."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,41 @@ def test_an_optimizer_names_the_parameters_of_its_own_model_as_that_does(tmp_pat
     optimizer.state[second[0].weight] = {"momentum_buffer": torch.ones(6, 4)}
     holdfast.save_checkpoint(tmp_path, "s", {"a": first, "b": second}, {"b": optimizer})
     assert set(load_file(tmp_path / "s/optimizer/b/optimizer.safetensors")) == {"0.weight/momentum_buffer"}
+
+
+class Together(torch.optim.Optimizer):
+    """A container of optimizers that is one itself, with groups but no states: as torchtitan's is."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+
+def test_a_container_of_optimizers_is_a_list_of_them(tmp_path: Path) -> None:
+    model, again = net(), net(5)
+    optimizers, fresh = muon_and_adam(model), muon_and_adam(again)
+    step(*((model, optimizer) for optimizer in optimizers))
+    holdfast.save_checkpoint(tmp_path, "s", model, Together(optimizers))
+    holdfast.load_checkpoint(tmp_path, model=again, optimizer=Together(fresh))
+    for mine, other in zip(fresh, optimizers, strict=True):
+        assert_same_states(mine, other)
+
+
+def test_torchtitans_wrapper_of_a_model_is_the_model(tmp_path: Path) -> None:
+    class ModelWrapper:
+        __module__ = "torchtitan.components.checkpointer.base"
+        __qualname__ = "ModelWrapper"
+
+        def __init__(self, model: list[nn.Module]) -> None:
+            self.model = model
+
+    model, again = net(), net(5)
+    optimizer, fresh = adam(model), adam(again)
+    step((model, optimizer))
+    holdfast.save_checkpoint(tmp_path, "s", ModelWrapper([model]), optimizer)
+    holdfast.load_checkpoint(tmp_path, model=ModelWrapper([again]), optimizer=fresh)
+    assert_same_states(fresh, optimizer)
+    assert torch.equal(again[0].weight, model[0].weight)

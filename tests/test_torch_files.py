@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.cli.main import app
 from holdfast.errors import (
     FormatError,
     InvalidArgumentError,
     MismatchError,
     OptimizerMismatchError,
+    UnstorableError,
 )
 from holdfast.state.tensors import DTYPES
 from tests.test_values import arrays, devices, fingerprint, scalars, sizes, tensors, torch_dtypes
@@ -181,11 +185,55 @@ UNREADABLE = {
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_tensor_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, kind: str) -> None:
-    file = saved(tmp_path, {"model": {"a": torch.ones(1), "layers.b": UNREADABLE[kind]()}})
-    with pytest.raises(FormatError, match=rf"layers\.b.*{kind[:5]}"):
-        holdfast.open(file)
+def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Path, kind: str, options: Any) -> None:
+    tree = {"model": {"a": torch.arange(3.0), "layers.b": UNREADABLE[kind](), "c": torch.ones(2, dtype=torch.int8)}}
+    file = saved(tmp_path, tree, **options)
+    opened = holdfast.open(file)
+    assert same(opened["model/a"], tree["model"]["a"])
+    assert same(opened["model/c"], tree["model"]["c"])
+    named = rf"{file}.*layers\.b.*{kind[:5]}"
+    for ask in (
+        lambda: opened["model/layers.b"],
+        lambda: holdfast.load_checkpoint(file, model={"a": torch.empty(3), "c": torch.empty(2, dtype=torch.int8)}),
+        lambda: holdfast.convert(file, tmp_path / "out", to="safetensors"),
+    ):
+        with pytest.raises(FormatError, match=named):
+            ask()
+    assert [found.problem for found in opened.verify() if found.problem] == [mock.ANY]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_in_values_that_cannot_be_read_keeps_nobody_from_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = net(), net()
+    file = saved(tmp_path, {"model": model.state_dict(), "epoch": 3, "quantized": UNREADABLE["quantized"]()})
+    content = holdfast.load_checkpoint(file, model=other)
+    assert content["epoch"] == 3
+    assert "is quantized" in repr(content["quantized"])
+    assert "user_content value quantized is quantized" in caplog.text
+    assert all(same(other.state_dict()[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(FormatError, match="user_content value 'quantized' is quantized"):
+        _ = holdfast.open(file).values
+    with pytest.raises(FormatError, match="user_content value 'quantized' is quantized"):
+        holdfast.convert(file, tmp_path / "out", to="native")
+    with pytest.raises(UnstorableError, match=r"user_content\.quantized"):
+        holdfast.save_checkpoint(tmp_path / "run", "s", user_content=content)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_commands_tell_what_is_not_read(tmp_path: Path) -> None:
+    file = saved(tmp_path, {"model": {"a": torch.ones(1), "b": UNREADABLE["sparse"]()}})
+    shown = {
+        command[0]: CliRunner().invoke(app, [str(word) for word in command], env={"COLUMNS": "400"})
+        for command in (["show", file], ["verify", file], ["diff", file, file])
+    }
+    assert all("model b: is sparse" in shown[command].output for command in ("show", "diff"))
+    assert "model 'b' is sparse" in shown["verify"].output
+    assert shown["verify"].exit_code == 1
 
 
 def test_a_tensor_of_another_device_is_read_all_the_same(tmp_path: Path) -> None:
@@ -296,7 +344,7 @@ def test_parts_that_are_not_found_by_themselves_are_named_by_keys(tmp_path: Path
         critic[0].weight.zero_()
     file = saved(tmp_path, {"nets": {"g": generator.state_dict(), "d": critic.state_dict()}, "model": {"x": 1}})
     assert set(holdfast.open(file)._reader.groups) == {"model"}
-    found = holdfast.open(file, {"model/gen": "nets.g", "model/critic": "nets.d"})
+    found = holdfast.open(file, keys={"model/gen": "nets.g", "model/critic": "nets.d"})
     assert same(found["model/critic/0.weight"], critic[0].weight)
     other = net()
     holdfast.load_checkpoint(file, model=other, keys={"model": "nets.d"})
@@ -372,7 +420,7 @@ def test_the_commands_take_such_a_file(tmp_path: Path) -> None:
     assert table["values"]["user_content"] == {"epoch": 3}
     verified = run("verify", str(file))
     assert verified.returncode == 0
-    assert "no checksums" in verified.stdout
+    assert " verified" in verified.stdout
     os.truncate(file, file.stat().st_size - 1)
     assert run("verify", str(file)).returncode == 1
 

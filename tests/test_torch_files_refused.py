@@ -141,6 +141,7 @@ ABSURD = {
     "a petabyte of one element": ((2**48,), (0,), 0),
     "more than all numbers": ((2**62, 2**62), (0, 0), 0),
     "a huge offset": ((1,), (1,), 2**63),
+    "nothing, times more than all numbers": ((2**40, 0, 2**40), (0, 0, 0), 0),
     "a huge stride": ((2,), (2**62,), 0),
     "another number of strides": ((2,), (1, 1), 0),
     "too many dimensions": ((1,) * 100, (1,) * 100, 0),

@@ -24,7 +24,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from torch import nn
 
+import holdfast
 from holdfast.errors import DamagedError, UnstorableError
 from holdfast.layout import values
 from holdfast.layout.files import TensorInfo
@@ -279,6 +281,26 @@ def test_a_tensor_is_stored_as_it_is_seen() -> None:
     assert torch.equal(found["conj"], base.conj().resolve_conj())
     assert torch.equal(found["transposed"], base.T)
     assert torch.equal(found["parameter"], base)
+
+
+def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_path: pathlib.Path) -> None:
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    plain = torch.zeros(1)
+    content = {"w": nn.Parameter(torch.arange(3.0)), "frozen": frozen, "x@parameter": plain, "x": nn.Parameter(plain)}
+    holdfast.save_checkpoint(tmp_path, "s", user_content=content, rank_content=[content["w"]])
+    found = holdfast.restore(tmp_path)
+    kinds = {name: (type(one), one.requires_grad) for name, one in found.user_content.items()}
+    assert kinds == {
+        "w": (nn.Parameter, True),
+        "frozen": (nn.Parameter, False),
+        "x@parameter": (torch.Tensor, False),
+        "x": (nn.Parameter, True),
+    }
+    assert all(torch.equal(one, content[name]) for name, one in found.user_content.items())
+    assert type(found.rank_content[0]) is nn.Parameter
+    opened = holdfast.open(tmp_path).values["user_content"]
+    assert type(opened["w"]) is nn.Parameter
+    assert torch.equal(opened["w"], content["w"])
 
 
 class Colour(enum.IntEnum):

@@ -79,8 +79,8 @@ def test_it_asks_for_what_the_project_says(unpacked: Path) -> None:
 
 def test_its_command_runs(unpacked: Path, tmp_path: Path) -> None:
     """From the wheel alone: the repository is not on the path."""
-    assert "holdfast = holdfast.cli.main:main" in (unpacked / DIST / "entry_points.txt").read_text()
-    script = "from holdfast.cli.main import main; main()"
+    assert "holdfast = holdfast.cli.entry:main" in (unpacked / DIST / "entry_points.txt").read_text()
+    script = "from holdfast.cli.entry import main; main()"
     for option, expected in (("--version", "holdfast 1.2.3\n"), ("--help", "Usage: holdfast [OPTIONS]")):
         done = subprocess.run(
             [sys.executable, "-c", script, option],

@@ -12,6 +12,9 @@ from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.storage.local import hidden_folders
 from holdfast.upkeep import clean_up
 
+#: What a single process is told of a checkpoint of several: that alone.
+_NO_RANK_CONTENT = r"loaded \S+, but not all that was asked for:\n  rank_content: [^\n]+\Z"
+
 
 class Violation(AssertionError):  # noqa: N818 - of what is promised
     """A crash has left what must not be."""
@@ -25,6 +28,7 @@ def examine(run: Path, before: Listing, after: Listing, resumed: Save, training:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # one that is passed over as damaged is a violation, too
+            warnings.filterwarnings("ignore", _NO_RANK_CONTENT, UserWarning)
             return _examine(run, before, after, resumed, training)
     except (HoldfastError, UserWarning) as error:
         raise Violation(f"{type(error).__name__}: {error}") from error

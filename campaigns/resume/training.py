@@ -89,6 +89,7 @@ def train(plan: Plan, attempt: int, stop: holdfast.Preemption) -> None:
                 _save(plan, step, training)
             if stopping:
                 return
+    dist.barrier()  # a rank that is killed now must have noted its last step
     plan.done.touch()
 
 

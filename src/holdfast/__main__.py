@@ -1,6 +1,6 @@
 """``python -m holdfast``: the command line, where the script is not on the path."""
 
-from holdfast.cli.main import main
+from holdfast.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """What ranks agree on before a save: that they are asked for the same, who holds what, and the values of all together.
 
-Each tells 64 bytes of digests; only what is new or differs is told in full, each distinct thing once.
+Each tells 80 bytes, digests for the most part; only what is new or differs is told in full, each distinct thing once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from holdfast.engine.census import Census, Digests, digests, distinct
 from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Session
 from holdfast.engine.spec import digest
-from holdfast.state.capture import Capture, Training, capture, merge_values, merged_bytes
+from holdfast.state.capture import Capture, Training, capture, check_own, check_owns, merge_values, merged_bytes
+from holdfast.storage.local import host
 
-#: Bytes of the key of a plan, and of the digest of the values.
-_KEY, _VALUES = 8, 16
+#: Bytes of the key of a plan, and of the digests of the values and of the host.
+_KEY, _VALUES, _HOST = 8, 16, 8
 
-#: An announcement: the key of the plan that a rank knows, the digests of its spec, its meshes and its values.
-_ANNOUNCEMENT = struct.Struct(f"{_KEY}s16s16s{_VALUES}s")
+#: An announcement: the key of the plan that a rank knows, the digests of its spec, its meshes, its values and its host,
+#: and how many bytes belong to it alone.
+_ANNOUNCEMENT = struct.Struct(f"{_KEY}s16s16s{_VALUES}s{_HOST}sQ")
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -55,12 +57,13 @@ class _Terms(msgspec.Struct, frozen=True):
     """What rank 0 makes of the announcements.
 
     ``key`` is the plan's; ``census`` is there where the plan is new, and ``tellers`` are the ranks that tell their
-    values, where those differ.
+    values, where those differ. The ranks are on so many ``hosts``.
     """
 
     key: bytes
     census: Census | None
     tellers: list[int]
+    hosts: int
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
@@ -75,13 +78,14 @@ class Agreement:
     """What this rank brings, and what all have agreed on.
 
     ``key`` stands for the plan; ``membership`` is there where no rank has that plan yet, or not all have it. ``merged``
-    are, on rank 0, the values of all ranks' models and optimizers.
+    are, on rank 0, the values of all ranks' models and optimizers. The ranks are on so many ``hosts``.
     """
 
     captured: Capture
     key: bytes
     membership: Membership | None
     merged: Mapping[str, Any]
+    hosts: int
 
 
 def agree(request: Wanted, session: Session, global_ranks: Sequence[int], known: bytes) -> Agreement:
@@ -93,7 +97,10 @@ def agree(request: Wanted, session: Session, global_ranks: Sequence[int], known:
         request.check()
         captured = capture(request.training, session.rank)
         held = digests(captured.inventory.spec(), captured.inventory.meshes())
-        return _ANNOUNCEMENT.pack(known, *held, digest(merged_bytes(captured), _VALUES))
+        merged = merged_bytes(captured)
+        check_own(captured, merged)
+        own_host = digest(host().encode(), _HOST)
+        return _ANNOUNCEMENT.pack(known, *held, digest(merged, _VALUES), own_host, len(captured.own))
 
     raw = first_vote(
         session, "looking at what to save", request.asked(), look, lambda posted: _encode(_settle(request, posted))
@@ -101,17 +108,18 @@ def agree(request: Wanted, session: Session, global_ranks: Sequence[int], known:
     terms = msgspec.msgpack.decode(raw, type=_Terms)
     told, merged = _tell(session, captured, terms)
     membership = terms.census.membership(told, global_ranks) if terms.census else None
-    return Agreement(captured, terms.key, membership, merged)
+    return Agreement(captured, terms.key, membership, merged, terms.hosts)
 
 
 def _settle(request: Wanted, posted: Sequence[bytes]) -> _Terms:
     """Rank 0's view of what all ranks announced."""
     request.check_place()
-    known, specs, meshes, values = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    known, specs, meshes, values, hosts, owns = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    check_owns(owns)
     key = digest(b"".join((*specs, *meshes, request.packing())), _KEY)
     census = None if set(known) == {key} else Census.take(list(map(Digests, specs, meshes)))
     _, tellers = distinct(values)
-    return _Terms(key, census, tellers if len(tellers) > 1 else [])
+    return _Terms(key, census, tellers if len(tellers) > 1 else [], len(set(hosts)))
 
 
 def _tell(session: Session, captured: Capture, terms: _Terms) -> tuple[list[_Held], Mapping[str, Any]]:

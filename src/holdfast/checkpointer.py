@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -12,24 +12,24 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from holdfast.background import background_saves
 from holdfast.catalog import list_checkpoints
+from holdfast.corruption import Corrupt
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks, current_group
-from holdfast.engine.stage import Arena
 from holdfast.events import OnEvent, unheard
 from holdfast.falling_back import load
-from holdfast.garbage import uncollected
-from holdfast.handle import SaveHandle, ended, in_background
-from holdfast.request import Background, LoadRequest, SaveRequest
+from holdfast.handle import SaveHandle
+from holdfast.request import STAGING, Background, LoadRequest, SaveRequest, check_choice
 from holdfast.restored import Restored
 from holdfast.retention import Retention, policy_of
 from holdfast.saving import PlanCache, Save
 from holdfast.state.capture import Training
 from holdfast.state.restore import Policy
-from holdfast.state.steady import StepGuard
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
 from holdfast.telling import with_a_bar
+from holdfast.warning import warn
 
 
 class Checkpointer:
@@ -58,13 +58,13 @@ class Checkpointer:
         self.path = local_path(path)
         #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
         self.runs: set[str] = set()
+        #: The checkpoints that its loads found corrupt: they make way for its saves.
+        self.corrupt: set[Corrupt] = set()
         self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
         self._process_group, self._timeout = process_group, timeout
+        check_choice("staging", staging, STAGING)
         self._async, self._staging = async_save, staging
         self._on_event = on_event or unheard
-        self._guard = StepGuard()
-        self._arena = Arena()
-        self._flight: SaveHandle[CheckpointInfo] | None = None
         self._plans = PlanCache()
         self._ranks: Ranks | None = None
 
@@ -87,17 +87,26 @@ class Checkpointer:
         async_save: bool | None = None,
         staging: str | None = None,
         staging_check: str = "sampled",
+        replica_check: str = "sampled",
         rng: bool = True,
+        state_dict_hooks: bool = True,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         began = time.perf_counter()
-        self.finalize()
-        training = Training(model, optimizer, scheduler, user_content, rank_content, stateful, dataloader, rng)
+        training = Training(
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            rank_content,
+            stateful,
+            dataloader,
+            rng,
+            state_dict_hooks=state_dict_hooks,
+        )
         own = num_kept_ckpts is None and keep is None
         kept = self._keep if own else policy_of(num_kept_ckpts, keep)
-        how = Background(staging or self._staging, staging_check)
-        background = how if (self._async if async_save is None else async_save) else None
         request = SaveRequest(
             path=self.path,
             tag=tag,
@@ -107,57 +116,43 @@ class Checkpointer:
             metrics=metrics or {},
             overwrite=overwrite,
             keep=kept,
-            background=background,
-            runs=frozenset(self.runs),
+            async_save=self._async if async_save is None else async_save,
+            staging=Background(self._staging if staging is None else staging, staging_check),
+            replica_check=replica_check,
             on_event=on_event or self._on_event,
             began=began,
         )
-        return self._at_once(request) if background is None else self._later(request)
+        with background_saves.turn(self.path, self._process_group):
+            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            if request.async_save:
+                return self._run(request)
+            with self._watched(f"saving {request.tag}", request.on_event) as heard:
+                return self._run(replace(request, on_event=heard))
 
-    def _at_once(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        with self._watched(f"saving {request.tag}", request.on_event) as on_event:
-            save = Save(replace(request, on_event=on_event), self._current_ranks(), self._plans, self._timeout)
-            with uncollected(), save.undone_on_failure():
-                save.begin()
-                self.runs.add(save.run)
-                info = save.finish()
-                save.part()
-        return SaveHandle(save.path, save.telling.returned(), ended(info))
-
-    def _later(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+    def _run(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         save = Save(request, self._current_ranks(), self._plans, self._timeout)
-        with uncollected(), save.undone_on_failure():
-            save.begin()
-            self.runs.add(save.run)
-            save.stage(self._arena)
-            if not save.copied.is_set():
-                self._guard.arm(save.copied)
-            stall = save.telling.returned()
-            done = in_background(save)
-        self._flight = SaveHandle(save.path, stall, done)
-        return self._flight
+        try:
+            return background_saves.run(save, self.path, self._process_group, asynchronous=request.async_save)
+        finally:
+            if save.run:
+                self.runs.add(save.run)
 
     def _watched(self, what: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """The listener, with a bar on the terminal of the first rank."""
         return with_a_bar(what, on_event) if self._current_ranks().rank == LEADER else nullcontext(on_event)
 
     def finalize(self) -> None:
-        """Wait for the save under way. Raises what went wrong with it, once."""
-        flight = self._flight
-        if flight is None:
-            return
-        try:
-            flight.wait()
-        finally:
-            if flight.done():  # and not where the wait was interrupted
-                self._flight = None
-                self._guard.disarm()
+        """Wait for the saves of this path that are under way. Raises what went wrong with the first, once."""
+        background_saves.finalize(self.path)
 
     def load(
         self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
     ) -> Any:
         """Load ``tag`` or the latest, and return the user content: see :func:`holdfast.load_checkpoint`."""
-        return self.restore(tag, model, optimizer, scheduler, **options).user_content
+        restored = self.restore(tag, model, optimizer, scheduler, **options)
+        if restored.rank_content is not None and _is_resume(optimizer, options.get("dataloader")):
+            warn(f"the checkpoint {restored.tag!r} has rank_content, which only restore() returns: call that instead")
+        return restored.user_content
 
     def restore(
         self,
@@ -169,6 +164,7 @@ class Checkpointer:
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
         strict: bool = True,
+        allow_missing: Collection[str] = (),
         verify: bool = True,
         rng: bool | None = None,
         map_dtype: bool = False,
@@ -178,20 +174,27 @@ class Checkpointer:
         on_event: OnEvent | None = None,
     ) -> Restored:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
+        policy = Policy(
+            strict=strict,
+            map_dtype=map_dtype,
+            rng=optimizer is not None if rng is None else rng,
+            rank_content=_is_resume(optimizer, dataloader),
+            # What nobody has asked for in so many words may be missing, but not without a word.
+            allow_missing=_parts(allow_missing) | {"rank_content"} | ({"rng"} if rng is None else set()),
+        )
         request = LoadRequest(
             path=self.path,
             tag=tag,
             training=Training(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
-            policy=Policy(strict=strict, map_dtype=map_dtype, rng=optimizer is not None if rng is None else rng),
+            policy=policy,
             verify=verify,
             exchange=exchange,
             on_damage=on_damage,
             keys=keys or {},
             on_event=on_event or self._on_event,
         )
-        self._guard.wait()
         with self._watched(f"loading {tag or self.path.name}", request.on_event) as heard:
-            restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout)
+            restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout, self.corrupt)
         if restored.run:
             self.runs.add(restored.run)
         return restored
@@ -213,3 +216,12 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finalize()
+
+
+def _parts(given: Collection[str]) -> frozenset[str]:
+    return frozenset({given} if isinstance(given, str) else given)
+
+
+def _is_resume(optimizer: Any, dataloader: Any) -> bool:
+    """Whether a load goes on with the training, and so wants all that ranks had of their own."""
+    return optimizer is not None or dataloader is not None

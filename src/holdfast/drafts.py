@@ -7,16 +7,37 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from holdfast.errors import StorageError
+from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
+from holdfast.formats.native import is_native
 from holdfast.layout.hidden import Hidden
 from holdfast.storage import folders, local
-from holdfast.survey import put_aside
-from holdfast.upkeep import recover
+from holdfast.survey import look, put_aside
+from holdfast.upkeep import clean_up, recover
 
 
 def draft_of(final: Path) -> Path:
     """A name for the draft of what will be ``final``; another one each time."""
     return final.parent / Hidden(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name
+
+
+def check_final(final: Path) -> None:
+    """Check that something new can be written at a path.
+
+    Raises ``TagExistsError`` if the name is taken, and ``InvalidArgumentError`` inside of a checkpoint of ours: its
+    manifest names all that is in it.
+    """
+    if local.exists(final):
+        raise TagExistsError(f"there is {final} already; choose another path, or remove it first")
+    for folder in final.resolve().parents:
+        info = look(folder, folder.name) if is_native(folder) else None
+        if info is not None and info.status == "complete":
+            raise InvalidArgumentError(f"{final} lies in the checkpoint {folder}: choose a path outside of it")
+
+
+def new_draft(final: Path) -> Path:
+    """Return a name for a draft, as :func:`draft_of`, and remove those of writers to the same path that died."""
+    clean_up(final.parent, tag=final.name)
+    return draft_of(final)
 
 
 @contextmanager
@@ -26,7 +47,7 @@ def drafted(final: Path) -> Iterator[Path]:
     Raises ``TagExistsError`` where the name was taken meanwhile.
     """
     local.make_durable_folder(final.parent)
-    draft = draft_of(final)
+    draft = new_draft(final)
     with closing(folders.claim(draft)):
         try:
             yield draft

@@ -79,6 +79,10 @@ class DamagedError(HoldfastError, ValueError):
     """Bytes that are not what was saved. Names the file and, where it is one, the tensor."""
 
 
+class BudgetError(DamagedError):
+    """A file asks for more work than its bytes can: its values name each other again and again."""
+
+
 class UnsafeNameError(DamagedError):
     """A name inside a checkpoint that leads out of its folder."""
 

@@ -23,7 +23,8 @@ class Progress:
 class Saved:
     """A checkpoint of ``nbytes`` is complete and durable. Of asynchronous saves this is told from their own thread.
 
-    ``seconds`` have passed since the call; for ``stall_seconds`` of them the call kept its caller.
+    ``seconds`` have passed since the call; for ``stall_seconds`` of them the call kept its caller. This rank has
+    hashed what other ranks hold too for ``replica_check_seconds`` of those.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class Saved:
     nbytes: int
     seconds: float
     stall_seconds: float
+    replica_check_seconds: float = 0.0
 
     @property
     def gigabytes_per_second(self) -> float:

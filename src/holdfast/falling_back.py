@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-from holdfast.engine.ballot import LEADER
+from holdfast.background import background_saves
+from holdfast.corruption import Corrupt
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import DamagedError, DisagreementError, MismatchError, NoCheckpointError, StorageError
 from holdfast.finding import Search
@@ -14,14 +13,18 @@ from holdfast.garbage import uncollected
 from holdfast.loading import Load
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
+from holdfast.telling import log_reasons
+from holdfast.warning import warn
 
 
-def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
+def load(request: LoadRequest, ranks: Ranks, timeout: float, corrupt: set[Corrupt] | None = None) -> Restored:
     """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
 
     Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning; where
-    another process replaces or removes it meanwhile, what is there then.
+    another process replaces or removes it meanwhile, what is there then. What it falls back from is added to
+    ``corrupt``.
     """
+    background_saves.wait_for_copies()
     search = Search(request, timeout)
     while True:
         attempt = Load(request, ranks, timeout, search)
@@ -35,11 +38,12 @@ def load(request: LoadRequest, ranks: Ranks, timeout: float) -> Restored:
             # All ranks raise it, as they have voted; so all of them go on, and rank 0 decides to what.
             search.failed(attempt.found, attempt.filled, error)
             continue
-        if ranks.rank == LEADER and restored.fell_back_from:
-            why = "; ".join(str(error) for error in search.damaged.values()) or "their manifests cannot be read"
-            warnings.warn(
-                f"loaded {restored.tag!r}, as {', '.join(restored.fell_back_from)} in {request.path} cannot be "
-                f"loaded: {why}",
-                stacklevel=4,
-            )
+        if corrupt is not None:
+            corrupt.update(attempt.found.corrupt)
+        passed = search.passed.describe()
+        if passed:
+            warn(f"loaded {restored.tag!r}, as {passed}; `holdfast verify --all {request.path}` tells more")
+            log_reasons(search.passed.reasons)
+        if search.ignored:
+            warn(search.ignored)
         return restored

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from holdfast.catalog import every_checkpoint, find, latest, whereabouts
+from holdfast.catalog import every_checkpoint, find, latest, name_ignored, whereabouts
+from holdfast.corruption import Corrupt
 from holdfast.errors import (
     DamagedError,
     FormatError,
@@ -21,11 +24,15 @@ from holdfast.errors import (
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import holds, is_native, read_manifest
 from holdfast.request import LoadRequest
+from holdfast.survey import CheckpointInfo, is_ours
 from holdfast.upkeep import recover
+
+#: The most tags that a message names.
+_SHOWN = 5
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
-    """The folder of the checkpoint to load, its tag, its id where it has one, and the tags passed over as damaged.
+    """The folder of the checkpoint to load, its tag, its id where it has one, and those passed over as corrupt.
 
     ``is_latest``: it was not asked for by name.
     """
@@ -34,18 +41,58 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     tag: str = ""
     id: str = ""
     is_latest: bool = False
-    passed: list[str] = []
+    corrupt: list[Corrupt] = []
 
     def is_there(self) -> bool:
         """Whether it is still where it was found."""
         return not self.id or holds(Path(self.folder), self.id)
 
 
+@dataclass(frozen=True)
+class Passed:
+    """The tags of checkpoints that a load has passed over, and what is wrong with them.
+
+    ``corrupt`` are not what was saved; ``unfit`` are sound, and do not fit what is loaded; ``unreadable`` are of a
+    newer format, or may not be read. ``reasons`` say for each corrupt one what is wrong with it.
+    """
+
+    corrupt: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, every: Sequence[CheckpointInfo], unloaded: Mapping[tuple[str, str], HoldfastError]) -> Passed:
+        """Sort those that are there, of which some could not be loaded, by tag and id."""
+        failed = [(info, unloaded[info.tag, info.id]) for info in every if (info.tag, info.id) in unloaded]
+        unfit = tuple(info.tag for info, error in failed if isinstance(error, MismatchError))
+        corrupt = {info.tag: info.problem for info in every if info.status == "damaged"}
+        corrupt |= {info.tag: _reason(error) for info, error in failed if info.tag not in unfit}
+        unreadable = tuple(info.tag for info in every if info.status == "unreadable")
+        return cls(tuple(corrupt), unfit, unreadable, tuple(corrupt.values()))
+
+    def describe(self) -> str:
+        """Say so in a part of a sentence; empty if nothing was passed over."""
+        sides = ((self.corrupt, "corrupt"), (self.unfit, "unlike what is loaded"), (self.unreadable, "unreadable"))
+        return " and ".join(_describe(tags, adjective) for tags, adjective in sides if tags)
+
+
+def _describe(tags: tuple[str, ...], adjective: str) -> str:
+    names = ", ".join(tags[-_SHOWN:]) + (f" and {len(tags) - _SHOWN} more" if len(tags) > _SHOWN else "")
+    return f"{names} {'is' if len(tags) == 1 else 'are'} {adjective}"
+
+
+def _reason(error: HoldfastError) -> str:
+    """What went wrong, without what was said of the arguments of a call that has gone well since."""
+    return _said(error.__cause__ if isinstance(error.__cause__, HoldfastError) else error)
+
+
 class Search:
     """Rank 0's search, over the attempts of one load. The other ranks only tell it of failures.
 
-    :attr:`damaged` are those that could not be loaded, by id: another may have their name meanwhile. :attr:`filled` are
-    the tensors of models and optimizers that any attempt may have filled, on this rank.
+    :attr:`filled` are the tensors of models and optimizers that any attempt may have filled, on this rank.
+    :attr:`passed` says, on rank 0, what was passed over, and :attr:`ignored` what else lies in the run's folder that
+    could have been meant.
     """
 
     def __init__(self, request: LoadRequest, timeout: float) -> None:
@@ -53,7 +100,10 @@ class Search:
         self._request, self._ends = request, time.monotonic() + timeout
         self._failed: tuple[Found, HoldfastError] | None = None
         self._left: HoldfastError | None = None
-        self.damaged: dict[str, HoldfastError] = {}
+        #: Why others could not be loaded, by tag and id: another may have the tag meanwhile, and copies have the id.
+        self._unloaded: dict[tuple[str, str], HoldfastError] = {}
+        self.passed = Passed()
+        self.ignored: str | None = None
         self.filled: set[tuple[str, str]] = set()
 
     def failed(self, found: Found, filled: set[tuple[str, str]], error: HoldfastError) -> None:
@@ -81,7 +131,7 @@ class Search:
             if self._is_late():
                 raise self._too_fast(error) from error
         elif self._falls_back(found, error):
-            self.damaged[found.id] = error
+            self._unloaded[found.tag, found.id] = error
         else:
             raise self._left or error
 
@@ -90,7 +140,7 @@ class Search:
         if not found.is_latest or self._request.on_damage == "raise":
             return False
         missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        unfit = isinstance(error, MismatchError) and bool(self.damaged)
+        unfit = isinstance(error, MismatchError) and bool(self._unloaded)
         return missing or unfit or isinstance(error, DamagedError)
 
     def _is_late(self) -> bool:
@@ -119,22 +169,25 @@ class Search:
         path, tag = self._request.path, self._request.tag
         if tag is not None:
             return _named(find(path, tag), tag)
-        place = whereabouts(path)
-        if is_native(place):
-            return _named(place, path.name)
-        if is_checkpoint(place):
-            return Found(str(place), path.name)
         every = every_checkpoint(path)
+        if not any(map(is_ours, every)):
+            place = whereabouts(path)
+            if is_native(place):
+                return _named(place, path.name)
+            if is_checkpoint(place):
+                return Found(str(place), path.name)
+        self.ignored = name_ignored(path)
         unreadable = [info for info in every if info.status != "complete"]
         if unreadable and self._request.on_damage == "raise":
             kind = DamagedError if unreadable[0].status == "damaged" else FormatError
             raise kind(f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag")
-        sound = [info for info in every if info.status == "complete" and info.id not in self.damaged]
-        if not sound and self.damaged:
-            raise next(iter(self.damaged.values()))
+        sound = [info for info in every if info.status == "complete" and (info.tag, info.id) not in self._unloaded]
+        if not sound and self._unloaded:
+            raise next(iter(self._unloaded.values()))
         chosen = sound[-1] if sound else latest(path)
-        passed = [info.tag for info in every if info.status != "complete" or info.id in self.damaged]
-        return Found(str(chosen.path), chosen.tag, chosen.id, is_latest=True, passed=passed)
+        self.passed = Passed.of(every, self._unloaded)
+        corrupt = [Corrupt.of(path / tag, tag) for tag in self.passed.corrupt]
+        return Found(str(chosen.path), chosen.tag, chosen.id, is_latest=True, corrupt=corrupt)
 
 
 def _named(folder: Path, tag: str) -> Found:

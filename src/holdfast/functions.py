@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,50 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast import catalog
+from holdfast.background import background_saves
 from holdfast.checkpointer import Checkpointer
+from holdfast.corruption import Corrupt
 from holdfast.events import OnEvent
 from holdfast.handle import SaveHandle
-from holdfast.parts.calls import finalize as finalize_parts
 from holdfast.restored import Restored
 from holdfast.retention import Retention
 from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
 
-#: The default instances, one for each path and what was set with it.
-_defaults: dict[tuple[Path, int | str, float, dist.ProcessGroup | None], Checkpointer] = {}
+#: What a default instance is made with: a path, the size of shards, the timeout and the process group.
+_Setting = tuple[Path, int | str, float, dist.ProcessGroup | None]
+
+#: Most default instances that are kept: each one holds a plan and a process group.
+_MOST_DEFAULTS = 16
+
+
+class _Defaults:
+    """The default instances: those that were used last. They have loaded and saved the same runs."""
+
+    def __init__(self) -> None:
+        self._checkpointers: dict[_Setting, Checkpointer] = {}
+        self._runs: set[str] = set()
+        self._corrupt: set[Corrupt] = set()
+
+    def get(self, setting: _Setting) -> Checkpointer:
+        """Return the instance with these settings."""
+        checkpointer = self._checkpointers.pop(setting, None) or self._make(*setting)
+        self._checkpointers[setting] = checkpointer  # now it is the one that was used last
+        if len(self._checkpointers) > _MOST_DEFAULTS:
+            del self._checkpointers[next(iter(self._checkpointers))]
+        return checkpointer
+
+    def _make(self, path: Path, size: int | str, timeout: float, group: dist.ProcessGroup | None) -> Checkpointer:
+        checkpointer = Checkpointer(path, max_shard_size=size, process_group=group, timeout=timeout)
+        checkpointer.runs, checkpointer.corrupt = self._runs, self._corrupt
+        return checkpointer
+
+    def clear(self) -> None:
+        """Forget all of them, and what they have loaded."""
+        self._checkpointers, self._runs, self._corrupt = {}, set(), set()
+
+
+_defaults = _Defaults()
 
 
 def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users know
@@ -39,11 +72,13 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     async_save: bool = False,
     staging: str = "eager",
     staging_check: str = "sampled",
+    replica_check: str = "sampled",
     num_kept_ckpts: int | None = None,
     keep: Retention | int | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     rng: bool = True,
+    state_dict_hooks: bool = True,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -76,6 +111,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         staging_check: proof that nothing else has changed them meanwhile: hashes of 12 chunks of 4 MiB, others each
             time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference fails that
             save with ``TornError``.
+        replica_check: proof, before anything is written, that ranks hold the same values of what several of them hold:
+            hashes of 4 KiB of every tensor, others each time, and of 64 MiB beside that (``"sampled"``; of all at the
+            first save), or of all at each save (``"full"``). It is a part of the time that the call takes;
+            :class:`Saved` tells which.
         num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
             committed. Nothing is removed without it. This process continues the run that it has loaded from; one
             that has not loaded begins another, and leaves alone what others saved here, like what was renamed.
@@ -83,6 +122,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         overwrite: replace a checkpoint of this tag in one atomic step, instead of raising.
         max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
         rng: keep the states of the random number generators, per rank.
+        state_dict_hooks: store tensors under the names that the model's ``state_dict`` hooks give them, also where
+            these split a parameter into several; the optimizer's states are stored alike. ``False``: parameters,
+            buffers and extra state under the names that the modules have for them, and nothing that hooks make. A load
+            takes either.
         on_event: is told what happens: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
         process_group: the ranks that save together; the default group, or this process alone where there is none.
         timeout: seconds that ranks wait for each other before all of them fail.
@@ -92,8 +135,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         does.
 
     Raises:
-        TagExistsError: there is such a checkpoint already.
+        TagExistsError: there is such a checkpoint already. One that a load of this process found corrupt, and fell
+            back from, makes way: it gets a hidden name.
         UnstorableError: values that cannot be stored, each named by its path.
+        StateError: objects that contradict each other, or hooks that make up tensors: see ``state_dict_hooks``.
         ReplicaMismatchError: ranks hold different values of one tensor.
         DisagreementError: ranks were called with different arguments, or see different file systems.
         RankTimeoutError: a rank did not come in time.
@@ -102,14 +147,12 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
     """
     options: dict[str, Any] = {"rank_content": rank_content, "step": step, "metrics": metrics, "rng": rng}
+    options |= {"state_dict_hooks": state_dict_hooks}
     options |= {"dataloader": dataloader, "stateful": stateful}
     options |= {"async_save": async_save, "staging": staging, "staging_check": staging_check}
+    options |= {"replica_check": replica_check}
     options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite, "on_event": on_event}
-    checkpointer = _default(path, max_shard_size, process_group, timeout)
-    for other in list(_defaults.values()):
-        if other.path == checkpointer.path:
-            other.finalize()
-        checkpointer.runs |= other.runs
+    checkpointer = _defaults.get((local_path(path), max_shard_size, timeout, process_group))
     return checkpointer.save(tag, model, optimizer, scheduler, user_content, **options)
 
 
@@ -119,13 +162,19 @@ def load_checkpoint(
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
     **options: Any,
 ) -> Any:
     """Load a checkpoint in place and return its user content, ``None`` when it has none.
 
-    The arguments are those of :func:`restore`, which tells more about what was done.
+    The arguments are those of :func:`restore`, which tells more about what was done, and gives ``rank_content`` back:
+    if the checkpoint has that and training is resumed, this function warns.
     """
-    return restore(path, tag, model, optimizer, scheduler, **options).user_content
+    return _defaults.get((local_path(path), "5GB", timeout, process_group)).load(
+        tag, model, optimizer, scheduler, **options
+    )
 
 
 def restore(
@@ -138,6 +187,7 @@ def restore(
     dataloader: Any = None,
     stateful: Mapping[str, Any] | None = None,
     strict: bool = True,
+    allow_missing: Collection[str] = (),
     verify: bool = True,
     on_damage: str = "fall_back",
     exchange: str = "auto",
@@ -150,22 +200,34 @@ def restore(
 ) -> Restored:
     """Load a checkpoint in place, on any number of ranks and in any layout. Every rank of the process group calls it.
 
+    What is asked for and cannot be given back is an error before anything is changed; if it may be missing (``strict``,
+    ``allow_missing``) it is a warning, and in ``missing`` of the result.
+
     Args:
-        path: a run's folder, or one checkpoint of any format that holdfast reads.
+        path: a run's folder, or one checkpoint of any format that holdfast reads. A folder that holds checkpoints of
+            holdfast is a run's folder, whatever else is in it.
         tag: which checkpoint of the run; the latest when left out.
         model: a module or a state dict, whose tensors are filled in place.
         optimizer: a ``torch.optim.Optimizer``; one that has never stepped gets its state without a step.
         scheduler: its ``load_state_dict`` is called.
-        dataloader: its ``load_state_dict`` is called where as many ranks load as saved; else it is in ``missing``.
+        dataloader: its ``load_state_dict`` is called if as many ranks load as saved. Another number needs one that has
+            ``load_state_dicts``, as :class:`ResumableLoader` has.
         stateful: the ``load_state_dict`` of each object is called.
-        strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
+        strict: names must match; with ``False`` what matches is loaded, and the rest is left as it is and reported. An
+            optimizer's parameters are matched by name: those without a saved state are left without.
+        allow_missing: the parts that may be missing though names are strict: ``"dataloader"``, ``"rng"``,
+            ``"scheduler"``, ``"stateful"``, ``"model"``, ``"optimizer"``. What is given back without being asked for,
+            ``rank_content``, may be missing anyway, with a warning if training is resumed.
         verify: check every byte that is read against its CRC.
         on_damage: where the newest checkpoint is damaged and no tag was given, load the newest sound one with a warning
             (``"fall_back"``) or raise (``"raise"``).
         exchange: what several ranks need is read by one of them and passed on (``"always"``), or by each (``"never"``);
             ``"auto"`` does the first between hosts, the second where all ranks share a page cache.
-        rng: put the states of random number generators back; by default when an optimizer is loaded.
-        map_dtype: cast where dtypes differ, instead of raising.
+        rng: put the states of random number generators back; by default when an optimizer is loaded, and then a
+            checkpoint may lack them. Each rank gets its own; another number of ranks derives new ones from them, other
+            ones for each rank.
+        map_dtype: cast where floating point dtypes differ, instead of raising. Nothing else is cast: not complex
+            numbers to real ones, nor floating point to integers.
         keys: where a checkpoint of another system has its parts, if they are not found by their names:
             ``{"model": "app.net", "optimizer": "app.opt"}``.
         on_event: is told what happens: :class:`Progress` and :class:`Loaded`.
@@ -182,6 +244,7 @@ def restore(
         "dataloader": dataloader,
         "stateful": stateful,
         "strict": strict,
+        "allow_missing": allow_missing,
         "verify": verify,
         "on_damage": on_damage,
         "exchange": exchange,
@@ -190,19 +253,13 @@ def restore(
         "keys": keys,
         "on_event": on_event,
     }
-    return _default(path, "5GB", process_group, timeout).restore(tag, model, optimizer, scheduler, **options)
+    checkpointer = _defaults.get((local_path(path), "5GB", timeout, process_group))
+    return checkpointer.restore(tag, model, optimizer, scheduler, **options)
 
 
 def finalize() -> None:
     """Wait for all saves that are under way. When all have ended, raises what went wrong with the first that failed."""
-    errors: list[Exception] = []
-    for wait in [*(checkpointer.finalize for checkpointer in _defaults.values()), finalize_parts]:
-        try:
-            wait()
-        except Exception as error:  # noqa: BLE001 - raised when all have ended
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    background_saves.finalize()
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
@@ -216,12 +273,3 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
     """The checkpoints in a run's folder, oldest first; those whose manifest is damaged before all others."""
     return catalog.list_checkpoints(local_path(path))
-
-
-def _default(
-    path: str | PathLike[str], max_shard_size: int | str, process_group: dist.ProcessGroup | None, timeout: float
-) -> Checkpointer:
-    key = (local_path(path), max_shard_size, timeout, process_group)
-    if key not in _defaults:
-        _defaults[key] = Checkpointer(path, max_shard_size=max_shard_size, process_group=process_group, timeout=timeout)
-    return _defaults[key]

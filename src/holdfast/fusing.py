@@ -1,41 +1,173 @@
-"""What a model has as one tensor, and a checkpoint of transformers as several, is read as one: fused experts."""
+"""What a model has as one tensor, and a checkpoint as several, is read as one: fused experts, split parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from holdfast.engine.splits import Splits, ranges
+from holdfast.errors import OptimizerMismatchError, StateError
+from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
-from holdfast.formats.rearranged import Made, Rearranged, as_it_lies
+from holdfast.formats.rearranged import Made, Range, Rearranged, all_of, as_it_lies
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.names import split_state_key, state_key
 from holdfast.state import model as models
+from holdfast.state import sources
+from holdfast.state.capture import Training
+from holdfast.state.hooks import has_hooks
 from holdfast.state.hub import by_origin, stored
+from holdfast.state.named import Handle, ModelView
+from holdfast.state.optimizer import handles_for
+from holdfast.state.splitting import stored_names
+
+#: The stored tensors of one group.
+_Infos = Mapping[str, TensorInfo]
+
+#: The CRCs of a stored tensor of one group.
+_Crcs = Callable[[str], Sequence[int] | None]
 
 
-def fused(reader: Reader, given: Mapping[str, Sequence[Any]]) -> Reader:
-    """The checkpoint as the models see it that it is loaded into, by slot."""
-    table = {group: as_it_lies(infos) for group, infos in reader.groups.items()}
-    made = {slot: _made(parts[0], reader.groups[slot]) for slot, parts in given.items() if slot in reader.groups}
-    if not any(made.values()):
+def fused(reader: Reader, training: Training) -> Reader:
+    """The checkpoint as the models and optimizers see it that it is loaded into."""
+    made: dict[str, dict[str, Made]] = {}
+    handles: dict[str, dict[str, Handle]] = {}
+    views = _split_views(training)
+    for slot, parts in models.slots(training.model).items():
+        if slot in reader.groups:
+            from_hub = {} if isinstance(reader, NativeReader) else _made(parts[0], reader.groups[slot])
+            made[slot] = from_hub | _joined(views[slot], reader.groups[slot])
+    for slot in sources.slots(training.optimizer):
+        known = (one for same in (handles_for(slot, views) or {}).values() for one in same)
+        handles[slot] = {one.name: one for one in known if one.splits}
+        crcs = partial(reader.crcs, slot)
+        made[slot] = _joined_states(handles[slot], reader.groups.get(slot, {}), crcs)
+    if not any(made.values()) and not any(handles.values()):
         return reader
+    table = {group: as_it_lies(infos) for group, infos in reader.groups.items()}
     for slot, found in made.items():
-        taken = {part for one in found.values() for part in one.of}
-        table[slot] = {name: one for name, one in table[slot].items() if name not in taken} | found
-    return Rearranged(reader, table, reader.tied, lambda shared: shared)
+        taken = {name for one in found.values() for name in one.names}
+        table[slot] = {name: one for name, one in table.get(slot, {}).items() if name not in taken} | found
+    return Rearranged(reader, table, reader.tied, lambda shared: _told(shared, handles))
 
 
-def _made(model: object, names: Mapping[str, TensorInfo]) -> dict[str, Made]:
+def joined(reader: Reader) -> dict[str, list[str]]:
+    """The stored tensors, by group, that the checkpoint is seen to have under other names, or as parts of others."""
+    if not isinstance(reader, Rearranged):
+        return {}
+    return {
+        group: [one for name, made in names.items() for one in made.names if one != name]
+        for group, names in reader.table.items()
+    }
+
+
+def _split_views(training: Training) -> dict[str, ModelView]:
+    """The models that have hooks on ``state_dict``; an empty view of all others."""
+    given = training.named_by if training.model is None else training.model
+    return {slot: _split_view(parts) for slot, parts in models.slots(given).items()}
+
+
+def _split_view(parts: list[Any]) -> ModelView:
+    if any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+        try:
+            return models.view(parts)
+        except StateError:  # then it is loaded under the names that the modules have
+            pass
+    return ModelView()
+
+
+def _made(model: object, names: _Infos) -> dict[str, Made]:
     """The tensors of a model that the checkpoint has under other names, or in parts, all of which are there."""
     if not isinstance(model, nn.Module):
         return {}
-    tensors = models.view([model]).tensors
+    tensors = models.view_to_load([model], names).tensors
     told = stored(model, {name: TensorInfo(one.dtype, one.shape) for name, one in tensors.items()})
     found = {}
     for name, pieces in by_origin(told):
         parts = [piece for piece, _ in pieces]
         there = all(part in names and names[part].shape == told[part][0].shape for part in parts)
         if name not in names and there and len({names[part].dtype for part in parts}) == 1:
-            found[name] = Made(TensorInfo(names[parts[0]].dtype, tensors[name].shape), parts)
+            info = TensorInfo(names[parts[0]].dtype, tensors[name].shape)
+            found[name] = Made(info, [all_of(part, names[part]) for part in parts])
     return found
+
+
+def _joined(view: ModelView, names: _Infos) -> dict[str, Made]:
+    """The tensors of a model that are stored in parts, as its hooks on ``state_dict`` say."""
+    found = {}
+    for name, splits in view.splits.items():
+        made = None if name in names else _whole(view.tensors[name].shape, splits, names)
+        if made is not None:
+            found[name] = made
+    return found
+
+
+def _whole(shape: tuple[int, ...], splits: Splits, names: _Infos) -> Made | None:
+    """A tensor of a shape that is stored in parts, all of which are there."""
+    there = all(split.name in names and names[split.name].shape == split.shape for split in splits)
+    dtypes = {names[split.name].dtype for split in splits} if there else set()
+    if len(dtypes) != 1:
+        return None
+    info = TensorInfo(dtypes.pop(), shape)
+    return Made(info, [Range(name, at, at + run.stop - run.start) for run, name, at in sorted(ranges(info, splits))])
+
+
+def _joined_states(handles: Mapping[str, Handle], names: _Infos, crcs: _Crcs) -> dict[str, Made]:
+    """The states of parameters that are stored in parts: joined, or the one that all parts share."""
+    states: dict[str, list[str]] = {}
+    for key in names:
+        fqn, state = split_state_key(key)
+        states.setdefault(fqn, []).append(state)
+    found = {}
+    for handle in handles.values():
+        if handle.name not in states:
+            for state in states.get(stored_names(handle)[0], ()):
+                made = _joined_state(handle, state, names, crcs)
+                if made is not None:
+                    found[state_key(handle.name, state)] = made
+    return found
+
+
+def _joined_state(handle: Handle, state: str, names: _Infos, crcs: _Crcs) -> Made | None:
+    infos = {state_key(name, state): name for name in stored_names(handle)}
+    there = {name: names[key] for key, name in infos.items() if key in names}
+    if len(there) < len(infos):
+        return None
+    first, *others = there.values()
+    if all(size == 1 for size in first.shape) and all(one == first for one in others):
+        is_one = len({tuple(crcs(key) or ()) for key in infos}) == 1
+        return Made(first, [Range(key, 0, 0 if i else first.nbytes) for i, key in enumerate(infos)]) if is_one else None
+    made = _whole(handle.like.shape, handle.splits, there)
+    if made is None:
+        return None
+    return Made(made.info, [one._replace(name=state_key(one.name, state)) for one in made.of])
+
+
+def _told(shared: Mapping[str, Any], handles: Mapping[str, Mapping[str, Handle]]) -> dict[str, Any]:
+    """Values with the names that optimizers have here for parameters that are stored in parts."""
+    found = dict(shared)
+    for slot, known in handles.items():
+        if slot in found and known:
+            groups = [_joined_group(group, known) for group in found[slot]["groups"]]
+            found[slot] = {**found[slot], "groups": groups}
+    return found
+
+
+def _joined_group(group: Mapping[str, Any], handles: Mapping[str, Handle]) -> dict[str, Any]:
+    listed = set(group["params"])
+    names: dict[str, str] = {}
+    for handle in handles.values():
+        parts = stored_names(handle)
+        if handle.name not in listed and listed.issuperset(parts):
+            names |= dict.fromkeys(parts, handle.name)
+    states: dict[str, Any] = {}
+    for name, state in group["state"].items():
+        joined = names.get(name, name)
+        if states.setdefault(joined, state) != state:
+            raise OptimizerMismatchError(
+                f"the checkpoint holds different optimizer states, which are no tensors, of the parts of {joined!r}"
+            )
+    return {**group, "params": list(dict.fromkeys(names.get(name, name) for name in group["params"])), "state": states}

@@ -1,42 +1,17 @@
-"""A save that was begun: how it goes on in the background, and how its end is learnt."""
+"""What a call that saves returns: how its end is learnt."""
 
 from __future__ import annotations
 
 import os
 import threading
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from holdfast.errors import RankTimeoutError
+from holdfast.errors import RankTimeoutError, StateError
 
 #: What a save gives when it is committed.
 Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
-
-#: Writing gives way to training: added to the niceness of its threads.
-_NICENESS = 10
-
-
-class Unfinished(Protocol[Result_co]):
-    """A save that is staged: what is left of it needs nothing of the caller's."""
-
-    @property
-    def path(self) -> Path:
-        """Where it will be."""
-
-    def undone_on_failure(self) -> AbstractContextManager[None]:
-        """Leave nothing where what is done inside fails."""
-
-    def complete(self) -> None:
-        """Copy what was left for later."""
-
-    def finish(self) -> Result_co:
-        """Write and commit."""
-
-    def part(self) -> None:
-        """Wait until all ranks know how it ended."""
 
 
 class SaveHandle(Generic[Result]):
@@ -48,6 +23,10 @@ class SaveHandle(Generic[Result]):
         #: Seconds for which the call kept the caller.
         self.stall_seconds = stall_seconds
         self._done = done
+        self._is_reported = False
+        self._process = os.getpid()
+        #: The thread that saves; its listeners cannot wait for it.
+        self.thread: threading.Thread | None = None
 
     def done(self) -> bool:
         """Whether the save has ended: committed, or failed."""
@@ -55,44 +34,23 @@ class SaveHandle(Generic[Result]):
 
     def wait(self, timeout: float | None = None) -> Result:
         """What was committed. Raises what went wrong, or ``RankTimeoutError`` after ``timeout`` seconds."""
+        self._check_that_it_can_end()
         try:
-            return self._done.result(timeout)
+            self._done.exception(timeout)
         except TimeoutError:
-            if self._done.done():
-                raise
-            raise RankTimeoutError(f"the save of {self.path} is still under way after {timeout} seconds") from None
+            if not self._done.done():
+                raise RankTimeoutError(f"the save of {self.path} is still under way after {timeout} seconds") from None
+        self._is_reported = True
+        return self._done.result()
 
+    def _check_that_it_can_end(self) -> None:
+        if self._done.done():
+            return
+        if os.getpid() != self._process:
+            raise StateError(f"the save of {self.path} goes on in the process that this one was forked from")
+        if self.thread is threading.current_thread():
+            raise StateError(f"a listener of the save of {self.path} waits for that save, which waits for the listener")
 
-def ended(info: Result) -> Future[Result]:
-    """The end of a save that is there already."""
-    done: Future[Result] = Future()
-    done.set_result(info)
-    return done
-
-
-def in_background(save: Unfinished[Result]) -> Future[Result]:
-    """Finish a staged save in a thread of its own. A process that ends waits for it."""
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            with save.undone_on_failure():
-                save.complete()
-                _give_way()
-                info = save.finish()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
-            done.set_exception(error)
-        else:
-            done.set_result(info)
-            save.part()
-
-    # A step may wait for the copy: that comes at once, and only the writing gives way.
-    threading.Thread(target=run, name=f"holdfast {save.path.name}").start()
-    return done
-
-
-def _give_way() -> None:
-    """Lower the priority of this thread, and of those that it starts."""
-    with suppress(OSError, AttributeError):  # not on every system are threads so many processes
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+    def unreported_failure(self) -> BaseException | None:
+        """Return what went wrong, if the save has failed and nobody was told yet by :meth:`wait`."""
+        return None if self._is_reported or not self._done.done() else self._done.exception()

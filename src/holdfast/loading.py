@@ -19,22 +19,24 @@ from holdfast.engine.membership import Membership
 from holdfast.engine.ranks import Ranks, unanimous
 from holdfast.engine.spec import PER_RANK
 from holdfast.engine.transfer import Fragments
-from holdfast.errors import DamagedError, DisagreementError, GoneError, NoCheckpointError, StorageError
+from holdfast.errors import DamagedError, DisagreementError, GoneError, MismatchError, NoCheckpointError, StorageError
 from holdfast.finding import Found, Search
 from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
-from holdfast.formats.reader import Reader, Values
-from holdfast.fusing import fused
+from holdfast.formats.reader import Reader, Values, check_read
+from holdfast.formats.rearranged import made_of, underneath
+from holdfast.fusing import fused, joined
+from holdfast.layout.manifest import Manifest
 from holdfast.reading import Reading
 from holdfast.request import LoadRequest
 from holdfast.restored import Restored
-from holdfast.state import model as models
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.belongings import Own, Saved, resized, same
 from holdfast.state.capture import Training
-from holdfast.state.restore import Intake
+from holdfast.state.restore import Intake, listed
 from holdfast.storage.local import host
 from holdfast.telling import Telling
+from holdfast.warning import warn
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +55,9 @@ class _Terms(msgspec.Struct, frozen=True, array_like=True):
     hosts: int
 
 
+#: The values that a load gives back without being asked.
+CONTENT = "user_content"
+
 _encode = msgspec.msgpack.Encoder().encode
 
 #: A rank's spec and meshes, as it tells them.
@@ -70,9 +75,12 @@ class Load:
         self._search = search
         self._telling = Telling(request.path, request.on_event, is_leader=ranks.rank == LEADER, began=request.began)
         self.found = Found()
+        self._manifest: Manifest | None = None
         #: The caller's tensors that may have been filled; and whether values are being put in place, the last step.
         self.filled: set[tuple[str, str]] = set()
         self.is_applying = False
+        #: On rank 0, what any rank was allowed to go without.
+        self._lacking: list[str] = []
 
     def run(self) -> Restored:
         """Load, on all ranks."""
@@ -84,8 +92,11 @@ class Load:
         verified = self._read(reader, intake, reading)
         self.is_applying = True
         self._session.all("putting values in place", intake.apply)
-        restored = self._report(reader, intake, verified=verified)
+        restored = self._report(intake, verified=verified)
+        self._telling.not_read(folder, [one for one in reader.unread if one.group == CONTENT])
         self._telling.loaded(folder, restored, reading.nbytes)
+        if self._lacking:
+            warn(f"loaded {folder}, but not all that was asked for:\n{listed(self._lacking)}")
         return restored
 
     def _find(self) -> Found:
@@ -108,12 +119,14 @@ class Load:
     def _match(self, folder: Path) -> tuple[Reader, Intake, _Terms]:
         """Read the metadata, find a target for everything, allocate what is new."""
         request, rank = self._request, self._session.rank
+        asked = set(request.training.given())
 
         def work() -> tuple[Reader, Intake]:
             reader = self._open(folder)
             if request.verify:
                 reader.check_files()
-            intake = Intake(request.training, reader.groups, reader.tied, request.policy)
+            check_read(reader, lambda one: one.group in asked)
+            intake = Intake(request.training, reader.groups, reader.tied, request.policy, joined(reader))
             arrays = ArraysIn(reader.groups.get(PER_RANK, {}))
             values = reader.values(rank, intake.shared, arrays)
             intake.match(values.shared, *self._own(reader, values, arrays))
@@ -139,10 +152,10 @@ class Load:
         rank, training, generators = self._session.rank, self._request.training, self._request.policy.rng
         if values.own is None or values.world_size != self._session.size:
             arrays = ArraysIn(arrays.infos)
-        saved = Saved(values.ranks, arrays, partial(reader.crcs, PER_RANK), str(reader.path), reader.fingerprint)
+        saved = Saved(values.ranks, arrays, partial(reader.crcs, PER_RANK), str(reader.path))
         if values.own is not None and values.world_size == self._session.size:
-            return same(values.own, saved, rank, generators=generators), arrays
-        return resized(saved, rank, training.dataloader, generators=generators), arrays
+            return same(values.own, saved, rank, training.dataloader, generators=generators), arrays
+        return resized(saved, rank, self._session.size, training.dataloader, generators=generators), arrays
 
     def _tell(self, intake: Intake, terms: _Terms) -> Membership:
         """What all ranks want, each distinct wish told once."""
@@ -160,7 +173,8 @@ class Load:
 
     def _plan(self, reader: Reader, intake: Intake, membership: Membership, terms: _Terms) -> Reading:
         """The last check before anything of the caller's is touched, and who reads what."""
-        exchange = self._request.exchange == "always" or (self._request.exchange == "auto" and terms.hosts > 1)
+        request = self._request
+        exchange = request.exchange == "always" or (request.exchange == "auto" and terms.hosts > 1)
 
         def work() -> Reading:
             wanted = list(membership.tensors())
@@ -170,20 +184,26 @@ class Load:
             self._check_refilled(intake, reader.path)
             return Reading.of(reader, intake, wanted, self._ranks, exchange=exchange and self._session.size > 1)
 
-        return self._session.all("matching the checkpoint with what it is loaded into", work)
+        def decide(posted: list[bytes]) -> bytes:
+            told = [name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str])]
+            self._lacking = list(dict.fromkeys(told))
+            return b""
+
+        phase = "matching the checkpoint with what it is loaded into"
+        return self._session.vote(phase, work, lambda _: _encode(intake.findings.tolerated(request.policy)), decide)[0]
 
     def _check_refilled(self, intake: Intake, folder: Path) -> None:
-        """Raise ``DamagedError`` where another checkpoint has filled what this one would leave as it is."""
+        """Raise ``MismatchError`` where another checkpoint has filled what this one would leave as it is."""
         left = sorted(self._search.filled - intake.filled)
         if left:
-            raise DamagedError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
+            raise MismatchError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
 
     def _open(self, folder: Path) -> Reader:
-        training = self._request.training
         try:
             opened = NativeReader(folder) if self.found.id else open_reader(folder, self._request.keys)
             reader = self._request.seen(opened)
-            return reader if isinstance(reader, NativeReader) else fused(reader, models.slots(training.model))
+            self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
+            return fused(reader, self._request.training)
         except NoCheckpointError:
             if self._session.rank == LEADER:
                 raise
@@ -193,7 +213,7 @@ class Load:
 
     def _read(self, reader: Reader, intake: Intake, reading: Reading) -> bool:
         """Fill the targets. Returns whether every byte was verified."""
-        checks = Checks(reader, reading.numbered) if self._request.verify else None
+        checks = Checks(underneath(reader), reading.numbered) if self._request.verify else None
         moved = self._telling.moving("load", reading.nbytes).add
 
         def work() -> Fragments:
@@ -214,10 +234,11 @@ class Load:
         except (DamagedError, StorageError, GoneError) as error:
             *also, said = error.args
             raise type(error)(*also, f"{said}. {_partly(self._request.training)}") from error
-        return checks is not None and checks.cover(intake.targets)
+        read = ((group, one) for group, name in intake.targets for one in made_of(reader, group, name).names)
+        return checks is not None and checks.cover(read)
 
-    def _report(self, reader: Reader, intake: Intake, *, verified: bool) -> Restored:
-        manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    def _report(self, intake: Intake, *, verified: bool) -> Restored:
+        manifest = self._manifest
         exact, rederived = intake.outcome()
         return Restored(
             user_content=intake.user_content,
@@ -229,7 +250,7 @@ class Load:
             unexpected=tuple(intake.findings.unexpected),
             exact=tuple(exact),
             rederived=tuple(rederived),
-            fell_back_from=tuple(self.found.passed),
+            fell_back_from=tuple(one.tag for one in self.found.corrupt),
             run=manifest.run if manifest else "",
             named_by=dict(intake.named_by),
         )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from holdfast.engine import replicas
 from holdfast.engine.gather import write_stripes
+from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.ranks import Ranks, Session
-from holdfast.engine.stage import Arena, Later, Staged, stage
-from holdfast.engine.transfer import Fragments, Moved, PartOf, untold
+from holdfast.engine.stage import Later, Staged, stage
+from holdfast.engine.staging_memory import Arena
+from holdfast.engine.streams import Accelerator, synchronize
+from holdfast.engine.transfer import Fragments, Moved, untold
 from holdfast.engine.wire import Wire
 from holdfast.engine.write import write_pieces
 from holdfast.errors import DisagreementError, ReplicaMismatchError
@@ -18,10 +24,33 @@ from holdfast.storage.local import is_folder
 
 
 class Moving:
-    """One rank's share of a plan. ``part_of`` tells where its tensors are."""
+    """One rank's share of a plan. ``parts`` are its tensors.
 
-    def __init__(self, ranks: Ranks, session: Session, plan: SavePlan, part_of: PartOf) -> None:
-        self._ranks, self._session, self._plan, self._part_of = ranks, session, plan, part_of
+    Each step first waits for what the caller has enqueued on the accelerators that hold them.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        session: Session,
+        plan: SavePlan,
+        parts: Mapping[tuple[str, str], LocalPart],
+        accelerator: Accelerator = torch.accelerator,
+    ) -> None:
+        self._ranks, self._session, self._plan = ranks, session, plan
+        self._parts, self._accelerator = parts, accelerator
+
+    def _part_of(self, tensor: int) -> LocalPart:
+        return self._parts[self._plan.tensors[tensor]]
+
+    def hash_replicas(self, save: int) -> tuple[bytes, float]:
+        """Digests of what other ranks hold too: of all at save 0, of some of each tensor at others.
+
+        The second is for how many seconds it has hashed.
+        """
+        synchronize(self._parts.values(), self._accelerator)
+        started = time.perf_counter()
+        return replicas.digests(self._plan, self._part_of, save), time.perf_counter() - started
 
     def differing(self) -> ReplicaMismatchError:
         """All ranks together, where some replicas differ: which."""
@@ -35,6 +64,7 @@ class Moving:
 
     def stage(self, arena: Arena, later: Later) -> Staged:
         """Copy what this rank will write, but for what may be copied later."""
+        synchronize(self._parts.values(), self._accelerator)
         if not self._plan.exchanges:
             return stage(self._plan, self._part_of, arena, None, later)
         with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:
@@ -52,6 +82,7 @@ class Moving:
             )
         if staged is not None:
             return write_pieces(files, staged.pieces, staged.part_of, moved)
+        synchronize(self._parts.values(), self._accelerator)
         found: Fragments = {}
         if self._plan.exchanges:
             with Wire(self._ranks.gloo(self._session.timeout), self._session) as wire:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from holdfast.engine import layouts
 from holdfast.engine.fetch import LoadPlan, plan_load
@@ -14,31 +16,34 @@ from holdfast.engine.ranks import Ranks, Session
 from holdfast.engine.read import read_common, read_pieces
 from holdfast.engine.routes import Locate, as_it_lies
 from holdfast.engine.spread import read_shared, read_stripes
+from holdfast.engine.streams import Accelerator, synchronize
 from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
 from holdfast.engine.wire import Wire
 from holdfast.engine.woven import Source
 from holdfast.formats.reader import Extent, Reader
+from holdfast.formats.rearranged import Made, made_of, underneath
 from holdfast.layout.files import TensorInfo
 from holdfast.state.restore import Intake
 from holdfast.state.tensors import DTYPES, Described
 
 
 class _Files:
-    """Where tensors, by number, lie in files, by number."""
+    """Where tensors lie in files, by number. Tensors have the number of the first stored tensor that they are."""
 
     def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
-        """``wanted`` are the tensors that any rank wants: so that files have the same numbers on all ranks."""
-        self._extents, self._numbered = reader.extents, numbered
-        self._whole = {tensor: self._all_of(tensor, reader) for tensor in sorted(wanted)}
+        """``numbered`` are the stored tensors, ``wanted`` those that any rank wants: files have equal numbers then."""
+        self._stored, self._numbered = underneath(reader), numbered
+        self._number = {key: i for i, key in enumerate(numbered)}
+        self._whole = {tensor: self._all_of(tensor) for tensor in sorted(wanted)}
         files = dict.fromkeys(extent.file for extents in self._whole.values() for extent in extents)
         self.numbers = {file: number for number, file in enumerate(files)}
 
-    def _all_of(self, tensor: int, reader: Reader) -> Sequence[Extent]:
+    def _all_of(self, tensor: int) -> Sequence[Extent]:
         group, name = self._numbered[tensor]
-        return reader.extents(group, name, 0, reader.groups[group][name].nbytes)
+        return self._stored.extents(group, name, 0, self._stored.groups[group][name].nbytes)
 
     def locate(self, tensor: int) -> Locate:
-        """Where the bytes of a tensor lie."""
+        """Where the bytes of a stored tensor lie."""
         group, name = self._numbered[tensor]
         whole = self._whole[tensor]
 
@@ -46,7 +51,22 @@ class _Files:
             is_whole = whole and start == whole[0].start and stop == whole[-1].stop
             return [
                 Piece(tensor, first, last, first - start, self.numbers[file], offset)
-                for file, offset, first, last in (whole if is_whole else self._extents(group, name, start, stop))
+                for file, offset, first, last in (whole if is_whole else self._stored.extents(group, name, start, stop))
+            ]
+
+        return pieces
+
+    def locate_made(self, group: str, made: Made) -> Locate:
+        """Where the bytes of a tensor lie, as pieces of the stored tensors that it is: so they can be verified."""
+        if len(made.of) == 1:
+            return self.locate(self._number[group, made.names[0]])
+        homes = {name: self.locate(self._number[group, name]) for name in made.names}
+
+        def pieces(start: int, stop: int) -> list[Piece]:
+            return [
+                piece._replace(local=piece.local + at - start)
+                for at, (name, first, last) in made.ranges(start, stop)
+                for piece in homes[name](first, last)
             ]
 
         return pieces
@@ -65,18 +85,23 @@ class Reading:
     @classmethod
     def of(cls, reader: Reader, intake: Intake, wanted: Sequence[Held], ranks: Ranks, *, exchange: bool) -> Reading:
         """Plan it. Tensors have the same numbers on all ranks."""
-        numbered = sorted((group, name) for group, names in reader.groups.items() for name in names)
+        inner = underneath(reader).groups
+        numbered = sorted((group, name) for group, names in inner.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
-        held = {number[one.group, one.name]: one for one in wanted}
-        files = _Files(reader, numbered, held)
-        plan = plan_load(held, ranks.rank, files.locate, exchange=exchange)
+        made = {(group, name): made_of(reader, group, name) for group, names in reader.groups.items() for name in names}
+        # What other ranks want may be put together of stored tensors that only they know to belong together.
+        held = {number[one.group, made[one.group, one.name].names[0]]: one for one in wanted if _key(one) in made}
+        files = _Files(reader, numbered, {number[key] for key in _read(wanted, inner, made)})
+
+        def locate(tensor: int) -> Locate:
+            return files.locate_made(held[tensor].group, made[_key(held[tensor])])
+
         me = ranks.global_ranks()[ranks.rank]
         return cls(
-            plan=plan,
+            plan=plan_load(held, ranks.rank, locate, exchange=exchange),
             numbered=numbered,
             more=[
-                _runs(target, reader.groups[key[0]][key[1]], me, files.locate(number[key]))
-                for key, target in intake.more
+                _runs(target, made[key].info, me, files.locate_made(key[0], made[key])) for key, target in intake.more
             ],
             files=list(files.numbers),
             exchange=exchange,
@@ -87,11 +112,33 @@ class Reading:
         """The bytes that this rank reads."""
         return self.plan.nbytes + sum(map(nbytes_of, self.more))
 
-    def run(self, reader: Reader, intake: Intake, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
-        """Read into the targets of the intake, which all have memory now. Returns what was hashed here."""
+    def run(
+        self,
+        reader: Reader,
+        intake: Intake,
+        ranks: Ranks,
+        session: Session,
+        moved: Moved,
+        *,
+        accelerator: Accelerator = torch.accelerator,
+    ) -> Fragments:
+        """Read into the targets of the intake, which all have memory now. Returns what was hashed here.
+
+        What the caller has enqueued on their devices comes before that, and what it enqueues later after it.
+        """
+        targets = [target.local for target in (*intake.targets.values(), *(target for _, target in intake.more))]
+        synchronize(targets, accelerator)
+        found = self._fill(reader, intake, ranks, session, moved)
+        synchronize(targets, accelerator)
+        return found
+
+    def _fill(self, reader: Reader, intake: Intake, ranks: Ranks, session: Session, moved: Moved) -> Fragments:
         number = {key: i for i, key in enumerate(self.numbered)}
         infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
-        parts = {number[key]: _sink(target, infos[key]) for key, target in intake.targets.items()}
+        parts: dict[int, LocalPart] = {}
+        for (group, name), target in intake.targets.items():
+            numbers = [number[group, one] for one in made_of(reader, group, name).names]
+            parts |= dict.fromkeys(numbers, _sink(target, infos[group, name]))
         found: Fragments = {}
         if self.exchange:
             with Wire(ranks.gloo(session.timeout), session) as wire:
@@ -104,6 +151,23 @@ class Reading:
             for tensor, fragments in read_common(self.files, pieces, ranks.rank, sinks.__getitem__, moved).items():
                 found.setdefault(tensor, []).extend(fragments)
         return found
+
+
+def _key(held: Held) -> tuple[str, str]:
+    return held.group, held.name
+
+
+def _read(
+    wanted: Sequence[Held], stored: Mapping[str, Mapping[str, TensorInfo]], made: Mapping[tuple[str, str], Made]
+) -> Iterator[tuple[str, str]]:
+    """The stored tensors that any rank may read: the same on all ranks, whatever each puts together of them."""
+    for group in {one.group for one in wanted if one.name not in stored.get(one.group, {})}:
+        yield from ((group, name) for name in stored.get(group, {}))
+    for one in wanted:
+        if one.name in stored.get(one.group, {}):
+            yield _key(one)
+        if _key(one) in made:
+            yield from ((one.group, name) for name in made[_key(one)].names)
 
 
 def _sink(target: Described, info: TensorInfo) -> LocalPart:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.corruption import Corrupt, find_corrupt
 from holdfast.engine.asked import Asked
 from holdfast.errors import InvalidArgumentError, TagExistsError
 from holdfast.events import OnEvent, unheard
@@ -17,7 +18,7 @@ from holdfast.layout.files import parse_size
 from holdfast.layout.names import check_tag, check_text, number
 from holdfast.retention import Retention
 from holdfast.state.capture import Training
-from holdfast.state.restore import Policy
+from holdfast.state.restore import PARTS, Policy
 from holdfast.storage import local
 
 #: When the state is copied: before the call returns, or, where only steps of optimizers change it, until the next step.
@@ -25,6 +26,9 @@ STAGING = ("eager", "overlapped")
 
 #: How much of what is copied later is proven not to have changed meanwhile.
 STAGING_CHECK = ("sampled", "full")
+
+#: How much of what several ranks hold is proven to be equal on them, at each save.
+REPLICA_CHECK = ("sampled", "full")
 
 #: How ranks may read what several of them need.
 EXCHANGE = ("auto", "always", "never")
@@ -48,8 +52,8 @@ class Background:
 class SaveRequest:
     """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
 
-    ``background``: ``None`` where the call returns when all is done. ``runs``: the ids of those that may be continued.
-    ``began``: by ``time.perf_counter``.
+    ``staging``: how an asynchronous save copies; checked for others, too. ``runs``: the ids of those that may be
+    continued. ``corrupt``: checkpoints that make way. ``began``: by ``time.perf_counter``.
     """
 
     path: Path
@@ -60,10 +64,18 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     overwrite: bool = False
     keep: Retention | None = None
-    background: Background | None = None
+    async_save: bool = False
+    staging: Background = Background(STAGING[0], STAGING_CHECK[0])
+    replica_check: str = "sampled"
     runs: frozenset[str] = frozenset()
+    corrupt: frozenset[Corrupt] = frozenset()
     on_event: OnEvent = unheard
     began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def background(self) -> Background | None:
+        """How it goes on when the call has returned; ``None`` if the call returns when all is done."""
+        return self.staging if self.async_save else None
 
     def asked(self) -> Asked:
         """What all ranks must be asked for alike."""
@@ -73,8 +85,10 @@ class SaveRequest:
             "what is saved": ", ".join(self.training.given()) or "nothing",
             "max_shard_size": str(self.max_shard_size),
             "overwrite": str(self.overwrite),
+            "state_dict_hooks": str(self.training.state_dict_hooks),
             "what is kept": repr(self.keep),
             "async_save and staging": str(self.background or "synchronous"),
+            "replica_check": repr(self.replica_check),
         }
         return Asked("save", about)
 
@@ -83,9 +97,9 @@ class SaveRequest:
         check_tag(self.tag)
         parse_size(self.max_shard_size)
         self.numbers()
-        if self.background is not None:
-            _one_of("staging", self.background.staging, STAGING)
-            _one_of("staging_check", self.background.check, STAGING_CHECK)
+        check_choice("staging", self.staging.staging, STAGING)
+        check_choice("staging_check", self.staging.check, STAGING_CHECK)
+        check_choice("replica_check", self.replica_check, REPLICA_CHECK)
         if self.keep is not None:
             self.keep.check(self.step, self.metrics)
 
@@ -95,8 +109,12 @@ class SaveRequest:
         there = local.exists(final)
         if self.overwrite and local.lacks(final, manifest.NAME):
             raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
-        if there and not self.overwrite:
+        if there and not self.overwrite and self.find_corrupt() is None:
             raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
+
+    def find_corrupt(self) -> Corrupt | None:
+        """The checkpoint that has the tag, if it was found corrupt."""
+        return find_corrupt(self.corrupt, self.path, self.tag)
 
     def packing(self) -> bytes:
         """All that decides, beside the tensors, what lies in which file."""
@@ -141,6 +159,7 @@ class LoadRequest:
             "exchange": self.exchange,
             "on_damage": self.on_damage,
             "keys": repr(sorted(self.keys.items())),
+            "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
             "how the checkpoint is seen": self.seen_as,
         }
         return Asked("load", about)
@@ -149,10 +168,13 @@ class LoadRequest:
         """Raise ``InvalidArgumentError`` for what cannot be asked for."""
         if self.tag is not None:
             check_tag(self.tag)
-        _one_of("exchange", self.exchange, EXCHANGE)
-        _one_of("on_damage", self.on_damage, ON_DAMAGE)
+        check_choice("exchange", self.exchange, EXCHANGE)
+        check_choice("on_damage", self.on_damage, ON_DAMAGE)
+        for part in self.policy.allow_missing:
+            check_choice("each of allow_missing", part, PARTS)
 
 
-def _one_of(what: str, given: str, known: Sequence[str]) -> None:
+def check_choice(what: str, given: object, known: Sequence[str]) -> None:
+    """Raise ``InvalidArgumentError`` naming the argument if it is none of those known."""
     if given not in known:
         raise InvalidArgumentError(f"{what} is one of {', '.join(known)}, not {given!r}")

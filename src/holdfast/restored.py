@@ -16,14 +16,16 @@ class Restored:
 
     ``exact`` are the parts that are bit for bit what was saved. ``rederived`` are those made from what was saved which
     cannot be the same: a model cast to another dtype, a data loader whose position was split anew for another number
-    of ranks, generators started anew for one. In ``missing`` are parts that were asked for and could not be given
-    back, and with ``strict=False`` the names that are only in the objects; ``unexpected`` are those that are only in
-    the checkpoint. A part that has such names is neither exact nor rederived.
+    of ranks, generators that each rank of another number has derived from the saved ones. In ``missing`` are parts that
+    could not be given back and, where that was allowed, the names that are only in the objects: of a model those of its
+    tensors, of an optimizer its parameters that have no saved state, as ``"optimizer/NAME"``, and groups that keep
+    their own settings. ``unexpected`` are the names that are only in the checkpoint. A part that has such names is
+    neither exact nor rederived.
 
-    ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of newer
-    checkpoints that are damaged. ``run`` is the id of the run that saved it, where the format is holdfast's.
-    ``named_by`` tells, by slot, what an optimizer's parameters were found by: ``"model"``, ``"names"`` that torch
-    keeps in the groups, or ``"places"``.
+    ``verified`` tells whether every byte read was checked against its CRC; ``fell_back_from`` are the tags of
+    checkpoints that are corrupt and may be newer. ``run`` is the id of the run that saved it, where the format is
+    holdfast's. ``named_by`` tells, by slot, what an optimizer's parameters were found by: ``"model"``, ``"names"``
+    that torch keeps in the groups, or ``"places"``.
     """
 
     user_content: Any

@@ -52,7 +52,7 @@ class KeepLast(Retention):
     number: int
 
     def __post_init__(self) -> None:
-        _positive("KeepLast", self.number)
+        _check_count("KeepLast", self.number)
 
     def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
@@ -62,7 +62,7 @@ class KeepLast(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Those whose step is a multiple of ``steps``."""
+    """Those whose step is a multiple of ``steps``; of fractions, such as 0.1, up to rounding."""
 
     steps: float
 
@@ -72,7 +72,7 @@ class KeepEvery(Retention):
     def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        return {one.id for one in checkpoints if one.step is not None and one.step % self.steps == 0}
+        return {info.id for info in checkpoints if info.step is not None and _is_multiple(info.step, self.steps)}
 
     def check(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
@@ -90,7 +90,7 @@ class KeepBest(Retention):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        _positive("KeepBest", self.number)
+        _check_count("KeepBest", self.number)
         if self.mode not in {"min", "max"}:
             raise InvalidArgumentError(f"mode is 'min' or 'max', not {self.mode!r}")
 
@@ -155,6 +155,23 @@ def policy_of(num_kept_ckpts: object, keep: object) -> Retention | None:
     if isinstance(given, int) and not isinstance(given, bool):
         return KeepLast(given)
     raise InvalidArgumentError(f"what is kept is a number or a policy such as KeepLast(5), not {given!r}")
+
+
+def _is_multiple(step: float, of: float) -> bool:
+    """Whether a step is a multiple, as people mean it: 0.3 is one of 0.1, though its remainder is not 0."""
+    if isinstance(step, int) and isinstance(of, int):
+        return step % of == 0
+    quotient = step / of
+    if not math.isfinite(quotient):
+        return False
+    # Sums of many small steps are off by some parts in 10**10; and no tolerance may reach the next multiple.
+    return abs(round(quotient) * of - step) <= min(1e-9 * abs(step), 1e-3 * of)
+
+
+def _check_count(what: str, number: object) -> None:
+    _positive(what, number)
+    if not isinstance(number, int):
+        raise InvalidArgumentError(f"{what} takes a whole number above 0, not {number!r}")
 
 
 def _positive(what: str, number: object) -> None:

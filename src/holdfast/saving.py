@@ -5,11 +5,11 @@ Everything that can fail on one rank comes before a vote: no rank goes on alone,
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,14 +23,15 @@ import torch
 from holdfast._version import __version__
 from holdfast.agreement import Agreement, agree
 from holdfast.catalog import Successor, successor
+from holdfast.corruption import Corrupt, outdated_corrupt, set_aside
 from holdfast.drafts import discard
 from holdfast.engine import replicas
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.commit import Draft, Overwrite
-from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import NOTHING, SavePlan, plan_save
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import WATCHED, Arena, Later, Staged
+from holdfast.engine.stage import WATCHED, Later, Staged
+from holdfast.engine.staging_memory import Arena
 from holdfast.engine.transfer import Fragments
 from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.errors import (
@@ -48,13 +49,16 @@ from holdfast.layout.files import parse_size
 from holdfast.layout.hidden import Hidden, State
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.moving import Moving
+from holdfast.readback import is_unsafe, read_back
 from holdfast.request import SaveRequest
 from holdfast.state.capture import Capture, ranks_file, state_file
 from holdfast.state.steady import steady
-from holdfast.storage.folders import Lock, remove, remove_tree
+from holdfast.storage import local
+from holdfast.storage.folders import Lock, publish, remove, remove_tree, rename
 from holdfast.survey import CheckpointInfo
-from holdfast.telling import Telling
-from holdfast.upkeep import clean_up, outdated, retire
+from holdfast.telling import Telling, note_corrupt
+from holdfast.upkeep import clean_up, clean_up_first_saves, outdated, retire
+from holdfast.warning import warn
 
 
 @dataclass
@@ -67,9 +71,15 @@ class PlanCache:
 
 
 class _Opened(msgspec.Struct, frozen=True):
-    """What tells the checkpoint whose draft rank 0 has opened; nothing where replicas differ."""
+    """What tells the checkpoint whose draft rank 0 has opened; nothing where replicas differ.
+
+    ``tidies``: whether old checkpoints may go, or make way, once it is committed; ``reads_back``: whether not before
+    it has been read back.
+    """
 
     successor: Successor | None = None
+    tidies: bool = False
+    reads_back: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,6 +105,9 @@ class Save:
         self._merged: Mapping[str, Any] = {}
         self._lock: Lock | None = None
         self._following, self._begun = Successor(0, "", ""), 0.0
+        self._tidies, self._reads_back = False, False
+        #: On rank 0, whether what had the tag was corrupt.
+        self._replaces_corrupt = False
         self._plan = NOTHING
         self._staging: Callable[[], Staged | None] = lambda: None
         self._staged: Staged | None = None
@@ -160,11 +173,36 @@ class Save:
         """Write, commit, and remove what is no longer kept."""
         committed = self._write(self._draft, self._following)
         self._close()
+        if self._reads_back:
+            self._read_back()
         info = CheckpointInfo.of(self.path, committed)
         self.telling.saved(info)
-        if self._request.keep is not None or self._request.overwrite:
+        if self._tidies:
             self._session.all("removing old checkpoints", self._tidy)
         return info
+
+    def returned(self) -> float:
+        """Note that the caller goes on. Returns for how many seconds it was kept."""
+        return self.telling.returned()
+
+    def _read_back(self) -> None:
+        """Make sure that the file system has what was written, or withdraw it. Raises ``DamagedError``."""
+        session = self._session
+        try:
+            session.all("reading the checkpoint back", lambda: read_back(self.path, session.rank, session.size))
+        except DamagedError as error:
+            if session.rank == LEADER:
+                self._withdraw()
+            raise DamagedError(
+                f"{self.path} is not what was written, and was withdrawn; older checkpoints are as they were. "
+                f"Save from one host, or into a file system that keeps what several write into one page: {error}"
+            ) from error
+
+    def _withdraw(self) -> None:
+        """Take the name from the new checkpoint, and give it back to what it has replaced."""
+        rename(self.path, self._hidden("corrupt"))
+        with suppress(HoldfastError):  # it may have replaced nothing
+            publish(self._hidden("replaced"), self.path)
 
     def part(self) -> None:
         """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
@@ -177,9 +215,12 @@ class Save:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """Leave no draft where a step fails. What is committed stays."""
+        process = os.getpid()
         try:
             yield
         except BaseException as error:
+            if os.getpid() != process:  # forked meanwhile, by a listener: the save is the other process's
+                raise
             begun = self._lock is not None
             self._close()
             if begun and not self._is_committed():
@@ -208,14 +249,21 @@ class Save:
             return
         path, keep, following = self._request.path, self._request.keep, self._following
         try:
+            if self._replaces_corrupt:
+                rename(self._hidden("replaced"), self._hidden("corrupt"))
+                note_corrupt(self.path, self._hidden("corrupt"))
             with suppress(StorageError):  # there may be none
                 remove(self._hidden("replaced"), self._hidden("removed"))
             for state in _OVERWRITTEN:
                 remove_tree(self._hidden(state))
+            for hidden in set_aside(self._request.corrupt, path, following.run):
+                note_corrupt(path, hidden)
             if keep is not None:
                 list(retire(outdated(path, following.run, keep)))
+                for hidden in outdated_corrupt(path, following.run):
+                    remove_tree(hidden)
         except Exception as error:  # noqa: BLE001 - the checkpoint stands, whatever a policy or the disk says
-            warnings.warn(f"the checkpoint is saved, but an old one could not be removed: {error}", stacklevel=2)
+            warn(f"the checkpoint is saved, but an old one could not be removed: {error}")
 
     def _prepare(self, agreement: Agreement) -> Successor:
         """Plan, prove that replicas are equal, and open the draft. Returns what tells the checkpoint."""
@@ -229,16 +277,19 @@ class Save:
                 )
                 cache.key, cache.saves = agreement.key, 0
             self._plan = cache.plan
-            return replicas.digests(self._plan, self._part_of, cache.saves)
+            return self._hash_replicas()
 
         def decide(posted: list[bytes]) -> bytes:
             if not replicas.agree(posted):
                 return _encode(_Opened())
             following = successor(self._request.path, self._request.runs)
             clean_up(self._request.path, following.run)
+            clean_up_first_saves(self._request.path, self._request.tag)
             self._following, self._begun = following, round(time.time(), 6)
             self._lock = self._draft.open()
-            return _encode(_Opened(following))
+            tidies = self._request.keep is not None or self._request.overwrite or bool(self._request.corrupt)
+            unsafe = is_unsafe(self._request.path, agreement.hosts)
+            return _encode(_Opened(following, tidies, unsafe and tidies))
 
         _, raw = self._session.vote("preparing the save", work, lambda own: own, decide)
         opened = msgspec.msgpack.decode(raw, type=_Opened)
@@ -246,11 +297,19 @@ class Save:
             cache.key = b""
             raise self._moving.differing()
         cache.saves += 1
+        self._tidies, self._reads_back = opened.tidies, opened.reads_back
         return opened.successor
+
+    def _hash_replicas(self) -> bytes:
+        save = 0 if self._request.replica_check == "full" else self._cache.saves
+        digests, seconds = self._moving.hash_replicas(save)
+        if self._plan.replicas:
+            self.telling.compared(seconds)
+        return digests
 
     @property
     def _moving(self) -> Moving:
-        return Moving(self._ranks, self._session, self._plan, self._part_of)
+        return Moving(self._ranks, self._session, self._plan, self._captured.parts)
 
     def _write(self, draft: Draft, following: Successor) -> Manifest:
         """Write this rank's share; rank 0 commits when all have written theirs."""
@@ -265,16 +324,29 @@ class Save:
             shared = state_file(self._merged, self._captured.shared)
             small = {**self._captured.small, STATE_FILE: shared, RANKS: own}
             described = draft.complete(fragments, small, lambda files: self._describe(following, files))
-            if self._request.overwrite:
-                draft.overwrite(self.path, self._overwrite(described))
-            else:
-                draft.publish(self.path)
+            self._publish(draft, described)
             return manifest.encode(described)
 
         return manifest.decode(vote_hashed(self._session, "writing", work, decide), manifest.NAME)
 
-    def _overwrite(self, described: Manifest) -> Overwrite:
-        return Overwrite(self._hidden("replaced"), self._hidden("removed"), partial(self._check_newest, described))
+    def _publish(self, draft: Draft, described: Manifest) -> None:
+        """Give the draft its name, if it is free or its owner makes way."""
+        corrupt = None if self._request.overwrite else self._request.find_corrupt()
+        if self._request.overwrite:
+            draft.overwrite(self.path, self._overwrite(partial(self._check_newest, described)))
+        elif corrupt is not None:
+            draft.overwrite(self.path, self._overwrite(partial(self._check_corrupt, corrupt)))
+            self._replaces_corrupt = True
+        else:
+            draft.publish(self.path)
+
+    def _overwrite(self, check: Callable[[Path], None]) -> Overwrite:
+        return Overwrite(self._hidden("replaced"), self._hidden("removed"), check)
+
+    def _check_corrupt(self, corrupt: Corrupt, folder: Path) -> None:
+        """Only what was found corrupt makes way: another job may have saved under the tag meanwhile."""
+        if local.exists(folder) and not corrupt.is_in(folder):
+            raise TagExistsError(f"{self.path} was changed while this checkpoint was being saved; it was left as it is")
 
     def _check_newest(self, described: Manifest, folder: Path) -> None:
         """Only older ones are replaced: this process may have been stopped, and another job have gone on meanwhile."""
@@ -298,6 +370,3 @@ class Save:
             provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), self._session.size),
             files=files,
         )
-
-    def _part_of(self, tensor: int) -> LocalPart:
-        return self._captured.parts[self._plan.tensors[tensor]]

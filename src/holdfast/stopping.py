@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from holdfast.engine.lockstep import Calls
 from holdfast.engine.ranks import Ranks
 from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
+from holdfast.process_exit import ExitStage, call_at_exit
 from holdfast.storage.closing import Closing
 
 #: Seconds between a rank's looks at the store, and so for how long a signal may go unnoticed on the others.
@@ -69,9 +69,7 @@ class Preemption(Closing):
                 target=self._watch, args=(self._calls,), name="holdfast preemption", daemon=True
             )
             self._thread.start()
-            # A thread that is in the store while the interpreter ends may take the process down. Not by atexit: the
-            # processes of multiprocessing, and so of torch's spawn, end without it.
-            self._at_exit = Finalize(None, self.close, exitpriority=0)
+            self._at_exit = call_at_exit(ExitStage.WATCHERS, self.close)
 
     def requested(self) -> bool:
         """Whether to stop now: true from the same call on, on all ranks. Every rank calls it once a step.

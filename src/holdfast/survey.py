@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.errors import DamagedError, FormatError, GoneError, HoldfastError, StorageError
-from holdfast.formats.native import read_manifest
+from holdfast.formats.native import claims_to_be_native, read_manifest
 from holdfast.layout.hidden import Hidden, parse
 from holdfast.layout.manifest import NAME, Manifest
 from holdfast.storage import local
+from holdfast.storage.memo import Memo, sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,32 @@ class CheckpointInfo:
 Look = Callable[[Path, str], CheckpointInfo | None]
 
 
+#: Checkpoints whose manifests were read, for all folders: with thousands of them, each save would read each again.
+_MEMO: Memo[CheckpointInfo] = Memo(2**15)
+
+#: The most metrics of a checkpoint that is remembered.
+_METRICS = 64
+
+
 def survey(path: Path, look: Look) -> list[CheckpointInfo]:
-    """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others."""
+    """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others.
+
+    They are shared with the next survey: who hands them on copies what could be changed.
+    """
     looked: dict[str, CheckpointInfo | None] = {}
     while True:
         there = _tags(local.names(path))
         for name in sorted(there.keys() - looked.keys()):
             with suppress(GoneError):
-                looked[name] = look(path / name, there[name])
+                looked[name] = _recall(path, name, there[name]) or look(path / name, there[name])
         if there.keys() <= looked.keys():
             found = [info for name in there if (info := looked[name]) is not None]
             return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
+
+
+def _recall(path: Path, name: str, tag: str) -> CheckpointInfo | None:
+    info = _MEMO.recall(f"{path}/{name}/{NAME}")
+    return info if info is None or info.tag == tag else replace(info, tag=tag)
 
 
 def _tags(names: Collection[str]) -> dict[str, str]:
@@ -103,12 +119,22 @@ def look_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
     """What a folder holds. Raises ``GoneError``, and ``StorageError`` where the file system does not tell."""
     if local.lacks(folder, NAME):
         return None
+    file = str(folder / NAME)
+    signature = sign(file)
     try:
-        return replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
+        info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
     except DamagedError as error:
         return CheckpointInfo(tag, folder, "damaged", problem=_text(error))
     except FormatError as error:
         return CheckpointInfo(tag, folder, "unreadable", problem=_text(error))
+    if len(info.metrics) <= _METRICS:
+        _MEMO.remember(file, signature, info)
+    return info
+
+
+def is_ours(info: CheckpointInfo) -> bool:
+    """Whether it is a checkpoint of holdfast, as far as one can tell; others may have a ``manifest.json``, too."""
+    return info.status == "complete" or claims_to_be_native(info.path)
 
 
 def look(folder: Path, tag: str) -> CheckpointInfo | None:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from holdfast.events import Event, Loaded, Meter, OnEvent, Progress, Saved, SaveFailed
+from holdfast.formats.reader import NotRead
 from holdfast.restored import Restored
 from holdfast.survey import CheckpointInfo
+from holdfast.units import format_rate, format_seconds, format_size
 
 _log = logging.getLogger("holdfast")
+
+
+def log_reasons(reasons: Iterable[str]) -> None:
+    """Log what a warning has no room for."""
+    for reason in reasons:
+        _log.info("%s", reason)
+
+
+def note_corrupt(path: Path, hidden: Path) -> None:
+    """Log that a checkpoint which a load found corrupt has lost its name."""
+    _log.warning("a corrupt checkpoint in %s is hidden now, as %s; prune --leftovers removes it", path, hidden.name)
 
 
 class Telling:
@@ -28,6 +41,7 @@ class Telling:
         # One rank's word is enough where thousands would say the same.
         self._level = logging.INFO if is_leader else logging.DEBUG
         self._stall: float | None = None
+        self._replica_check = 0.0
 
     def seconds(self) -> float:
         """How long it has taken until now."""
@@ -38,6 +52,10 @@ class Telling:
         self._stall = self.seconds()
         return self._stall
 
+    def compared(self, seconds: float) -> None:
+        """What other ranks hold too was hashed here, which took so many seconds."""
+        self._replica_check = seconds
+
     def moving(self, action: Literal["save", "load"], total: int) -> Meter:
         """What is to be told the bytes as they are moved."""
         return Meter(total, lambda done, total: self._tell(Progress(action, self._path, done, total)))
@@ -45,10 +63,13 @@ class Telling:
     def saved(self, info: CheckpointInfo) -> None:
         """It is durable."""
         seconds = self.seconds()
-        event = Saved(info.path, info.step, info.nbytes, seconds, seconds if self._stall is None else self._stall)
-        rate = event.gigabytes_per_second
-        note = "saved %s: %.3g GB in %.2f s (%.3g GB/s), of which the caller waited %.3f s"
-        _log.log(self._level, note, info.path, info.nbytes / 1e9, seconds, rate, event.stall_seconds)
+        stall = seconds if self._stall is None else self._stall
+        event = Saved(info.path, info.step, info.nbytes, seconds, stall, self._replica_check)
+        waited = format_seconds(stall)
+        if self._replica_check:
+            waited += f" ({format_seconds(self._replica_check)} of that for comparing replicas)"
+        note = "saved %s: %s, of which the caller waited %s"
+        _log.log(self._level, note, info.path, _moved(info.nbytes, seconds), waited)
         self._tell(event)
 
     def failed(self, error: BaseException) -> None:
@@ -57,12 +78,16 @@ class Telling:
             _log.error("the save of %s failed: %s", self._path, error)
         self._tell(SaveFailed(self._path, error))
 
+    def not_read(self, path: Path, values: Sequence[NotRead]) -> None:
+        """Values that are given back have something in the place of those that holdfast does not read."""
+        level = logging.WARNING if self._level == logging.INFO else logging.DEBUG
+        for one in values:
+            _log.log(level, "%s: %s value %s %s; an object that says so is in its place", path, *one[:3])
+
     def loaded(self, path: Path, restored: Restored, nbytes: int) -> None:
         """All is in place."""
         event = Loaded(path, restored.step, nbytes, self.seconds(), restored.verified)
-        rate = event.gigabytes_per_second
-        note = "loaded %s: %.3g GB in %.2f s (%.3g GB/s a rank)"
-        _log.log(self._level, note, path, nbytes / 1e9, event.seconds, rate)
+        _log.log(self._level, "loaded %s: %s", path, _moved(nbytes, event.seconds, of=" a rank"))
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -70,6 +95,10 @@ class Telling:
             self._on_event(event)
         except Exception:  # noqa: BLE001 - a listener may do anything
             _log.exception("a listener to events of %s raised", self._path)
+
+
+def _moved(nbytes: int, seconds: float, of: str = "") -> str:
+    return f"{format_size(nbytes)} in {format_seconds(seconds)} ({format_rate(nbytes, seconds)}{of})"
 
 
 @contextmanager

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.file_proxy import FileProxy
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
 
 from holdfast.events import Meter, Show
 
@@ -18,9 +33,17 @@ _PATIENCE = 1.0
 _WIDEST = 25
 
 
+class _Console(Console):
+    """A console that leaves the process to its caller, also if whoever reads its output went away."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise what rich would end the process for."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that prints text as it is: names in a checkpoint may look like markup."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def clean(text: str) -> str:
@@ -30,39 +53,80 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-@contextmanager
-def bar(what: str) -> Iterator[Show]:
-    """Gives a function to call with what is done, and all there is to do, in bytes.
+class _Done(DownloadColumn):
+    """What is done of all there is, once that is known."""
 
-    The bar is on stderr where that is a terminal, has rate and time left, and is gone at the end.
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+class _Rate(TransferSpeedColumn):
+    """Bytes per second, once something is done."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.finished_speed is None and task.speed is None else super().render(task)
+
+
+@contextmanager
+def bar(what: str, total: int | None = None) -> Iterator[Show]:
+    """Give a function to call with what is done, and all there is to do, in bytes.
+
+    The bar is on stderr if that is a terminal, has rate and time left, and is gone at the end. Lines that are logged
+    meanwhile are written above it.
     """
     err = console(stderr=True)
     if not err.is_interactive:
         yield lambda _done, _total: None
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(20),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = Progress(*columns, console=err, transient=True)
-    task = shown.add_task(clean(what)[:_WIDEST], total=None)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), _Done(), _Rate(), TimeRemainingColumn())
+    # What is printed into a file or a pipe stays there.
+    shown = Progress(*columns, console=err, transient=True, redirect_stdout=_is_terminal(sys.stdout))
+    task = shown.add_task(clean(what)[:_WIDEST], total=total)
     # A timer, as the first tensor may be the one that takes long.
     timer = Timer(_PATIENCE, shown.start)
     timer.daemon = True
-    timer.start()
+    with _logged_above(err):
+        timer.start()
+        try:
+            yield lambda done, total: shown.update(task, completed=done, total=total)
+        finally:
+            timer.cancel()
+            timer.join()
+            shown.stop()
+
+
+@contextmanager
+def _logged_above(err: Console) -> Iterator[None]:
+    """Send log lines that go to a terminal through the console, which writes them above the bar that it draws.
+
+    Handlers keep the stream that they were made with: rich, which stands in for ``sys.stderr``, does not see it.
+    """
+    streams = [(handler, handler.stream) for handler in _stream_handlers() if _is_terminal(handler.stream)]
+    for handler, stream in streams:
+        handler.setStream(FileProxy(err, stream))
     try:
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+        yield
     finally:
-        timer.cancel()
-        timer.join()
-        shown.stop()
+        for handler, stream in streams:
+            handler.setStream(stream)
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = (handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers)
+    return (one for one in dict.fromkeys(handlers) if isinstance(one, logging.StreamHandler))
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; one that is closed is none."""
+    try:
+        return stream is not None and bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """The same, where ``total`` is known before. Gives a function to call with the bytes that were done just now."""
-    with bar(what) as show:
+    """The same, if ``total`` is known before. Gives a function to call with the bytes that were done just now."""
+    with bar(what, total) as show:
         yield Meter(total, show).add

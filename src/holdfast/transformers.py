@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
 from holdfast.functions import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.retention import KeepLast, KeepTags, Retention
-from holdfast.storage.local import exists, write_small
+from holdfast.state.companions import has_adapters
+from holdfast.storage.local import exists, local_path, write_small
 
 #: What the ``Trainer`` calls a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE = "checkpoint-{}", "trainer_state.json"
@@ -36,11 +38,14 @@ else:
 class Checkpoints(_Base):
     """For a ``Trainer`` of another library: ``class MyTrainer(Checkpoints, SFTTrainer): pass``.
 
-    Raises ``InvalidArgumentError`` with DeepSpeed, which has checkpoints of its own, and where each checkpoint is to be
-    pushed to the hub.
+    Raises ``InvalidArgumentError`` with DeepSpeed, which has checkpoints of its own, if each checkpoint is to be pushed
+    to the hub, and for an ``output_dir`` that is an address of an object store.
     """
 
     def __init__(self, *args: Any, async_save: bool = False, **options: Any) -> None:
+        for one in (*args, *options.values()):
+            if isinstance(one, transformers.TrainingArguments):
+                local_path(str(one.output_dir))  # transformers would make a local folder of an address
         super().__init__(*args, **options)
         if self.is_deepspeed_enabled:
             raise InvalidArgumentError("DeepSpeed keeps its own checkpoints: use transformers' Trainer with it")
@@ -48,6 +53,7 @@ class Checkpoints(_Base):
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
         self._async_save = async_save
         self._resumed: Path | None = None
+        self._warned = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """As ever; ``resume_from_checkpoint`` is ``True`` (the latest in ``output_dir``), a checkpoint, or a run."""
@@ -65,17 +71,18 @@ class Checkpoints(_Base):
         """The checkpoint to go on from, if it is one of ours, and the ``Trainer``'s state in it."""
         if given is None or given is False:
             return None, None
-        path = Path(str(self.args.output_dir) if given is True else given).absolute()
+        path = local_path(str(self.args.output_dir) if given is True else given)
         if not is_native(path) and not has_checkpoint(path):
             return None, None
         found = restore(path)
-        folder = path if is_native(path) else path / found.tag
+        folder = path / found.tag if has_checkpoint(path) else path
         return folder, found.user_content["trainer_state"]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         del model
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
+        self._warn_of_adapters()
         run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         self._note(run)
         parts: dict[str, Any] = {"model": self.model_wrapped}
@@ -90,6 +97,23 @@ class Checkpoints(_Base):
             keep=self._policy(),
             overwrite=True,
             async_save=self._async_save,
+        )
+
+    def _warn_of_adapters(self) -> None:
+        """Tell once what a checkpoint of a PEFT model is."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        if (
+            self._warned
+            or not self.is_world_process_zero()
+            or not has_adapters(name for name, _ in model.named_modules())
+        ):
+            return
+        self._warned = True
+        warnings.warn(
+            "this model has PEFT's adapters in it: each checkpoint holds all of its weights, those of the base model "
+            "and those of the adapters, to resume from. Its folder 'model' is no Hugging Face checkpoint: neither "
+            "from_pretrained() nor peft can open it. trainer.save_model() writes the adapter as peft does",
+            stacklevel=2,
         )
 
     def _note(self, run: Path) -> None:

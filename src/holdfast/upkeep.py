@@ -11,20 +11,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from holdfast.catalog import list_checkpoints
+from holdfast.catalog import seen_checkpoints
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.formats.native import holds
 from holdfast.layout.hidden import Hidden, parse
 from holdfast.retention import Retention
+from holdfast.storage.filesystems import is_local
 from holdfast.storage.folders import Lock, publish, remove_tree, rename
-from holdfast.storage.local import exists, hidden_folders, names
+from holdfast.storage.local import exists, hidden_folders, last_change, names
 from holdfast.survey import CheckpointInfo, put_aside
+
+#: Seconds without a change after which a draft is taken for a dead save's.
+_MINUTES, _DAY = 600.0, 86_400.0
 
 
 def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> list[Path]:
     """Remove what dead saves of a run have left, or of a tag; of any with ``None``. Returns what is gone.
 
-    A folder that a living process works on is left alone, and so is one of which nobody can tell.
+    A folder that a living process works on is left alone, and so is one of which nobody can tell. Corrupt checkpoints
+    go only where all is to go.
     """
     recover(path)
     gone = []
@@ -32,8 +37,31 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
         hidden = parse(folder.name)
         if hidden is None or run not in {None, hidden.run} or tag not in {None, hidden.tag}:
             continue
+        if hidden.state == "corrupt" and (run, tag) != (None, None):
+            continue
         with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
             if _remove(folder, hidden):
+                gone.append(folder)
+    return gone
+
+
+def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
+    """Remove drafts of dead saves of runs that have no checkpoint, as nobody continues these. Returns what is gone.
+
+    Where locks are seen by all who use the file system: those of a tag, which the job is restarted with, and those in
+    which nothing has changed for minutes (the file system may be exported). Elsewhere another host's lock may not be
+    seen (that of a folder on NFS never is): only those in which nothing has changed for a day.
+    """
+    drafts = [(folder, hidden) for folder in hidden_folders(path) if (hidden := parse(folder.name)) is not None]
+    drafts = [(folder, hidden) for folder, hidden in drafts if hidden.state == "partial"]
+    if not drafts:
+        return []
+    runs, sees_locks, gone = {info.run for info in seen_checkpoints(path)}, is_local(path), []
+    for folder, hidden in drafts:
+        with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
+            age = time.time() - last_change(folder)
+            is_dead = age > (_MINUTES if sees_locks else _DAY) or (sees_locks and hidden.tag == tag)
+            if hidden.run not in runs and is_dead and _remove(folder, hidden):
                 gone.append(folder)
     return gone
 
@@ -65,7 +93,7 @@ def outdated(path: Path, run: str | None, policy: Retention) -> list[CheckpointI
 
     Damaged ones do not count, nor do those that somebody has copied, linked or renamed.
     """
-    every = [info for info in list_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
+    every = [info for info in seen_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
     complete = [info for info in every if run in {None, info.run}]
     kept = policy.kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]

@@ -9,38 +9,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.catalog import open_latest
+from holdfast.catalog import checkpoint_path, name_ignored, open_latest
 from holdfast.engine.checks import Checks
-from holdfast.engine.local import LocalPart, Nowhere
+from holdfast.engine.local import LocalPart
 from holdfast.engine.read import read_pieces
 from holdfast.engine.transfer import Piece
-from holdfast.engine.woven import Source, Woven
+from holdfast.engine.woven import Source
 from holdfast.errors import DamagedError, GoneError, InvalidArgumentError
-from holdfast.formats.reader import Reader, as_opened
+from holdfast.formats.native import NativeReader
+from holdfast.formats.reader import Reader, as_opened, check_read
 from holdfast.layout.blocks import BLOCK
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.names import check_keys
 from holdfast.state.arrays import ArraysIn
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.local import local_path
+from holdfast.verification import Verification, Verified
+from holdfast.warning import warn
 
 #: Tensors inside values, which are reached through them.
 _INSIDE = frozenset({"state", "ranks"})
-
-
-#: Bytes verified at a time, a multiple of a block; and the most tensors.
-_BATCH, _MANY = 256 * 2**20, 4096
-
-
-class Verified(NamedTuple):
-    """``nbytes`` of a tensor were read; ``problem`` says what is wrong with them, if anything is.
-
-    An empty ``name`` stands for a file without tensor data.
-    """
-
-    name: str
-    nbytes: int
-    problem: str | None
 
 
 class _Part(NamedTuple):
@@ -100,7 +89,7 @@ class Checkpoint:
         return wanted if wanted.numel() == blocks.numel() else wanted.clone()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """A whole tensor, on the CPU. Raises ``FormatError`` for one that holdfast does not read."""
         info = self.info(name)
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         self._fill({_Part(self._find(name), 0, info.nbytes): tensor})
@@ -117,7 +106,11 @@ class Checkpoint:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved."""
+        """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved.
+
+        Raises ``FormatError`` naming one that holdfast does not read, if there is one.
+        """
+        check_read(self._reader, lambda one: one.is_value)
         found, arrays = self._decoded()
         inside = {self._number[f"state/{name}"]: tensor for name, tensor in arrays.items()}
         self._fill({_Part(number, 0, tensor.nbytes): tensor for number, tensor in inside.items()})
@@ -132,6 +125,8 @@ class Checkpoint:
     def verify(self) -> Iterator[Verified]:
         """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised.
 
+        Of other systems' files those of ``torch.save`` and of ``torch.distributed.checkpoint`` have CRCs.
+
         Raises ``GoneError`` where another process replaces or removes the checkpoint meanwhile.
         """
         with as_opened(self._reader):
@@ -141,45 +136,22 @@ class Checkpoint:
                 yield part
 
     def _parts(self) -> Iterator[Verified]:
+        if isinstance(self._reader, NativeReader):
+            yield from (Verified("", 0, str(error)) for error in self._reader.damaged_files())
         try:
-            self._reader.check_files()
+            if not isinstance(self._reader, NativeReader):
+                self._reader.check_files()
             self._decoded()
         except DamagedError as error:
             yield Verified("", 0, str(error))
-        for batch in self._batches():
-            yield from self._verify(batch)
-
-    def _verify(self, batch: list[_Part]) -> Iterator[Verified]:
-        files: dict[Source, int] = {}
-        try:
-            pieces = [piece for part in batch for piece in self._pieces(part, files)]
-            found = read_pieces(list(files), pieces, lambda _: Nowhere())
-            problems = {tensor: str(error) for tensor, error in self._checks.damage(found, {})}
-        except DamagedError as error:
-            if len(batch) > 1:
-                for part in batch:
-                    yield from self._verify([part])
-                return
-            problems = {batch[0].tensor: str(error)}
-        for number, start, stop in batch:
-            yield Verified("/".join(self._stored[number]), stop - start, problems.get(number))
-
-    def _batches(self) -> Iterator[list[_Part]]:
-        """All tensors in the order of their files, in parts that end at blocks, about ``_BATCH`` bytes at a time."""
-        batch: list[_Part] = []
-        filled = 0
-        for number in sorted(range(len(self._stored)), key=self._position):
-            nbytes = self._info(number).nbytes
-            for start in range(0, max(1, nbytes), _BATCH):
-                batch.append(_Part(number, start, min(nbytes, start + _BATCH)))
-                filled += batch[-1].stop - start
-                if filled >= _BATCH or len(batch) == _MANY:
-                    yield batch
-                    batch, filled = [], 0
-        yield batch
+        for unread in self._reader.unread:
+            why = f"{self.path}: {unread.group} {unread.name!r} {unread.why}"
+            yield Verified(f"{unread.group}/{unread.name}", 0, why)
+        yield from Verification(self._reader).parts()
 
     def _find(self, name: str) -> int:
         if name not in self._number:
+            check_read(self._reader, lambda one: f"{one.group}/{one.name}" == name)
             close = [key for key in self._number if name in key][:3]
             raise KeyError(f"{name!r} is not in {self.path}" + (f"; did you mean {', '.join(close)}?" if close else ""))
         return self._number[name]
@@ -187,13 +159,6 @@ class Checkpoint:
     def _info(self, number: int) -> TensorInfo:
         group, name = self._stored[number]
         return self._reader.groups[group][name]
-
-    def _position(self, number: int) -> tuple[Path, int]:
-        extents = self._reader.extents(*self._stored[number], 0, self._info(number).nbytes)
-        first = extents[0] if extents else None
-        if first is not None and isinstance(first.file, Woven):
-            return first.file.parts[0].near
-        return (first.file, first.offset) if first is not None and isinstance(first.file, Path) else (self.path, 0)
 
     def _fill(self, parts: Mapping[_Part, torch.Tensor]) -> None:
         """Read parts of stored tensors, whole blocks, into tensors of that size, and verify them."""
@@ -209,12 +174,26 @@ class Checkpoint:
             yield Piece(part.tensor, extent.start, extent.stop, extent.start - part.start, file, extent.offset)
 
 
-def open(path: str | PathLike[str], keys: Mapping[str, str] | None = None) -> Checkpoint:  # noqa: A001 - the public name
-    """Open a checkpoint of any format for reading; of a run's folder, the latest.
+def open(  # noqa: A001 - the public name
+    path: str | PathLike[str], tag: str | None = None, *, keys: Mapping[str, str] | None = None
+) -> Checkpoint:
+    """Open a checkpoint of any format for reading.
 
-    ``keys`` says where a checkpoint of another system has its parts, if they are not found by their names:
-    ``{"model": "app.net"}``.
+    Args:
+        path: a checkpoint, or a run's folder.
+        tag: of a run's folder, which checkpoint; without it the latest.
+        keys: where a checkpoint of another system has its parts, if they are not found by their names:
+            ``{"model": "app.net"}``.
 
-    Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
+    Raises:
+        NoCheckpointError: there is no checkpoint at the path, or none of this tag in the run.
+        InvalidArgumentError: a tag for a path that is a checkpoint itself; a tag or keys of another type.
+        FormatError: not a format that is known here.
+        DamagedError: not what was saved.
     """
-    return Checkpoint(open_latest(local_path(path), keys))
+    check_keys(keys)
+    place = local_path(path)
+    opened = Checkpoint(open_latest(place if tag is None else checkpoint_path(place, tag), keys))
+    if tag is None and opened.path != place and (ignored := name_ignored(place)):
+        warn(ignored)
+    return opened

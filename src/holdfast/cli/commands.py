@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from holdfast.cli.process import leave_on_interrupt
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -59,7 +61,8 @@ class Lazily(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         command = COMMANDS[name]
-        function = getattr(import_module(f"holdfast.cli.{command.module}"), name.replace("-", "_"))
+        with leave_on_interrupt():
+            function = getattr(import_module(f"holdfast.cli.{command.module}"), name.replace("-", "_"))
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich" if on_terminal() else None, **SETTINGS)
         alone.command(name, epilog=f"Example: {command.example}")(function)
         return typer.main.get_command(alone)

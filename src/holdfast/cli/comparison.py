@@ -12,7 +12,8 @@ from holdfast.cli.leaves import Leaf
 from holdfast.cli.naming import matches
 from holdfast.cli.output import count
 from holdfast.cli.pairs import Pair
-from holdfast.cli.target import Target
+from holdfast.cli.process import leave_on_interrupt
+from holdfast.cli.target import Target, not_read
 from holdfast.formats.reader import Values, as_opened
 from holdfast.layout import values
 from holdfast.terminal import progress
@@ -68,11 +69,11 @@ def _differing(suspect: Sequence[Pair], left: Target, right: Target) -> list[tup
     if not suspect:
         return []
     total = sum(_nbytes(left, pair.left) + _nbytes(right, pair.right) for pair in suspect)
-    with progress("comparing", total) as done:
+    with leave_on_interrupt():
         from holdfast.cli.abreast import differences  # noqa: PLC0415 - torch takes its time, and all may be equal
 
-        with as_opened(left.reader), as_opened(right.reader):
-            seen = differences(suspect, left, right, done)
+    with progress("comparing", total) as done, as_opened(left.reader), as_opened(right.reader):
+        seen = differences(suspect, left, right, done)
     both = zip(suspect, seen, strict=True)
     return [
         (pair, one)
@@ -90,7 +91,7 @@ def _values(left: Target, right: Target) -> tuple[list[Leaf], list[Pair], list[s
     """Leaves that differ, the tensors among values, and what is not compared."""
     one, other = left.values(), right.values()
     found = [(leaf, "state") for leaf in leaves.compare(_shared(one), _shared(other))]
-    notes = []
+    notes = [f"not compared: {note}" for target in (left, right) for note in not_read(target.reader)]
     if one.world_size == other.world_size:
         found += [(leaf, "ranks") for leaf in leaves.compare(_own(left, one), _own(right, other))]
     elif one.world_size and other.world_size:

@@ -10,7 +10,6 @@ from holdfast.cli import differing, target
 from holdfast.cli.comparison import Comparison, compare
 from holdfast.cli.completing import checkpoints
 from holdfast.cli.output import print_error, print_json
-from holdfast.storage.local import local_path
 from holdfast.terminal import console
 
 
@@ -25,6 +24,10 @@ def diff(
     pattern: Annotated[
         str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
     ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option("--tag", metavar="TAG", help="Of two runs: the checkpoints of this tag, not the latest."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
 ) -> None:
     """Tell which tensors and values of two checkpoints differ, and by how much.
@@ -32,7 +35,7 @@ def diff(
     Exit code 1 where any does. Tensors whose checksums agree are not read. Elements are compared bit by bit; those of
     different dtypes by value. REL is the largest |a - b| / max(|a|, |b|).
     """
-    left, right = (target.load(local_path(path)) for path in (a, b))
+    left, right = (target.load(target.named_path(path, tag)) for path in (a, b))
     found = compare(left, right, pattern)
     if pattern is not None and not found.compared:
         print_error(f"no tensor of either matches {pattern!r}", "Without a pattern all are compared.")

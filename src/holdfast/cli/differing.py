@@ -72,10 +72,15 @@ def _casts(found: Comparison) -> bool:
 def summary(found: Comparison) -> str:
     """How much was compared, and how much of it not even read."""
     differ = len(found.apart) + len(found.differing)
-    parts = [f"{differ:,} of {count(found.compared, 'tensor')} differ" if differ else count(found.compared, "tensor")]
-    parts += [f"{found.unread:,} equal by their checksums"] if found.unread else []
-    parts += [f"{count(len(found.values), 'value')} differ"] if found.values else []
+    compared = count(found.compared, "tensor")
+    parts = [f"{differ:,} of {compared} {_differ(differ)}" if differ else compared]
+    parts += [f"{found.unread:,} equal by {'its' if found.unread == 1 else 'their'} checksums"] if found.unread else []
+    parts += [f"{count(len(found.values), 'value')} {_differ(len(found.values))}"] if found.values else []
     return ", ".join(parts)
+
+
+def _differ(number: int) -> str:
+    return "differs" if number == 1 else "differ"
 
 
 def record(found: Comparison) -> dict[str, Any]:

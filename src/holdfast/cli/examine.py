@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import holdfast
+from holdfast.cli.beside import unnamed_weights
 from holdfast.cli.output import message
-from holdfast.cli.target import load
+from holdfast.cli.process import leave_on_interrupt
+from holdfast.cli.target import load_itself, not_read
 from holdfast.errors import DamagedError, HoldfastError, NoCheckpointError
 from holdfast.terminal import progress
 
@@ -20,8 +22,8 @@ from holdfast.terminal import progress
 class Verdict:
     """What was found in one checkpoint.
 
-    ``status`` is ``"unchecked"`` where all could be read, but not all has checksums; ``"unreadable"`` where it
-    could not even be opened, for another reason than damage. ``tensors`` and ``bytes`` are those that are sound,
+    ``status`` is ``"unchecked"`` if all could be read, but not all has checksums; ``"unreadable"`` if it could not
+    even be opened, for another reason than damage. ``tensors`` and ``bytes`` are those that are sound,
     read in ``seconds``; ``checksummed`` of all tensors have checksums. ``problems`` name files and tensors, ``notes``
     what lies beside them without harm.
     """
@@ -44,37 +46,60 @@ class Verdict:
 def examine(path: Path) -> Verdict:
     """Read a checkpoint from its first byte to its last. Raises ``NoCheckpointError`` where it is gone."""
     try:
-        target = load(path)
-        checksummed = sum(target.reader.crcs(group, name) is not None for group, name, _ in target.entries())
+        target = load_itself(path)
     except NoCheckpointError:
         raise
+    except DamagedError as error:
+        return Verdict(path=str(path), status="damaged", problems=tuple(_all_damage(path, error)))
     except HoldfastError as error:
-        status: Literal["damaged", "unreadable"] = "damaged" if isinstance(error, DamagedError) else "unreadable"
-        return Verdict(path=str(path), status=status, problems=tuple(message(error).splitlines()))
-    with progress(f"verifying {path.name}", target.nbytes) as done:
+        return Verdict(path=str(path), status="unreadable", problems=tuple(message(error).splitlines()))
+    with leave_on_interrupt():  # imports torch, which is no part of what the bar shows
         checkpoint = holdfast.Checkpoint(target.reader)
-        started = time.perf_counter()  # torch is imported now
-        sound, problems = _check(checkpoint, done)
+    with progress(f"verifying {path.name}", target.nbytes) as done:
+        started = time.perf_counter()
+        tally = _check(checkpoint, done)
         seconds = time.perf_counter() - started
+    checksummed = target.tensors - len(tally.unchecked)
     return Verdict(
         path=str(path),
-        status="damaged" if problems else "verified" if checksummed == target.tensors else "unchecked",
-        tensors=len(sound),
+        status="damaged" if tally.problems else "unchecked" if tally.unchecked else "verified",
+        tensors=len(tally.sound),
         checksummed=checksummed,
-        bytes=sum(sound.values()),
+        bytes=sum(tally.sound.values()),
         seconds=seconds,
-        problems=tuple(problems),
-        notes=target.notes,
+        problems=tuple(tally.problems),
+        notes=(*(note for note in target.notes if note not in not_read(target.reader)), *unnamed_weights(target)),
     )
 
 
-def _check(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the sound tensors, and what is wrong with the others and with other files."""
+def _all_damage(path: Path, error: DamagedError) -> list[str]:
+    with leave_on_interrupt():
+        from holdfast.verification import find_all_damage  # noqa: PLC0415 - torch takes its time
+    return find_all_damage(path, error)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """The sizes of sound tensors, the names of those without checksums, and all that is wrong, each once."""
+
+    sound: dict[str, int]
+    unchecked: set[str]
+    problems: list[str]
+
+
+def _check(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> _Tally:
     sizes: Counter[str] = Counter()
-    problems: dict[str, str] = {}
-    for name, nbytes, problem in checkpoint.verify():
-        sizes[name] += nbytes
+    damaged: set[str] = set()
+    unchecked: set[str] = set()
+    problems: dict[str, None] = {}
+    for name, nbytes, problem, checked in checkpoint.verify():
         done(nbytes)
+        if name:
+            sizes[name] += nbytes
         if problem:
-            problems[name] = problem
-    return {name: size for name, size in sizes.items() if name not in problems}, list(problems.values())
+            if not name or name not in damaged:  # a tensor is read in parts: the first says enough
+                problems[problem] = None
+            damaged.add(name)
+        if not checked:
+            unchecked.add(name)
+    return _Tally({name: size for name, size in sizes.items() if name not in damaged}, unchecked, list(problems))

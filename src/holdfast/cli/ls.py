@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from holdfast.catalog import Leftover, leftovers, list_checkpoints
-from holdfast.cli.output import count, human_metrics, human_size, human_time, print_error, print_json
+from holdfast.cli.output import count, human_metrics, human_time, print_error, print_json
 from holdfast.cli.table import Cell, Column, Table
-from holdfast.errors import InvalidArgumentError
-from holdfast.formats.detect import is_checkpoint
-from holdfast.storage.local import is_folder, local_path
+from holdfast.cli.target import check_run
+from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
 from holdfast.terminal import clean, console
+from holdfast.units import format_size
 
 
 def ls(
@@ -27,29 +27,23 @@ def ls(
 ) -> None:
     """List the checkpoints of a run.
 
-    Oldest first, but damaged ones before all others. Exit code 1 where there is none, or a damaged one.
+    Oldest first, but damaged ones before all others. "complete" says that the save was: verify reads the tensors. Exit
+    code 1 if there is none, or a damaged one.
     """
     path = local_path(run)
+    check_run(path)
     found = list_checkpoints(path)
-    drafts = leftovers(path) if is_folder(path) else []
+    drafts = leftovers(path)
     shown = drafts if show_all else []
-    if as_json and is_folder(path):
+    if as_json:
         _print_json(path, found, shown)
     elif found or shown:
         _print_table(found, shown)
     if not found:
-        _explain(path, len(drafts) - len(shown))
-    raise typer.Exit(0 if found and all(info.status == "complete" for info in found) else 1)
-
-
-def _explain(path: Path, hidden: int) -> None:
-    if is_checkpoint(path):
-        raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
-    if not is_folder(path):
-        print_error(f"there is no folder {path}")
-    else:
+        hidden = len(drafts) - len(shown)
         hint = f"--all shows {count(hidden, 'save')} that never ended." if hidden else ""
         print_error(f"there is no checkpoint in {path}", hint)
+    raise typer.Exit(0 if found and all(info.status == "complete" for info in found) else 1)
 
 
 def _print_json(path: Path, found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) -> None:
@@ -85,7 +79,7 @@ def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) ->
     columns += [Column("status"), Column("metrics" if any(info.metrics for info in found) else "", elastic="end")]
     rows = [_row(info, latest=info is found[-1]) for info in found]
     rows += [
-        [clean(draft.tag), "", human_time(draft.time), human_size(draft.nbytes), ("unfinished", "yellow"), ""]
+        [clean(draft.tag), "", human_time(draft.time), format_size(draft.nbytes), _leftover_status(draft), ""]
         for draft in drafts
     ]
     out = console()
@@ -97,6 +91,10 @@ def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[Leftover]) ->
         out.print("unfinished: a save in progress, or what is left of one that was killed", style="dim")
 
 
+def _leftover_status(draft: Leftover) -> Cell:
+    return ("corrupt", "bold red") if draft.state == "corrupt" else ("unfinished", "yellow")
+
+
 def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
     if info.status != "complete":
         return [clean(info.tag), "", "", "", (info.status, "bold red"), ""]
@@ -104,7 +102,7 @@ def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
         clean(info.tag),
         "" if info.step is None else str(info.step),
         human_time(info.time),
-        human_size(info.nbytes),
+        format_size(info.nbytes),
         ("complete (latest)", "bold green") if latest else ("complete", "green"),
         human_metrics(info.metrics),
     ]

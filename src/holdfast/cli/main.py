@@ -1,6 +1,6 @@
 """``holdfast``: its commands, and the one place where errors become messages and exit codes.
 
-Exit codes: 0, 1 (it found something wrong or different), 2 (it was called wrongly), 130 (it was interrupted).
+Exit codes are in the help, and in docs/guides/command-line.md.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily, on_terminal
+from holdfast.cli.process import (
+    INTERRUPTED,
+    UNREAD,
+    discard_output,
+    ignore_interrupt,
+    leave_on_interrupt,
+    open_missing_streams,
+    raise_on_interrupt,
+    unwind_on_signals,
+)
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
 #: Errors that the caller can mend by calling otherwise.
 _MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
 
-#: What shells give for a program that SIGINT has ended.
-_INTERRUPTED = 130
+_FAILED, _CALLED_WRONGLY = 1, 2
 
 
 class Commands(TyperGroup):
@@ -55,15 +64,16 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an expected error ends it with a message and the fitting exit code."""
         try:
-            return super().invoke(ctx)
+            with raise_on_interrupt():
+                return super().invoke(ctx)
         except BrokenPipeError:
-            raise
+            raise typer.Exit(UNREAD) from None
         except (HoldfastError, OSError) as error:
             _say(error)
-            raise typer.Exit(2 if isinstance(error, _MISUSE) else 1) from None
+            raise typer.Exit(_CALLED_WRONGLY if isinstance(error, _MISUSE) else _FAILED) from None
         except KeyboardInterrupt:
             _say("interrupted")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _say(error: Exception | str) -> None:
@@ -76,7 +86,11 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Exit codes: 0, 1 (something is wrong or different), 2 (called wrongly), 130 (interrupted).",
+    epilog=(
+        "Exit codes: 0; 1: something is wrong, different or missing in what was looked at, or could not be written; "
+        "2: called wrongly, or there is nothing at the path; 130: interrupted by Ctrl-C; 129, 143: ended by SIGHUP or "
+        "SIGTERM; 141: whoever read the output went away."
+    ),
     **SETTINGS,
 )
 
@@ -99,8 +113,27 @@ def _options(
 
 
 def main() -> None:
-    """The entry point of the script."""
+    """Run the command that the arguments name, and end the process with its exit code."""
+    open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names of any script, on a terminal of any encoding
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="holdfast")
+    try:
+        _run()
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(UNREAD)
+    except OSError as error:
+        discard_output()
+        _say(error)
+        sys.exit(_FAILED)
+    finally:
+        ignore_interrupt()
+
+
+def _run() -> None:
+    with leave_on_interrupt(), unwind_on_signals():
+        try:
+            app(prog_name="holdfast")
+        finally:
+            sys.stdout.flush()  # what cannot be written is told here, and not when the interpreter ends

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.process import leave_on_interrupt
 from holdfast.errors import InvalidArgumentError
 from holdfast.storage.local import local_path
 from holdfast.terminal import clean, console
@@ -27,7 +28,8 @@ def nxd_convert_zero_checkpoints(  # noqa: PLR0917 - the options of a command
         raise InvalidArgumentError(
             "--convert_to_sharded needs --dp_size, the number of data-parallel ranks to shard for"
         )
-    from holdfast.conversion.zero import ZeroRequest, convert_zero  # noqa: PLC0415 - torch takes its time, --help does not
+    with leave_on_interrupt():
+        from holdfast.conversion.zero import ZeroRequest, convert_zero  # noqa: PLC0415 - torch takes its time
 
     made = convert_zero(ZeroRequest(local_path(input_dir), local_path(output_dir), dp_size if to_sharded else None))
     console().print(clean(str(made)))

@@ -1,4 +1,4 @@
-"""How every command speaks: sizes and times for people, JSON for programs, errors on stderr."""
+"""How every command speaks: counts, metrics and dates for people, JSON for programs, errors on stderr."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ _HINTS = {
     NoCheckpointError: "Name a checkpoint's folder or file, or the folder of a run that has one.",
     FormatError: "Name a checkpoint's folder or file, or the folder of a run.",
 }
-
-
-def human_size(nbytes: float) -> str:
-    """``1.23 GB``: three digits and a decimal unit, as in ``max_shard_size``."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while nbytes >= 999.5 and len(units) > 1:  # noqa: PLR2004 - would be printed as 1000
-        nbytes, units = nbytes / 1000, units[1:]
-    digits = 0 if units[0] == "B" else max(0, 3 - len(str(int(nbytes))))
-    return f"{nbytes:.{digits}f} {units[0]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """How long something took."""
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004
 
 
 def human_metrics(metrics: Mapping[str, float | None]) -> str:

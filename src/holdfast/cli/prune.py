@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from holdfast.catalog import Leftover, leftovers
-from holdfast.cli.output import count, human_size, print_json
-from holdfast.errors import InvalidArgumentError, NoCheckpointError
+from holdfast.cli.output import count, print_json
+from holdfast.cli.target import check_run
+from holdfast.errors import InvalidArgumentError
 from holdfast.retention import KeepLast
-from holdfast.storage.local import is_folder, local_path
+from holdfast.storage.local import local_path
 from holdfast.survey import CheckpointInfo
 from holdfast.terminal import clean, console
+from holdfast.units import format_size
 from holdfast.upkeep import clean_up, outdated, retire
 
 
@@ -45,10 +47,11 @@ def prune(
     The newest complete checkpoint always stays, and so does what a living process works on.
     """
     path = local_path(run)
-    if not is_folder(path):
-        raise NoCheckpointError(f"there is no folder {path}")
+    check_run(path)
     if keep is None and not remains:
         raise InvalidArgumentError("say what to remove: --keep N for old checkpoints, --leftovers for dead saves")
+    if keep is not None and keep < 1:
+        raise InvalidArgumentError(f"--keep takes a number above 0, not {keep}: the newest checkpoint always stays")
     found = _Found(outdated(path, None, KeepLast(keep)) if keep is not None else [], leftovers(path) if remains else [])
     if not dry_run:
         found = _remove(path, found)
@@ -70,4 +73,4 @@ def _print(found: _Found, did: str) -> None:
     for name in (*(info.tag for info in found.checkpoints), *(one.name for one in found.leftovers)):
         out.print(f"{did} {clean(name)}")
     total = count(len(found.checkpoints), "checkpoint"), count(len(found.leftovers), "leftover")
-    out.print(f"{did} {total[0]} and {total[1]}, {human_size(found.nbytes)}", style="dim")
+    out.print(f"{did} {total[0]} and {total[1]}, {format_size(found.nbytes)}", style="dim")

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from holdfast.cli.modules import INSIDE, Module
-from holdfast.cli.output import count, human_metrics, human_size, human_time
+from holdfast.cli.output import count, human_metrics, human_time
 from holdfast.cli.table import Column, Table
 from holdfast.cli.target import Target
 from holdfast.cli.values import brief, lines
@@ -16,6 +16,7 @@ from holdfast.formats.reader import Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Provenance
 from holdfast.terminal import clean
+from holdfast.units import format_size
 
 #: The most lines of one part of the values.
 _SHOWN = 30
@@ -38,7 +39,7 @@ def header(found: Target) -> Table:
             *_wrapped("with", _versions(by)),
             *_wrapped("metrics", human_metrics(manifest.metrics)),
         ]
-    rows.append(("size", f"{human_size(sum(files.values()))} in {count(len(files), 'file')}"))
+    rows.append(("size", f"{format_size(sum(files.values()))} in {count(len(files), 'file')}"))
     return Table([Column("", style="bold"), Column("")], [(name, clean(text)) for name, text in rows if text])
 
 
@@ -55,9 +56,9 @@ def _versions(by: Provenance) -> str:
 def tensors(found: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Table:
     """Names, dtypes, shapes, bytes; then the further names of tied ones; then the total."""
     columns = [Column("tensor", elastic="middle"), Column("dtype"), Column("shape"), Column("bytes", right=True)]
-    rows = [(clean(name), info.dtype, str(list(info.shape)), human_size(info.nbytes)) for name, info in found.items()]
+    rows = [(clean(name), info.dtype, str(list(info.shape)), format_size(info.nbytes)) for name, info in found.items()]
     rows += [(clean(f"{alias} = {name}"), "", "", "tied") for alias, name in tied.items()]
-    total = (count(len(found), "tensor"), "", "", human_size(sum(info.nbytes for info in found.values())))
+    total = (count(len(found), "tensor"), "", "", format_size(sum(info.nbytes for info in found.values())))
     return Table(columns, [*rows, [(text, "bold") for text in total]])
 
 
@@ -71,7 +72,7 @@ def summary(parts: Sequence[Module]) -> Table:
     rows = []
     for part in parts:
         style = "" if part.name else "bold"
-        texts = (f"{part.tensors:,}", human_size(part.nbytes), f"{100 * part.nbytes / whole:.1f} %")
+        texts = (f"{part.tensors:,}", format_size(part.nbytes), f"{100 * part.nbytes / whole:.1f} %")
         rows.append([(text, style) for text in (_label(part), *texts)])
     return Table(columns, rows)
 

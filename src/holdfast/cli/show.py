@@ -28,22 +28,30 @@ def show(
     pattern: Annotated[
         str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
     ] = None,
+    tag: target.Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
 ) -> None:
     """Show what is in a checkpoint: its tensors, how much each module takes, and its values.
 
     No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
     """
-    found = target.load(local_path(checkpoint))
+    found = target.load(target.named_path(checkpoint, tag))
     tensors = {name: info for name, info in _tensors(found).items() if matches(name, pattern)}
     tied = {alias: name for alias, name in _tied(found).items() if matches(alias, pattern)}
     if pattern is not None and not tensors and not tied:
-        print_error(f"no tensor of {found.path} matches {pattern!r}", "Without a pattern all are shown.")
+        print_error(f"no tensor of {found.path} matches {pattern!r}", _pattern_hint(checkpoint, pattern))
         raise typer.Exit(1)
     if as_json:
         print_json(_record(found, tensors, tied))
     else:
         _print(found, tensors, tied, whole=pattern is None)
+
+
+def _pattern_hint(checkpoint: str, pattern: str) -> str:
+    """What to do about a pattern that matches nothing. A tag is easily given in its place."""
+    if any(info.tag == pattern for info in target.checkpoints(local_path(checkpoint))):
+        return f"There is a checkpoint of this tag: use --tag {pattern}."
+    return "Without a pattern all are shown."
 
 
 def _print(found: Target, tensors: dict[str, TensorInfo], tied: dict[str, str], *, whole: bool) -> None:

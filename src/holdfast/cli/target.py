@@ -6,11 +6,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from holdfast.catalog import list_checkpoints, open_latest
+import typer
+
+from holdfast.catalog import (
+    checkpoint_path,
+    is_run,
+    list_checkpoints,
+    name_ignored,
+    open_latest,
+    whereabouts,
+)
 from holdfast.cli.described import Describing
-from holdfast.errors import DamagedError
-from holdfast.formats.detect import is_checkpoint
+from holdfast.errors import DamagedError, InvalidArgumentError, NoCheckpointError
+from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.indexed.inspect import inspect
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, Values, as_opened
@@ -18,6 +28,11 @@ from holdfast.layout.files import TensorInfo
 from holdfast.layout.manifest import Manifest
 from holdfast.storage import local
 from holdfast.survey import CheckpointInfo
+
+#: The option of every command that reads one checkpoint of a run.
+Tag = Annotated[
+    str | None, typer.Option("--tag", metavar="TAG", help="Of a run: the checkpoint of this tag, not the latest.")
+]
 
 
 @dataclass(frozen=True)
@@ -61,13 +76,35 @@ class Target:
             return self.reader.values(0, self.describing("state"), self.describing("ranks"))
 
 
+def not_read(reader: Reader) -> list[str]:
+    """What there is in a checkpoint that is not among its tensors and values, in words."""
+    return [f"{one.group} {one.name}: {one.why}" for one in reader.unread]
+
+
 def _natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]{1,18})", name))]
 
 
+def check_run(path: Path) -> None:
+    """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""
+    if is_checkpoint(path) and not list_checkpoints(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
+    if not local.is_folder(path):
+        raise NoCheckpointError(f"there is no folder {path}")
+
+
 def checkpoints(path: Path) -> list[CheckpointInfo]:
     """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or no folder."""
-    return [] if is_checkpoint(path) else list_checkpoints(path)
+    return list_checkpoints(path) if is_run(path) or not is_checkpoint(path) else []
+
+
+def named_path(path: str, tag: str | None) -> Path:
+    """The path that an argument names, or in that run the checkpoint of a tag.
+
+    Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
+    """
+    place = local.local_path(path)
+    return place if tag is None else checkpoint_path(place, tag)
 
 
 def load(path: Path) -> Target:
@@ -76,11 +113,28 @@ def load(path: Path) -> Target:
     Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
     """
     found = checkpoints(path)
-    if found and found[-1].status != "complete":
+    if not found:
+        notes = _inspect(path)
+        return _target(open_latest(path), notes)
+    if found[-1].status != "complete":
         raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
+    ignored = name_ignored(path)
+    return _target(open_latest(path), (ignored,) if ignored else ())
+
+
+def load_itself(path: Path) -> Target:
+    """The same of a checkpoint, also if there are other checkpoints in it."""
+    notes = _inspect(path)
+    return _target(open_reader(whereabouts(path)), notes)
+
+
+def _inspect(path: Path) -> tuple[str, ...]:
     noticed = inspect(path)
     if noticed.faults:
         raise DamagedError("\n".join(noticed.faults))
-    reader = open_latest(path)
+    return noticed.notes
+
+
+def _target(reader: Reader, notes: tuple[str, ...]) -> Target:
     manifest = reader.manifest if isinstance(reader, NativeReader) else None
-    return Target(reader.path, reader, manifest, noticed.notes)
+    return Target(reader.path, reader, manifest, (*notes, *not_read(reader)))

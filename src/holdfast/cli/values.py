@@ -47,7 +47,9 @@ def brief(value: Any) -> str:
     text = _SHORT.repr(value)
     if len(text) <= _ROOM and "..." not in text:
         return text
-    size = f" ({len(value):,} items)" if isinstance(value, Collection) and not isinstance(value, str) else ""
+    # A range says itself how long it is, which may be more than ``len`` can.
+    has_items = isinstance(value, Collection) and not isinstance(value, str | range)
+    size = f" ({len(value):,} items)" if has_items else ""
     return (text if len(text) <= _ROOM else text[: _ROOM - 3] + "...") + size
 
 

@@ -13,11 +13,11 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.completing import checkpoints
 from holdfast.cli.examine import Verdict, examine
-from holdfast.cli.output import count, human_seconds, human_size, print_json
-from holdfast.errors import GoneError, NoCheckpointError
+from holdfast.cli.output import count, print_json
+from holdfast.errors import GoneError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
-from holdfast.storage.local import local_path
 from holdfast.terminal import clean, console
+from holdfast.units import format_rate, format_seconds, format_size
 
 #: How often a run is looked at again where its latest checkpoint goes.
 _ATTEMPTS = 100
@@ -34,14 +34,20 @@ def verify(
         ),
     ],
     check_all: Annotated[bool, typer.Option("--all", "-a", help="Every checkpoint of the run.")] = False,
+    tag: target.Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
 ) -> None:
-    """Read every byte of a checkpoint, check every CRC, and name what is damaged.
+    """Read every byte of a checkpoint, check every CRC, and name all that is damaged.
 
-    Exit code 1 where something is. A run's checkpoints with a damaged manifest are always named, too.
+    Exit code 1 if something is. A run's checkpoints with a damaged manifest are always named, too. Files of torch.save
+    and of torch.distributed.checkpoint are compared with the CRCs that they have, and with those of holdfast.dcp.
     """
+    if check_all and tag is not None:
+        raise InvalidArgumentError(
+            "--all reads every checkpoint of the run, --tag one of them: leave one of the two out"
+        )
     verdicts = []
-    for verdict in _verdicts(local_path(checkpoint), check_all=check_all):
+    for verdict in _verdicts(target.named_path(checkpoint, tag), check_all=check_all):
         verdicts.append(verdict)
         if not as_json:
             _print(verdicts[-1])
@@ -76,8 +82,7 @@ def _print(verdict: Verdict) -> None:
     out = console()
     out.print(clean(verdict.path), end="  ")
     if verdict.ok:
-        sound = verdict.status == "verified"
-        out.print("verified" if sound else "no checksums", style="bold green" if sound else "bold yellow")
+        out.print(_word(verdict), style="bold green" if verdict.status == "verified" else "bold yellow")
     else:
         out.print(verdict.status, style="bold red")
     for problem in verdict.problems[:_SHOWN]:
@@ -92,17 +97,24 @@ def _print(verdict: Verdict) -> None:
         out.print(f"  {_summary(verdict)}", style="dim")
 
 
+def _word(verdict: Verdict) -> str:
+    if verdict.status == "verified":
+        return "verified"
+    return "verified in part" if verdict.checksummed else "no checksums"
+
+
 def _reservation(verdict: Verdict) -> str:
     if not verdict.checksummed:
         return "All of it can be read and its structure is sound; whether the values are right cannot be told."
     without = verdict.tensors - verdict.checksummed
     return (
-        f"{count(without, 'tensor')} of {verdict.tensors:,} have no checksums: of these only the structure was checked."
+        f"{without:,} of {count(verdict.tensors, 'tensor')} {'has' if without == 1 else 'have'} no checksums: only "
+        f"{'its' if without == 1 else 'their'} structure was checked."
     )
 
 
 def _summary(verdict: Verdict) -> str:
     sound = "" if verdict.ok else " sound"
-    rate = human_size(verdict.bytes / verdict.seconds)
-    read = f"{count(verdict.tensors, f'{sound} tensor'.strip())}, {human_size(verdict.bytes)}"
-    return f"{read} in {human_seconds(verdict.seconds)} ({rate}/s)"
+    rate = format_rate(verdict.bytes, verdict.seconds)
+    read = f"{count(verdict.tensors, f'{sound} tensor'.strip())}, {format_size(verdict.bytes)}"
+    return f"{read} in {format_seconds(verdict.seconds)} ({rate})"

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.reader import Reader
+from holdfast.formats.reader import Reader, check_read
+from holdfast.layout.dtypes import FLOATING
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key, state_key
+
+#: The group of tensors inside of values.
+STATE = "state"
 
 #: A tensor by its group and name.
 Key = tuple[str, str]
 
 #: New names of parameters and buffers: a function, or regular expressions with what takes their place, in order.
 Rename = Callable[[str], str] | Mapping[str, str] | None
-
-#: Dtypes that stand for numbers with a point, and so may be cast into each other.
-FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ class Choice:
         return name
 
     def of(self, reader: Reader) -> Chosen:
-        """What is taken from a checkpoint. Raises ``InvalidArgumentError`` where names meet or nothing is left."""
+        """What is taken from a checkpoint.
+
+        Raises ``InvalidArgumentError`` where names meet or nothing is left, ``FormatError`` for what is not read.
+        """
+        check_read(reader, lambda one: self._wants((STATE if one.is_value else one.group, one.name)))
         sources: dict[Key, Key] = {}
         infos: dict[Key, TensorInfo] = {}
         for key, info in ((key, info) for key, info in _all(reader) if self._wants(key)):
@@ -86,7 +91,7 @@ class Choice:
 
     def _wants(self, key: Key) -> bool:
         kind = key[0].partition("/")[0]
-        if kind in {"state", "ranks"}:
+        if kind in {STATE, "ranks"}:
             return not self.model_only
         return (kind == "model" or not self.model_only) and self.takes(_parameter(key))
 

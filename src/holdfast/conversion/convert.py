@@ -20,6 +20,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.events import OnEvent, unheard
 from holdfast.formats.nxd.reader import LAYOUT
 from holdfast.layout.files import parse_size
+from holdfast.layout.names import check_keys
 from holdfast.state.tensors import NAMES
 from holdfast.storage.local import local_path
 
@@ -66,7 +67,8 @@ def convert(
         layout: how tensor-parallel ranks of NxD divide parameters, where it is read or written: ``"llama"``,
             ``"mixtral"``, ``"gpt-neox"``, or the path of a spec file.
         max_shard_size: the most bytes of tensors in one file, where the format has several.
-        verify: read back what was written. What is read is always verified where its format has checksums.
+        verify: read back what was written. What is read is always verified if its format has checksums: holdfast's own,
+            the CRC-32s of files of ``torch.save`` and of DCP, and the ``checksums.json`` of :mod:`holdfast.dcp`.
         on_event: is told how far it is: see :class:`holdfast.Progress`.
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
@@ -82,6 +84,7 @@ def convert(
         TagExistsError: there is something at ``dst``.
         DamagedError: the source is not what was saved, or the result not what was written.
     """
+    check_keys(keys)
     model_only = model_only or to in {"hf", "safetensors"}
     choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
     known = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}

@@ -26,6 +26,7 @@ from holdfast.layout import manifest, values
 from holdfast.layout.files import TensorInfo, pack
 from holdfast.layout.manifest import FileRecord, Manifest, Provenance
 from holdfast.state.capture import ranks_file, state_file
+from holdfast.state.companions import has_adapters
 from holdfast.storage.folders import Lock
 from holdfast.storage.local import is_file, read_small
 
@@ -65,11 +66,11 @@ class NativeTarget:
 
     def finish(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.Target`."""
-        carried = self._material.carried
+        carried, fits = self._material.carried, not has_adapters(_model_names(self._material))
         small = {
             STATE: state_file(carried.shared, {}),
             RANKS: ranks_file([values.to_json(own) for own in carried.ranks], carried.shared),
-            **{f"{_MODEL}/{name}": data for name, data in companions(self._material.reader.path)},
+            **{f"{_MODEL}/{name}": data for name, data in companions(self._material.reader.path) if fits},
         }
         self._draft.complete(fragments, small, self._describe)
 
@@ -117,6 +118,16 @@ class HuggingFaceTarget(NativeTarget):
                 "choose one by keys, or convert with model_only"
             )
         super().__init__(material, draft, final)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise ``InvalidArgumentError`` for a model that transformers would open with weights that it makes up."""
+        if has_adapters(_model_names(self._material)):
+            raise InvalidArgumentError(
+                f"{self._material.reader.path} holds a model with PEFT's adapters in it, which is no Hugging Face "
+                "checkpoint: load it into that PEFT model, and let save_pretrained() write the adapter; or convert to "
+                "'safetensors' or 'torch'"
+            )
 
     def reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.Target`."""
@@ -133,6 +144,9 @@ class SafetensorsTarget(HuggingFaceTarget):
 
     def __init__(self, material: Material, draft: Path, final: Path) -> None:
         super().__init__(replace(material, limit=sys.maxsize), draft, final)
+
+    def _check_names(self) -> None:
+        """A file by itself has any names: transformers does not open it."""
 
     @property
     def made(self) -> Path:
@@ -151,6 +165,10 @@ def _plan(material: Material) -> SavePlan:
     files = [file for shelf in packed.values() for file in shelf]
     tensors = [(group, name) for group, shelf in packed.items() for file in shelf for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, exchanges=False)
+
+
+def _model_names(material: Material) -> list[str]:
+    return [name for group, name in material.infos if group == _MODEL]
 
 
 def companions(source: Path) -> Iterator[tuple[str, bytes]]:

@@ -13,6 +13,7 @@ from holdfast.conversion.nxd_parameters import Parameters
 from holdfast.conversion.nxd_states import OptimizerStates
 from holdfast.conversion.nxd_values import decoded
 from holdfast.conversion.shapes import check_named, scheduler_state
+from holdfast.conversion.source_sums import check_sums
 from holdfast.conversion.target import Material
 from holdfast.conversion.torchfile import saved
 from holdfast.engine.checks import Checks
@@ -73,6 +74,7 @@ class NxdWriter:
     def _verify_source(self) -> None:
         """Raise ``DamagedError`` where the source has checksums, and its bytes are others."""
         reader, keys = self._material.reader, list(self._material.chosen.sources.values())
+        check_sums(reader, keys)
         if not any(reader.crcs(*key) is not None for key in keys):
             return
         files: dict[Source, int] = {}

@@ -34,10 +34,11 @@ def state_dicts(groups: Groups, values: Mapping[str, Any]) -> Any:
 def lightning(groups: Groups, values: Mapping[str, Any]) -> Any:
     """A checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states``, and what it says of itself."""
     _check_model(groups)
-    tree = {**lightning_meta(groups, values), "state_dict": _model("model", groups, values)}
+    tree = lightning_meta(groups, values)
+    _add(tree, "state_dict", _model("model", groups, values))
     if "optimizer" in values:
         found = _optimizer("optimizer", groups, values)
-        tree["optimizer_states"] = found if isinstance(found, list) else [found]
+        _add(tree, "optimizer_states", found if isinstance(found, list) else [found])
     return tree
 
 
@@ -81,10 +82,19 @@ def lightning_meta(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
     tree = {**_LIGHTNING, **_content(values)}
     if "scheduler" in values:
         found = scheduler_state(values["scheduler"])
-        tree["lr_schedulers"] = found if isinstance(found, list) else [found]
+        _add(tree, "lr_schedulers", found if isinstance(found, list) else [found])
     elif "optimizer" in values:
         tree.setdefault("lr_schedulers", [])
     return tree
+
+
+def _add(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put in what Lightning has under a key, which must not be one of the user's content."""
+    if key in tree:
+        raise InvalidArgumentError(
+            f"user_content has {key!r}, which is what Lightning calls a part of its own; save it under another key"
+        )
+    tree[key] = value
 
 
 def booster(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:

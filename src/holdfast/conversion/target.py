@@ -78,7 +78,7 @@ class DraftFolder:
         self._lock: Lock | None = None
 
     def _open(self) -> None:
-        """Rank 0. Raises ``StorageFullError`` where the tensors would not fit."""
+        """Rank 0. Raises ``StorageError`` where the tensors would not fit."""
         self._lock = claim(self._draft)
         check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.catalog import open_latest
+from holdfast.catalog import is_run, open_latest
 from holdfast.conversion.carried import carried
 from holdfast.conversion.choice import Choice
 from holdfast.conversion.colossalai import ColossalaiTarget
@@ -15,10 +15,11 @@ from holdfast.conversion.dcp import DcpTarget
 from holdfast.conversion.lightning import LightningTarget
 from holdfast.conversion.native import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from holdfast.conversion.shapes import distributed, lightning, state_dicts
+from holdfast.conversion.source_sums import check_sums
 from holdfast.conversion.sources import Sources
 from holdfast.conversion.target import Material, Places, Target
 from holdfast.conversion.torchfile import AloneTarget
-from holdfast.drafts import draft_of
+from holdfast.drafts import check_final, new_draft
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.checks import Checks
 from holdfast.engine.fold import decode_fragments, encode_fragments
@@ -31,14 +32,13 @@ from holdfast.engine.stream import Heard
 from holdfast.engine.transfer import Fragments, Moved, Piece, nbytes_of
 from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.engine.write import write_pieces
-from holdfast.errors import DamagedError, InvalidArgumentError, StorageError, TagExistsError
+from holdfast.errors import DamagedError, InvalidArgumentError, StorageError
 from holdfast.events import Meter, OnEvent, Progress
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.nxd.reader import LAYOUT, is_nxd
 from holdfast.formats.reader import as_opened
 from holdfast.storage import folders
 from holdfast.storage.bulk import CachedWriter
-from holdfast.storage.local import exists
 
 #: How each format is written: from what there is, into a hidden path, which will be called ``final``.
 TARGETS: Mapping[str, Callable[[Material, Path, Path], Target]] = {
@@ -77,15 +77,17 @@ class Wish:
                 '.ckpt, or convert to "safetensors"'
             )
         source, final = self.source.resolve(), self.final.resolve()
-        if final == source or (final.is_relative_to(source) and is_checkpoint(source)) or source.is_relative_to(final):
+        inside = final.is_relative_to(source) and is_checkpoint(source) and not is_run(source)
+        if final == source or inside or source.is_relative_to(final):
             raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
-        if exists(self.final):
-            raise TagExistsError(f"there is {self.final} already; choose another path, or remove it first")
+        check_final(self.final)
 
     def material(self) -> Material:
         """What is converted. Raises ``GoneError`` where another takes its place meanwhile."""
         known = self.keys
-        if self.to == NXD and not is_nxd(self.source):
+        if LAYOUT in known and not is_nxd(self.source):
+            if self.to != NXD:
+                raise InvalidArgumentError(f"layout is for NxD, and {self.source} is no checkpoint of it: leave it out")
             known = {key: value for key, value in known.items() if key != LAYOUT}
         reader = open_latest(self.source, known)
         with as_opened(reader):
@@ -102,6 +104,7 @@ class Conversion:
     def run(self, *, verify: bool) -> Path:
         """All of it; on failure nothing is left, and all ranks raise the same error."""
         material, draft = self._look()
+        self._session.all("verifying the source", lambda: self._check_source(material))
         make = TARGETS[self._wish.to]
         target = self._session.all("planning what is written", lambda: make(material, draft, self._wish.final))
         try:
@@ -118,6 +121,11 @@ class Conversion:
                     folders.remove_tree(draft)
             raise
         return self._wish.final
+
+    def _check_source(self, material: Material) -> None:
+        with as_opened(material.reader):
+            keys = material.chosen.sources.values()
+            check_sums(material.reader, keys, self._session.rank, self._session.size)
 
     def _meter(self, pieces: Sequence[Piece], times: int) -> Moved:
         """What is told the bytes that this rank has moved; each of them is moved so many times."""
@@ -136,7 +144,7 @@ class Conversion:
 
         def decide(posted: list[bytes]) -> bytes:
             unanimous(f"the contents of {self._wish.source}", [raw.decode() for raw in posted])
-            return draft_of(self._wish.final).name.encode()
+            return new_draft(self._wish.final).name.encode()
 
         material, name = self._session.vote(
             "reading the metadata", work, lambda found: found.reader.fingerprint.encode(), decide

@@ -13,14 +13,15 @@ from typing import Any
 
 from holdfast.conversion import planned
 from holdfast.conversion.names_hash import names_hash
-from holdfast.drafts import drafted
-from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError
+from holdfast.conversion.source_sums import check_file_sums
+from holdfast.drafts import check_final, drafted
+from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.nxd import names, zero
 from holdfast.formats.nxd.evidence import Evidence
 from holdfast.formats.nxd.names import OPTIM, Found, Rank, full_name
-from holdfast.formats.nxd.rankfile import RankFile, read
+from holdfast.formats.nxd.rankfile import Access, RankFile, read
 from holdfast.formats.nxd.tags import MARKERS
 from holdfast.formats.nxd.writing import PlannedFile, rank_files
 from holdfast.storage import folders, local
@@ -46,8 +47,7 @@ class ZeroRequest:
             raise InvalidArgumentError(
                 f"the output {self.final} is, or lies in, the input {self.source}: choose another"
             )
-        if local.exists(self.final):
-            raise TagExistsError(f"there is {self.final} already; choose another output, or remove it first")
+        check_final(self.final)
 
 
 def convert_zero(request: ZeroRequest) -> Path:
@@ -59,7 +59,8 @@ def convert_zero(request: ZeroRequest) -> Path:
     request.check()
     with Readers() as readers:
         found = _find(request)
-        files = _read(found, readers)
+        files = _read(found, Access(request.source, readers))
+        check_file_sums([path for file in files.values() for path in file.files])
         plan = _plan(request, found, files)
         with drafted(request.final) as draft:
             _write(request, plan, draft)
@@ -85,8 +86,8 @@ def _find(request: ZeroRequest) -> Found:
     return found
 
 
-def _read(found: Found, readers: Readers) -> dict[Rank, RankFile]:
-    files = {rank: read(path, readers) for rank, path in found.files.items()}
+def _read(found: Found, access: Access) -> dict[Rank, RankFile]:
+    files = {rank: read(path, access) for rank, path in found.files.items()}
     for file in files.values():
         if isinstance(file.root, dict) and zero.EXPERTS in file.root:
             raise FormatError(
@@ -156,4 +157,4 @@ def _check(draft: Path, request: ZeroRequest) -> None:
     """Raise ``DamagedError`` where what was written is not a complete state of so many ranks."""
     with Readers() as readers:
         written = _find(ZeroRequest(draft, request.final, 1))
-        _joined(written, _read(written, readers))
+        _joined(written, _read(written, Access(draft, readers)))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from holdfast.data.course import Course, Position
 from holdfast.data.workers import born_shielded, shield_worker
 from holdfast.engine.ranks import Ranks
-from holdfast.errors import InvalidArgumentError, MismatchError
+from holdfast.errors import InvalidArgumentError, MismatchError, StateError
 from holdfast.state import rng
 
 #: Options of ``DataLoader`` that say which samples come when.
@@ -33,6 +33,8 @@ class ResumableLoader:
 
     Iterating gives the batches of this rank from the current position to the end of the epoch; iterating again gives
     those of the next epoch. The position moves when a batch is given out, however far workers have read ahead.
+    A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the one
+    that is under way, which raises ``StateError`` if it is used again.
 
     Every sample of an epoch is seen once, by one rank, also where the number of ranks or the size of batches changes
     on the way. All ranks have the same number of batches, all of the same size: what an epoch leaves over is filled up
@@ -46,7 +48,8 @@ class ResumableLoader:
         drop_last: leave out what an epoch leaves over.
         process_group: the ranks that share the data: those of the data-parallel dimension, where there are others. The
             default group, or this process alone where there is none.
-        options: those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``, …
+        options: those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``, … but for
+            ``in_order=False``: batches that come in another order have no position.
 
     Random numbers drawn by the dataset or by ``collate_fn`` within workers depend on the seed, the position and the
     rank: they too are the same after a resume on as many ranks. Workers are shielded from signals that tell the job to
@@ -75,6 +78,8 @@ class ResumableLoader:
             length, batch = self._course.length, self._course.batch
             raise InvalidArgumentError(f"a dataset of {length} samples has no batch of {batch} samples over all ranks")
         self._at = Position()
+        #: The number of the iteration that moves the position.
+        self._iteration = 0
         # Its own generator: the seed of workers must not be drawn from the global one, which a resume puts back.
         options.setdefault("generator", torch.Generator())
         options["worker_init_fn"] = partial(_begin, options.get("worker_init_fn"))
@@ -91,11 +96,22 @@ class ResumableLoader:
         return self._course.batches()
 
     def __iter__(self) -> Iterator[Any]:
+        self._iteration += 1
+        own = self._iteration
         with born_shielded() if self._loader.num_workers else nullcontext():
             batches = iter(self._loader)
         for batch in batches:
             self._at = self._course.after(self._at)
             yield batch
+            self._check_current(own)
+
+    def _check_current(self, iteration: int) -> None:
+        """Raise ``StateError`` if another iteration, or ``load_state_dict``, has taken the position over."""
+        if iteration != self._iteration:
+            raise StateError(
+                "this iteration of the data loader is over: load_state_dict, or a new iteration, has moved the "
+                "position; leave the loop, and iterate over the loader again to go on from there"
+            )
 
     def _draws(self) -> Iterator[_Draw]:
         mine = slice(self._rank * self._batch, (self._rank + 1) * self._batch)
@@ -108,22 +124,31 @@ class ResumableLoader:
         return self._course.state(self._at)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position, in the order that it was reached in. Raises ``MismatchError`` for another dataset."""
-        if state["length"] != self._course.length:
-            raise MismatchError(
-                f"the data loader was saved with {state['length']} samples, and the dataset has {self._course.length} "
-                "now: its position means nothing there; load without dataloader= to begin anew"
-            )
+        """Go on from a position, in the order that it was reached in. Ends the iteration that is under way.
+
+        Raises ``MismatchError`` for another dataset.
+        """
+        self.check_states([state])
         self._course, self._at = self._course.resumed(state)
+        self._iteration += 1
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the position that another number of ranks was at. Raises ``MismatchError`` where it is not one."""
+        self.check_states(states)
+        self.load_state_dict(states[0])
+
+    def check_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raise ``MismatchError`` if these are not one position in this dataset; before a load changes anything."""
         for rank, state in enumerate(states):
             if state != states[0]:
                 raise MismatchError(
                     f"data loaders were saved at different positions: {states[0]}, rank {rank}: {state}"
                 )
-        self.load_state_dict(states[0])
+        if states[0]["length"] != self._course.length:
+            raise MismatchError(
+                f"the data loader was saved with {states[0]['length']} samples, and the dataset has "
+                f"{self._course.length} now: its position means nothing there; load without dataloader= to begin anew"
+            )
 
 
 class _Draws(Sampler[Any]):
@@ -172,6 +197,11 @@ def _check(batch_size: object, seed: object, options: dict[str, Any]) -> None:
     taken = _OURS & options.keys()
     if taken:
         raise InvalidArgumentError(f"{min(taken)}: a ResumableLoader itself decides which samples come when")
+    if not options.get("in_order", True):
+        raise InvalidArgumentError(
+            "in_order=False: a ResumableLoader counts batches in their order, and would lose some and repeat others "
+            "after a resume; leave in_order out"
+        )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise InvalidArgumentError(f"batch_size is a number of samples, at least 1, not {batch_size!r}")
     if not isinstance(seed, int) or not 0 <= seed < 2**64:

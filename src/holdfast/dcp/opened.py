@@ -21,15 +21,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from holdfast.errors import MismatchError
+from holdfast.errors import FormatError, MismatchError
 from holdfast.formats.arrange.contents import kept
 from holdfast.formats.arrange.reader import TreeReader
 from holdfast.formats.dcp import checksums, metadata
 from holdfast.formats.dcp.checksums import Verified
 from holdfast.formats.dcp.folder import Folder, chunk_of
 from holdfast.formats.dcp.metadata import Place
+from holdfast.formats.pickles.machine import Record
+from holdfast.formats.pickles.plain import BYTES_IO, bytes_in
 from holdfast.formats.torchfile import archive
 from holdfast.formats.torchfile.zips import Reads, Window
+from holdfast.layout.budget import Budget
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
 from holdfast.state.tensors import DTYPES
@@ -58,9 +61,15 @@ class Opened:
 
     @classmethod
     def of(cls, path: Path, *, verify: bool) -> Opened:
-        """Raises ``DamagedError`` where the metadata is none, or not that of the checksums."""
+        """Open a folder.
+
+        Raises ``DamagedError`` where the metadata is none, or not that of the checksums, ``FormatError`` for a tensor
+        that holdfast does not read.
+        """
         plain = Readers()
         found, raw = Folder(path, plain).read_metadata()
+        for name, tensor in found.unreadable.items():
+            raise FormatError(f"{path}: tensor {name!r} {tensor.why}")
         known = checksums.read(path, raw) if verify else None
         readers: Reads = plain if known is None else Verified(plain, path, known.files)
         return cls(Folder(path, readers), found, readers, dict(_records(found)))
@@ -68,6 +77,7 @@ class Opened:
     def metadata(self) -> Metadata:
         """As torch has it. Raises ``DamagedError`` where it is not whole, or the files are not what it says."""
         entries: dict[str, Any] = {}
+        self.folder.check_overlaps(self.found)
         for name, place in self.found.values.items():
             self.folder.window(name, place)
             entries[name] = BytesStorageMetadata()
@@ -99,13 +109,18 @@ class Opened:
         return data.view(DTYPES[info.dtype]).as_strided(item.lengths, [stride // size for stride in there.strides])
 
     def value(self, item: ReadItem) -> bytes:
-        """The pickle of a value of plain types: ours, as torch will run what it is given."""
+        """The pickle of a value of plain types, or of a file in memory: ours, as torch will run what it is given."""
         window = self.window(item)
         window.read(0, window.size)  # all of it is verified, where there are checksums
-        tree = archive.read(window)
-        reader = TreeReader(window.path, "dcp", [], "", kept(tree.root, tree.nbytes, window.label))
+        budget = Budget()
+        tree = archive.read(window, budget)
+        if isinstance(tree.root, Record) and tree.root.name == BYTES_IO:
+            content: Any = io.BytesIO(bytes_in(tree.root))
+        else:
+            reader = TreeReader(window.path, "dcp", [window.path], "", kept(tree.root, budget, window.label))
+            content = Checkpoint(reader).values["user_content"]
         stream = io.BytesIO()
-        torch.save(Checkpoint(reader).values["user_content"], stream)
+        torch.save(content, stream)
         return stream.getvalue()
 
     def window(self, item: ReadItem) -> Window:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from holdfast.background import background_saves
 from holdfast.dcp.opened import Opened
 from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.storage import local
@@ -25,6 +26,8 @@ class FileSystemReader(StorageReader):
     ``checksums.json``, all that is read is verified in blocks of 16 MiB. Of a chunk that a rank needs a part of, it
     reads that part.
 
+    ``load_id``, as torch's reader has it, is another one for each load.
+
     Args:
         path: the folder; ``checkpoint_id`` of a load takes its place.
         verify: whether checksums are looked at where there are any.
@@ -37,6 +40,7 @@ class FileSystemReader(StorageReader):
     def __init__(self, path: str | PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
         self.path = local.local_path(path)
         self._verify, self._weights_only = verify, weights_only
+        self.load_id = str(uuid4())
         self._opened: Opened | None = None
 
     @property
@@ -48,6 +52,7 @@ class FileSystemReader(StorageReader):
         """A new load begins."""
         if checkpoint_id:
             self.path = local.local_path(checkpoint_id)
+        self.load_id = str(uuid4())
         self._opened = None
 
     def read_metadata(self) -> Metadata:
@@ -56,7 +61,8 @@ class FileSystemReader(StorageReader):
             recover(self.path.parent)
         self._opened = Opened.of(self.path, verify=self._verify)
         found = self._opened.metadata()
-        found.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=str(uuid4()))
+        save_id = self._opened.found.save_id
+        found.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id, load_id=self.load_id)
         return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +81,7 @@ class FileSystemReader(StorageReader):
         opened = self._opened
         if opened is None:
             raise InvalidArgumentError(f"the metadata of {self.path} is to be read first")
+        background_saves.wait_for_copies()  # which may read the tensors that are filled here
         for item in sorted(plan.items, key=opened.place):
             if item.type == LoadItemType.BYTE_IO:
                 window = opened.window(item)

@@ -20,6 +20,9 @@ LEADER = 0
 #: Seconds that the others wait beyond the deadline for the leader's word.
 GRACE = 0.5
 
+#: Up to so many ranks each of them looks for itself which others have not come.
+_FEW = 64
+
 #: Most ranks that a message lists.
 _SHOWN = 8
 
@@ -39,13 +42,19 @@ class Failure(msgspec.Struct, frozen=True):
         """Describe an error; those that are not ours become ``RankFailedError``."""
         if isinstance(error, HoldfastError):
             number = error.errno if isinstance(error, OSError) else None
-            return cls(type(error).__name__, _plain(error.args[-1] if error.args else ""), number)
+            return cls(_public_type(error).__name__, _plain(error.args[-1] if error.args else ""), number)
         return cls(RankFailedError.__name__, f"{type(error).__name__}: {_plain(error)}")
 
     def rebuild(self) -> HoldfastError:
         """The error again, on whichever rank."""
         kind: type[HoldfastError] = getattr(errors, self.kind)
         return kind(self.message) if self.errno is None else kind(self.errno, self.message)
+
+
+def _public_type(error: HoldfastError) -> type[HoldfastError]:
+    """Return the type that other ranks know: modules may have narrower ones of their own."""
+    public = vars(errors).values()
+    return next(kind for kind in type(error).__mro__ if issubclass(kind, HoldfastError) and kind in public)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -86,7 +95,7 @@ class Ballot:
 
     def _decide(self, timeout: float, decide: Decide) -> Outcome:
         try:
-            self._wait(self._keys, timeout)
+            self._wait(self._keys, timeout, missing=self._missing)
         except RankTimeoutError as error:
             return Outcome(failure=Failure.of(error))
         self._store.set(self._collected)
@@ -100,8 +109,9 @@ class Ballot:
         """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
         key = self._decision(self._number)
         try:
-            self._wait([self._collected], timeout + GRACE, or_else=key)
-            self._wait([key], timeout + GRACE)
+            missing = self._missing if len(self._keys) <= _FEW else self._missing_leader
+            self._wait([self._collected], timeout + GRACE, or_else=key, missing=missing)
+            self._wait([key], timeout + GRACE, missing=self._missing_leader)
         except RankTimeoutError:
             self._store.set(self._given_up)
             raise
@@ -126,23 +136,34 @@ class Ballot:
         """There once a rank has given up waiting: it has raised already, so nothing may be committed."""
         return f"{self._number}/given up"
 
-    def _wait(self, keys: list[str], timeout: float, or_else: str | None = None) -> None:
+    def _wait(self, keys: list[str], timeout: float, or_else: str | None = None, *, missing: Callable[[], str]) -> None:
         """Until all keys are there, or the one ``or_else``. Raises ``RankTimeoutError``."""
 
         def there() -> bool:
             return self._store.check(keys) or bool(or_else and self._store.check([or_else]))
 
-        if not wait_until(there, timeout):
+        if not wait_until(there, timeout, missing):
             raise RankTimeoutError(self._absent())
 
     def _absent(self) -> str:
-        all_came = self._store.check([self._collected])
-        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        names = names_of(absent) if absent else f"rank {LEADER}"
         return (
-            f"{names} did not come within the timeout while {self.phase}; "
+            f"{self._absent_names()} did not come within the timeout while {self.phase}; "
             "it is stuck or dead, or does not make the same calls in the same order"
         )
+
+    def _absent_names(self) -> str:
+        """The ranks that have not posted; if all have, rank 0 has yet to decide."""
+        all_came = self._store.check([self._collected])
+        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        return names_of(absent) if absent else f"rank {LEADER}"
+
+    def _missing(self) -> str:
+        return f"{self._absent_names()} while {self.phase}"
+
+    def _missing_leader(self) -> str:
+        """The same without a look at the keys of many ranks, which as many would take."""
+        late = self._store.check([self._keys[LEADER]]) and not self._store.check([self._collected])
+        return f"{'other ranks' if late else f'rank {LEADER}'} while {self.phase}"
 
 
 def failed_key(vote: int) -> str:

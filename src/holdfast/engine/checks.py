@@ -69,6 +69,12 @@ class Checks:
                 if expected is not None and expected[block] != found:
                     raise self._damaged(tensor, block)
 
+    def check_block(self, tensor: int, block: int) -> None:
+        """Read one block and verify it."""
+        expected = self._crcs(tensor)
+        if expected is not None and expected[block] != self._read_again(tensor, block):
+            raise self._damaged(tensor, block)
+
     def cover(self, keys: Iterable[tuple[str, str]]) -> bool:
         """Whether all of these tensors have CRCs."""
         return all(self._source.crcs(*key) is not None for key in keys)

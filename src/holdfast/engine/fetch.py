@@ -59,7 +59,7 @@ def plan_load(held: Mapping[int, Held], rank: int, locate: LocateTensor, *, exch
             continue
         if is_striped(wanted):
             if exchange:
-                plan.shared += routes.crossings(tensor, wanted, locate(tensor))
+                plan.shared += routes.crossings(wanted, locate(tensor))
             else:
                 plan.alone += alone(wanted, rank, locate(tensor))
             continue

@@ -60,6 +60,11 @@ class LocalPart:
         return self._cast or self._tensor.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where the part lies."""
+        return self._tensor.device
+
+    @property
     def memory(self) -> int:
         """Equal for parts in one memory, 0 for a part of nothing."""
         return self._tensor.untyped_storage().data_ptr()
@@ -72,6 +77,12 @@ class LocalPart:
     def view(self, start: int, stop: int) -> Bytes | None:
         """Bytes ``[start, stop)`` in place, or ``None`` where they cannot be reached so."""
         return None if self._flat is None else self._flat[start:stop]
+
+    def remote(self, start: int, stop: int) -> torch.Tensor | None:
+        """Bytes ``[start, stop)`` in the memory of an accelerator, or ``None`` if they do not lie there as one run."""
+        if self._tensor.is_cpu or self._cast is not None or not _is_plain(self._tensor):
+            return None
+        return _flat(self._tensor).view(torch.uint8).reshape(-1)[start:stop]
 
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
@@ -116,9 +127,17 @@ def _copy(into: Bytes, data: Bytes) -> None:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or not _is_plain(tensor):
         return None
+    return _flat(tensor).view(torch.uint8).numpy().reshape(-1)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor whose bytes can be viewed."""
     # A dimension of fewer than two elements may have any stride, and view() would keep it.
-    plain = tensor.ndim > 0 and tensor.stride(-1) == 1
-    flat = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().reshape(-1)
+    is_plain = tensor.ndim > 0 and tensor.stride(-1) == 1
+    return tensor if is_plain else tensor.as_strided((tensor.numel(),), (1,))

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.engine.ballot import names_of
-from holdfast.engine.patience import wait_until
+from holdfast.engine.ballot import LEADER, names_of
+from holdfast.engine.patience import Wait, wait_until
 from holdfast.engine.ranks import Session, store_alive
 from holdfast.engine.store import PromptStore
 from holdfast.errors import HoldfastError, RankTimeoutError
@@ -32,6 +32,9 @@ _ASKED, _TOLD, _CHOSEN = "asked", "told", "chosen"
 
 _PHASE = "agreeing on the step to stop at"
 
+#: Seconds that a rank which leaves waits for those that it has not met yet.
+_PARTING = 1.0
+
 
 class Calls:
     """The calls of this rank. ``store`` is the session's own; ranks wait its timeout for each other."""
@@ -40,6 +43,7 @@ class Calls:
         self._session, self._store = session, store
         self._counter = threading.Lock()
         self._made, self._told = 0, False
+        self._wait: Wait | None = None
         self._chosen: int | None = None
         self._failure: HoldfastError | None = None
 
@@ -56,9 +60,16 @@ class Calls:
             self._counter.release()
 
     def ask(self) -> None:
-        """Make it known to all ranks that a call is to be chosen. Raises as ``store_alive`` does."""
+        """Make it known to all ranks that a call is to be chosen: at once, or by one more call when rank 0 has come.
+
+        Raises as ``store_alive`` does, and ``RankTimeoutError`` if rank 0 does not come.
+        """
         with store_alive(_PHASE):
-            self._store.set(_ASKED)
+            self._wait = self._wait or Wait(self._session.timeout)
+            if self._store.is_open():
+                self._store.set(_ASKED)
+            elif self._wait.is_over:
+                raise RankTimeoutError(_absent(f"rank {LEADER}"))
 
     def is_asked(self) -> bool:
         """Whether any rank wants a call to be chosen. Raises as ``store_alive`` does."""
@@ -81,13 +92,15 @@ class Calls:
     def leave(self) -> None:
         """There will be no more calls: what the others choose does not wait for this rank. Raises as :meth:`ask`."""
         with self._counter, store_alive(_PHASE):
-            self._tell()
+            wait_until(self._store.has_met_all, _PARTING, lambda: "")
+            if self._store.is_open():
+                self._tell()
 
     def _agree(self) -> int:
         with store_alive(_PHASE):
             self._tell()
-            if not wait_until(lambda: self._store.check([_CHOSEN]), self._session.timeout):
-                raise RankTimeoutError(self._absent())
+            if not wait_until(lambda: self._store.check([_CHOSEN]), self._session.timeout, self._missing):
+                raise RankTimeoutError(_absent(self._silent()))
             return int(self._store.get(_CHOSEN)[0])
 
     def _tell(self) -> None:
@@ -99,9 +112,16 @@ class Calls:
             made = self._store.get(*(f"made/{rank}" for rank in range(self._session.size)))
             self._store.set(_CHOSEN, str(max(map(int, made)) + 1).encode())
 
-    def _absent(self) -> str:
-        absent = [rank for rank in range(self._session.size) if not self._store.check([f"made/{rank}"])]
-        return (
-            f"{names_of(absent) if absent else 'a rank'} did not answer within the timeout while {_PHASE}; "
-            "it is stuck or dead, or has not called preemption()"
-        )
+    def _silent(self) -> str:
+        """The ranks that have not told how many calls they have made."""
+        silent = [rank for rank in range(self._session.size) if not self._store.check([f"made/{rank}"])]
+        return names_of(silent) if silent else "a rank"
+
+    def _missing(self) -> str:
+        return f"{self._silent()} while {_PHASE}"
+
+
+def _absent(who: str) -> str:
+    return (
+        f"{who} did not answer within the timeout while {_PHASE}; it is stuck or dead, or has not called preemption()"
+    )

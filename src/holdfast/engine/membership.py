@@ -14,6 +14,7 @@ from holdfast.engine import layouts
 from holdfast.engine.layouts import Coordinate, Division, Layout, Mesh
 from holdfast.engine.parts import part
 from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.splits import Splits
 from holdfast.errors import DisagreementError, StateError
 from holdfast.layout.files import TensorInfo
 
@@ -26,7 +27,7 @@ class Held(msgspec.Struct, frozen=True):
 
     ``layouts`` are all that its holders say, of one division; ``whole`` are those that hold it undivided.
     ``shared`` parts have equal values on all their holders. It is ``complete`` where all ranks of its meshes are
-    among those that ``named`` it.
+    among those that ``named`` it. ``splits`` are what it is stored as, where that is not one tensor of its name.
     """
 
     group: str
@@ -38,6 +39,7 @@ class Held(msgspec.Struct, frozen=True):
     layouts: tuple[Layout, ...] = ()
     division: Division = ()
     complete: bool = True
+    splits: Splits = ()
 
     def holders(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The ranks, ascending, that hold a part."""
@@ -162,13 +164,14 @@ class Membership:
 
     def _held(self, named: Sequence[tuple[int, TensorSpec]]) -> Held:
         tensor = named[0][1]
-        for what in ("dtype", "shape") if len(named) > 1 else ():
+        for what in ("dtype", "shape", "splits") if len(named) > 1 else ():
             self._agree(tensor, what, [(number, getattr(other, what)) for number, other in named])
         naming = tuple((number, other.layout) for number, other in named)
         holders = self._found.get(naming)
         if holders is None:
             holders = self._found[naming] = self._holders(tensor, naming)
-        held = Held(tensor.group, tensor.name, TensorInfo(tensor.dtype, tensor.shape), tensor.shared, *holders)
+        info = TensorInfo(tensor.dtype, tensor.shape)
+        held = Held(tensor.group, tensor.name, info, tensor.shared, *holders, splits=tensor.splits)
         if not held.complete:
             _check_parts(held)
         return held
@@ -256,4 +259,4 @@ def _check_parts(held: Held) -> None:
 
 
 def _told(what: str, said: object) -> object:
-    return "it whole" if what == "layout" and said == () else said
+    return "it whole" if what in {"layout", "splits"} and said == () else said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,9 @@ from holdfast.engine.membership import Held, Membership
 from holdfast.engine.parts import part
 from holdfast.engine.routes import Crossing, Locate, Owned, Routes, as_it_lies, is_striped
 from holdfast.engine.shares import split_evenly
+from holdfast.engine.splits import ranges, stored
 from holdfast.engine.transfer import Piece, nbytes_of
+from holdfast.errors import StateError
 from holdfast.layout.files import DataFile, TensorInfo, pack
 
 
@@ -77,10 +80,24 @@ def plan_save(membership: Membership, rank: int, limit: int) -> SavePlan:
         for number, file in enumerate(files)
         for entry in file.entries.values()
     ]
+    homes = {key: (tensor, *start) for tensor, (key, start) in enumerate(zip(names, starts, strict=True))}
+    sources = {(key[0], name): key for key, one in held.items() for name in stored(key[1], one.info, one.splits)}
     own = _Share(rank)
-    for tensor, (key, (file, offset)) in enumerate(zip(names, starts, strict=True)):
-        own.add(held[key], [Stretch(0, held[key].info.nbytes, tensor, 0, file, offset)])
+    for key in dict.fromkeys(sources[name] for name in names):
+        own.add(held[key], _stretches(held[key], homes))
     return SavePlan(files, groups, names, own.pieces(), own.crossings, own.replicas, _exchanges(held))
+
+
+def _stretches(held: Held, homes: Mapping[tuple[str, str], tuple[int, int, int]]) -> list[Stretch]:
+    """Where the bytes of a tensor go. ``homes`` are the number, file and offset of each stored tensor."""
+    if not held.splits:
+        tensor, file, offset = homes[held.group, held.name]
+        return [Stretch(0, held.info.nbytes, tensor, 0, file, offset)]
+    found = []
+    for (start, stop), name, at in ranges(held.info, held.splits):
+        tensor, file, offset = homes[held.group, name]
+        found.append(Stretch(start, stop, tensor, at, file, offset + at))
+    return sorted(found)
 
 
 def plan_into(
@@ -114,7 +131,10 @@ def _pack(
 ) -> dict[str, list[DataFile]]:
     infos: dict[str, dict[str, TensorInfo]] = {}
     for (group, name), tensor in held.items():
-        infos.setdefault(group, {})[name] = tensor.info
+        for key, info in stored(name, tensor.info, tensor.splits).items():
+            if key in infos.setdefault(group, {}):
+                raise StateError(f"two {group} tensors would be stored under the name {key!r}")
+            infos[group][key] = info
     return {group: pack(group, tensors, tied.get(group, {}), limit) for group, tensors in sorted(infos.items())}
 
 
@@ -125,12 +145,18 @@ def _writers(held: Held, coordinate: Coordinate) -> tuple[int, ...]:
 
 
 def _pieces(stretches: Sequence[Stretch], start: int, stop: int) -> Iterator[Piece]:
-    """Where bytes ``[start, stop)`` of a tensor are stored."""
-    for one in stretches:
+    """Where bytes ``[start, stop)`` of a tensor are stored. ``stretches`` are in the order of their ends, too."""
+    for one in stretches[bisect_right(stretches, start, key=_end) :]:
+        if one.start >= stop:
+            break
         low, high = max(start, one.start), min(stop, one.stop)
         if low < high:
             skip = low - one.start
             yield Piece(one.tensor, one.at + skip, one.at + skip + high - low, low - start, one.file, one.offset + skip)
+
+
+def _end(stretch: Stretch) -> int:
+    return stretch.stop
 
 
 class _Share:
@@ -159,15 +185,15 @@ class _Share:
 
         writers = _writers(held, coordinate)
         if is_striped(held):
-            self._cross(tensor, held, locate)
+            self._cross(held, locate)
         elif self._rank in writers:
             self._held.setdefault(writers, []).extend(as_it_lies(mine, locate))
 
-    def _cross(self, tensor: int, held: Held, locate: Locate) -> None:
+    def _cross(self, held: Held, locate: Locate) -> None:
         """The stripes that this rank owns, and those that it is the one to give its cut to."""
         self.crossings += (
             crossing
-            for crossing in self._routes.crossings(tensor, held, locate)
+            for crossing in self._routes.crossings(held, locate)
             if isinstance(crossing, Owned) or crossing.cut.source == self._rank
         )
 

@@ -7,7 +7,7 @@ store of the default process group: no collective, any backend, and a rank that 
 
 from __future__ import annotations
 
-import time
+import concurrent.futures
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from holdfast.engine.aside import Aside
-from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outcome, failed_key
+from holdfast.engine.ballot import GRACE, LEADER, Ballot, Decide, Failure, Outcome, failed_key, names_of
+from holdfast.engine.meeting import ConversationStore, meeting_of
+from holdfast.engine.patience import Wait, wait_until
+from holdfast.engine.spec import digest
 from holdfast.engine.store import PromptStore
 from holdfast.errors import (
     AbandonedError,
@@ -29,8 +32,8 @@ from holdfast.errors import (
     RankTimeoutError,
 )
 
-#: Seconds between looks at whether all others are done, too.
-_NAP = 0.01
+#: Seconds between looks at whether a group is made.
+_LOOK = 0.25
 
 T = TypeVar("T")
 
@@ -42,6 +45,7 @@ class Ranks:
         self.group = current_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
+        self._name = ""
         self._aside: Aside | None = None
         self._gloo: dist.ProcessGroup | None = None
         if self.group is not None and dist.get_rank(self.group) < 0:
@@ -50,7 +54,9 @@ class Ranks:
             )
         if self.group is not None and dist.get_world_size(self.group) > 1:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            self._store = PrefixStore(f"holdfast/{self.group.group_name}", _get_default_store())
+            members = digest(",".join(map(str, self.global_ranks())).encode(), 8).hex()
+            self._name = f"holdfast/{self.group.group_name}/{members}"
+            self._store = PrefixStore(self._name, _get_default_store())
             self._aside = Aside("holdfast store")
 
     def global_ranks(self) -> list[int]:
@@ -59,12 +65,14 @@ class Ranks:
 
     def session(self, timeout: float) -> Session:
         """A conversation about one save or load. The n-th session of each rank is the same conversation."""
-        if self._store is None or self._aside is None:
+        if self.group is None or self._store is None or self._aside is None:
             return Session(None, 0, 1, timeout)
-        store = PromptStore(self._store, self._aside, timeout)
+        meeting = meeting_of(self.group, self._name)
+        number = meeting.next_number()
+        store = ConversationStore(self._store, self._aside, timeout, meeting, number)
         with store_alive("beginning"):
-            number = store.add(f"sessions/{self.rank}", 1)
-        return Session(store.under(str(number)), self.rank, self.size, timeout, number)
+            store.is_open()  # it is not yet, mostly; but the other ranks see that this one is there
+        return Session(store, self.rank, self.size, timeout, number)
 
     def gloo(self, seconds: float) -> dist.ProcessGroup:
         """A group that moves CPU memory between these ranks: the group itself if it can, else one made once, by all.
@@ -94,11 +102,16 @@ def _gloo_beside(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
         backend="gloo",
         use_local_synchronization=True,
     )
-    started = time.monotonic()
+    wait = Wait(seconds + GRACE / 2)
+    aside = Aside("holdfast group")
+    making = aside.begin(make)
     try:
-        made = Aside("holdfast group").ask(seconds + GRACE / 2, make)
+        while not making.done() and not wait.is_over:
+            concurrent.futures.wait([making], _LOOK)
+            wait.tell(lambda: "other ranks while making a group to exchange over")
+        made = making.result(0)
     except (TimeoutError, RuntimeError) as error:
-        if time.monotonic() - started < seconds:
+        if wait.seconds < seconds:
             raise
         raise RankTimeoutError("another rank did not come to make a group to exchange over") from error
     if not isinstance(made, dist.ProcessGroup):
@@ -180,10 +193,14 @@ class Session:
             return
         with suppress(dist.DistError, TimeoutError):
             self.store.set(f"parted/{self.rank}")
-            ends = time.monotonic() + self.timeout
-            everyone = [f"parted/{rank}" for rank in range(self.size)]
-            while self.rank == LEADER and not self.store.check(everyone) and time.monotonic() < ends:
-                time.sleep(_NAP)
+            if self.rank == LEADER:
+                everyone = [f"parted/{rank}" for rank in range(self.size)]
+                wait_until(partial(self.store.check, everyone), self.timeout, partial(self._missing, everyone))
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        """The ranks whose keys are not there."""
+        absent = [] if self.store is None else [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return f"{names_of(absent)} while telling all ranks how it ended" if absent else ""
 
     def all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
+import torch
 
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import Replica, SavePlan
+from holdfast.engine.samples import Range, all_of, some_of
 from holdfast.engine.spec import digest
-from holdfast.engine.transfer import CHUNK, PartOf
-from holdfast.layout.blocks import BLOCK, join
+from holdfast.engine.transfer import CHUNK, PartOf, in_threads
+from holdfast.layout.blocks import crc64, join
 
-#: From the second save with one plan on, so many bytes of each set of holders are compared; hashing takes some 4 ms.
-#: Where they hold more, it is its blocks' turn one after another.
-BUDGET = 2**26
+#: Bytes that one thread hashes before it takes more.
+_JOB = 16 * CHUNK
 
 #: How many tensors an error names.
 _SHOWN = 5
@@ -27,7 +28,7 @@ _decode_details = msgspec.msgpack.Decoder(dict[bytes, list[tuple[int, int]]]).de
 
 
 def digests(plan: SavePlan, part_of: PartOf, save: int) -> bytes:
-    """24 bytes for each set of holders that this rank is in, over their parts: all at save 0, then :data:`BUDGET`."""
+    """24 bytes for each set of holders that this rank is in, over their parts: all at save 0, then some of each."""
     return _encode({_key(holders): _digest(replicas, part_of, save) for holders, replicas in plan.replicas.items()})
 
 
@@ -79,16 +80,40 @@ def _key(holders: tuple[int, ...]) -> bytes:
 
 
 def _digest(replicas: Sequence[Replica], part_of: PartOf, save: int) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    turns = 1 if save == 0 else -(-sum(replica.nbytes for replica in replicas) // BUDGET)
-    number = save
-    for replica in replicas:
-        for start in range(0, replica.nbytes, BLOCK):
-            number += 1
-            if number % turns == 0:
-                stop = min(replica.nbytes, start + BLOCK)
-                found.update(_crc(part_of(replica.tensor), start, stop).to_bytes(8, "little"))
-    return found.digest()
+    ranges = all_of(replicas) if save == 0 else some_of(replicas, save)
+    crcs = in_threads(partial(crc_of, part_of=part_of), _jobs(ranges))
+    return digest(np.array(crcs, dtype="<u8").tobytes(), 16)
+
+
+def _jobs(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Ranges in turn, about as many bytes of them together as one thread hashes at a time."""
+    job, size = list[Range](), 0
+    for one in ranges:
+        job.append(one)
+        size += one.stop - one.start
+        if size >= _JOB:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+
+
+def crc_of(ranges: Iterable[Range], part_of: PartOf) -> int:
+    """The CRC of ranges one after another. Those on an accelerator come from there together: each copy waits for it."""
+    crc, size = 0, 0
+    waiting: list[torch.Tensor] = []
+    for tensor, start, stop in ranges:
+        part = part_of(tensor)
+        remote = part.remote(start, stop)
+        if waiting and (remote is None or remote.device != waiting[0].device or size > CHUNK):
+            crc, size = crc64(torch.cat(waiting).cpu().numpy(), crc), 0
+            waiting.clear()
+        if remote is None:
+            crc = part.crc(start, stop, crc)
+        else:
+            waiting.append(remote)
+            size += stop - start
+    return crc64(torch.cat(waiting).cpu().numpy(), crc) if waiting else crc
 
 
 def _crc(part: LocalPart, start: int, stop: int) -> int:

@@ -76,7 +76,7 @@ class Routes:
         self._rank, self._holders = rank, holders
         self._dealt: dict[tuple[int, ...], int] = {}
 
-    def crossings(self, tensor: int, held: Held, locate: Locate) -> Iterator[Crossing]:
+    def crossings(self, held: Held, locate: Locate) -> Iterator[Crossing]:
         """The stripes of a tensor that this rank owns, and those that its part has bytes in.
 
         To be asked for tensors in the order of their numbers, which all ranks know them by.
@@ -91,7 +91,9 @@ class Routes:
             if owner == self._rank:
                 yield Owned(locate(*stripe), tuple(self._all_cuts(held, stripe)))
             elif (cut := _cut(mine, stripe, peers, owner)) is not None:
-                yield Passed(tensor, stripe.start, owner, cut)
+                # As its owner knows it: by the stored tensor that the first byte is of.
+                first = locate(stripe.start, stripe.start + 1)[0]
+                yield Passed(first.tensor, first.start, owner, cut)
 
     def _all_cuts(self, held: Held, stripe: Run) -> Iterator[tuple[Cut, Share]]:
         for coordinate in held.coordinates():

@@ -11,6 +11,7 @@ import hashlib
 import msgspec
 
 from holdfast.engine.layouts import Mesh, Placement
+from holdfast.engine.splits import Splits
 
 #: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
 PER_RANK = "ranks"
@@ -30,7 +31,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor. ``layout`` is an index into the spec's layouts; ``None`` is whole on every rank that names it.
 
     Holders of a ``shared`` tensor must have equal values and split the writing; of one that is not (a buffer)
-    the lowest holder's value counts.
+    the lowest holder's value counts. ``splits`` are what it is stored as, where that is not one tensor of its name.
     """
 
     group: str
@@ -39,6 +40,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     layout: int | None = None
     shared: bool = True
+    splits: Splits = ()
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):

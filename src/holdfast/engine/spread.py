@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch.distributed as dist
 
 from holdfast.engine.fetch import Copied
 from holdfast.engine.gather import AHEAD, hashed
@@ -26,9 +25,10 @@ from holdfast.engine.transfer import (
     SinkOf,
     gather,
     in_threads,
+    nbytes_of,
     untold,
 )
-from holdfast.engine.wire import Wire, Works
+from holdfast.engine.wire import Sent, Wire, Works
 from holdfast.engine.woven import Source
 from holdfast.errors import HoldfastError
 from holdfast.layout.blocks import Fragment
@@ -45,7 +45,7 @@ def read_stripes(
     with Opened(files) as opened:
 
         def work(stripe: Owned) -> _Found:
-            size = stripe.pieces[-1].stop - stripe.pieces[0].start
+            size = nbytes_of(stripe.pieces)
             data = buffers.get()[:size]
             found = _read(stripe.pieces, data, opened)
             for cut, place in stripe.cuts:
@@ -163,7 +163,7 @@ class _Relay:
     def _view(self, tensor: int, local: int, size: int) -> Bytes | None:
         return self.sink_of(tensor).view(local, local + size)
 
-    def _pass_on(self, item: Crossing | Copied, data: Bytes) -> Iterator[dist.Work]:
+    def _pass_on(self, item: Crossing | Copied, data: Bytes) -> Iterator[Sent]:
         if isinstance(item, Copied):
             yield from (self.wire.send(data, rank) for rank in item.holders if rank != self.wire.rank)
         elif isinstance(item, Owned):

@@ -15,28 +15,14 @@ from holdfast.engine.gather import put_together
 from holdfast.engine.local import Bytes, LocalPart
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.routes import Owned
+from holdfast.engine.staging_memory import Arena
 from holdfast.engine.transfer import Chunk, PartOf, Piece, in_threads, tensor_chunks
 from holdfast.engine.wire import Wire
 from holdfast.errors import TornError
 from holdfast.layout.blocks import crc64
-from holdfast.storage.memory import aligned_buffer
 
 #: Of the chunks that are copied later, so many are hashed at the call, others each time; that takes about 5 ms.
 WATCHED = 12
-
-
-class Arena:
-    """Memory that is kept from save to save: fresh pages would cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._memory: Bytes = np.empty(0, np.uint8)
-
-    def room(self, nbytes: int) -> Bytes:
-        """So many bytes. What was there before is lost."""
-        if len(self._memory) < nbytes:
-            self._memory = np.empty(0, np.uint8)  # first let go of the old, then take the new
-            self._memory = aligned_buffer(nbytes)
-        return self._memory[:nbytes]
 
 
 @dataclass(frozen=True)

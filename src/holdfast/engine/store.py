@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from holdfast.engine.aside import Aside
 
@@ -20,31 +20,40 @@ class PromptStore:
     def __init__(self, store: Store, aside: Aside, seconds: float) -> None:
         self._store, self._aside, self._seconds = store, aside, seconds
 
-    def under(self, prefix: str) -> PromptStore:
-        """The part of the store with keys of this prefix."""
-        return PromptStore(PrefixStore(prefix, self._store), self._aside, self._seconds)
+    def is_open(self) -> bool:
+        """Whether keys can be set without waiting for another rank."""
+        return True
+
+    def has_met_all(self) -> bool:
+        """Whether this rank is needed no more for any other to set keys."""
+        return True
+
+    def _place(self, key: str) -> str:
+        """Where a key is in the store."""
+        return key
 
     def set(self, key: str, value: bytes = b"") -> None:
         """Put a value under a key."""
-        self._aside.ask(self._seconds, partial(self._store.set, key, value))  # type: ignore[arg-type]
+        self._aside.ask(self._seconds, partial(self._store.set, self._place(key), value))  # type: ignore[arg-type]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key, and return the sum."""
-        return self._aside.ask(self._seconds, partial(self._store.add, key, amount))
+        return self._aside.ask(self._seconds, partial(self._store.add, self._place(key), amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return self._aside.ask(self._seconds, partial(self._store.check, list(keys)))
+        return self._aside.ask(self._seconds, partial(self._store.check, [self._place(key) for key in keys]))
 
     def get(self, *keys: str) -> list[bytes]:
         """The values under keys that are there."""
-        return self._aside.ask(self._seconds, partial(self._store.multi_get, list(keys)))
+        return self._aside.ask(self._seconds, partial(self._store.multi_get, [self._place(key) for key in keys]))
 
     def forget(self, *keys: str) -> None:
         """Remove keys, which takes a call each; nobody waits for it."""
+        places = [self._place(key) for key in keys]
 
         def work() -> None:
-            for key in keys:
-                self._store.delete_key(key)
+            for place in places:
+                self._store.delete_key(place)
 
         self._aside.begin(work)

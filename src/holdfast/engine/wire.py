@@ -6,18 +6,18 @@ waited for aside, so that a rank which others have left, or which hears that ano
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
 from holdfast.engine.aside import Aside
 from holdfast.engine.local import Bytes
+from holdfast.engine.patience import Wait
 from holdfast.engine.ranks import Session
 from holdfast.errors import RankFailedError, RankTimeoutError
 
@@ -27,8 +27,16 @@ _LOOK = 0.25
 #: Who waits for the exchange has a deadline, and the group none that comes before.
 _FOREVER = timedelta(days=365)
 
+
+class Sent(NamedTuple):
+    """Bytes on their way to or from a rank."""
+
+    work: dist.Work
+    peer: int
+
+
 #: Sends and receives on their way.
-Works = Sequence[dist.Work]
+Works = Sequence[Sent]
 
 
 class Wire:
@@ -38,22 +46,23 @@ class Wire:
         self.rank = session.rank
         self._group, self._session = group, session
         self._aside = Aside("holdfast wire")
+        self._awaited = self.rank
 
-    def send(self, data: Bytes, to: int) -> dist.Work:
+    def send(self, data: Bytes, to: int) -> Sent:
         """Begin to send. ``data`` must stay as it is until the work is done."""
         work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._session.number, group_dst=to)
         return self._begun(work, to)
 
-    def receive(self, into: Bytes, source: int) -> dist.Work:
+    def receive(self, into: Bytes, source: int) -> Sent:
         """Begin to receive as many bytes as ``into`` has."""
         work = dist.irecv(torch.from_numpy(into), group=self._group, tag=self._session.number, group_src=source)
         return self._begun(work, source)
 
     @staticmethod
-    def _begun(work: dist.Work | None, peer: int) -> dist.Work:
+    def _begun(work: dist.Work | None, peer: int) -> Sent:
         if work is None:
             raise RankFailedError(f"nothing can be exchanged with rank {peer} over this process group")
-        return work
+        return Sent(work, peer)
 
     def wait(self, works: Works) -> None:
         """Until all of these are done.
@@ -61,17 +70,26 @@ class Wire:
         Raises ``AbandonedError`` when another rank has failed, ``RankTimeoutError`` after the session's
         timeout, ``RankFailedError`` when a connection breaks.
         """
-        done = self._aside.begin(partial(_wait_for, works))
-        started = time.monotonic()
+        done = self._aside.begin(partial(self._wait_for, works))
+        wait = Wait(self._session.timeout)
         while True:
             try:
                 return done.result(_LOOK)
             except TimeoutError:
                 self._session.check_others()
-                if time.monotonic() - started > self._session.timeout:
+                wait.tell(lambda: f"rank {self._awaited} while exchanging parts of tensors")
+                if wait.is_over:
                     raise RankTimeoutError(
                         "another rank did not send or take its part of the exchange within the timeout"
                     ) from None
+
+    def _wait_for(self, works: Works) -> None:
+        try:
+            for sent in works:
+                self._awaited = sent.peer
+                sent.work.wait(_FOREVER)
+        except RuntimeError as error:
+            raise RankFailedError(f"the connection to another rank broke: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +98,3 @@ class Wire:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._aside.close()
-
-
-def _wait_for(works: Works) -> None:
-    try:
-        for work in works:
-            work.wait(_FOREVER)
-    except RuntimeError as error:
-        raise RankFailedError(f"the connection to another rank broke: {error}") from error

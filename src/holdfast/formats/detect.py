@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpointError
-from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.dcp.folder import METADATA, is_dcp
 from holdfast.formats.dcp.reader import DcpReader
 from holdfast.formats.dcp.shards import ShardsReader, is_sharded
-from holdfast.formats.huggingface import HuggingFaceReader, is_huggingface, kinds_in
+from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
 from holdfast.formats.indexed.find import parts
 from holdfast.formats.indexed.reader import IndexedReader, is_indexed
 from holdfast.formats.joined import JoinedReader
-from holdfast.formats.lightning import LightningReader, is_lightning
+from holdfast.formats.lightning import META, LightningReader, is_lightning
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.nxd.reader import NxdReader, is_nxd
 from holdfast.formats.reader import Reader
 from holdfast.formats.torchfile.reader import TorchFileReader, is_torch_file
+from holdfast.layout import manifest
 from holdfast.storage import local
 
 #: Formats of other systems, by what tells them.
@@ -33,6 +34,13 @@ _FOREIGN: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Mapping[str, st
 def is_checkpoint(path: Path) -> bool:
     """Whether the path itself is a checkpoint of a known format (and not a run's folder of them)."""
     return is_native(path) or is_indexed(path) or is_huggingface(path) or any(is_one(path) for is_one, _ in _FOREIGN)
+
+
+def said_of(folder: Path) -> str:
+    """What a message says of names in a folder that tell a format and are no files, such as FIFOs or folders."""
+    paths = [folder / name for name in (manifest.NAME, METADATA, META, INDEX, SINGLE)]
+    wrong = [path for path in paths if local.exists(path) and not local.is_file(path)]
+    return "".join(f"; {path} is not a regular file" for path in wrong)
 
 
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
@@ -56,7 +64,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is no checkpoint of a format that holdfast reads: neither its own (a folder with a manifest.json), "
         "nor weights as Hugging Face lays them out, nor a file of torch.save, nor a folder of "
-        "torch.distributed.checkpoint, Lightning or NxD"
+        "torch.distributed.checkpoint, Lightning or NxD" + said_of(path)
     )
 
 

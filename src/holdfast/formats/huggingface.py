@@ -12,8 +12,9 @@ from typing import Any
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.indexed.index import read_index
 from holdfast.formats.native import check_form
-from holdfast.formats.reader import Extent, Values
+from holdfast.formats.reader import Extent, NotRead, Values
 from holdfast.formats.safetensors import FileGroup, SafetensorsFile, is_safetensors
+from holdfast.formats.within import check_file
 from holdfast.layout import blocks, values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.header import parse_json_object
@@ -41,10 +42,10 @@ def is_huggingface(path: Path) -> bool:
 def kinds_in(folder: Path) -> list[str]:
     """What a folder holds in this layout: a model, an optimizer as we write it."""
     index, single = _OPTIMIZER
-    ours = local.is_file(folder / single) or (
-        local.is_file(folder / index) and not read_index(folder / index).groups_file
+    ours = local.is_taken(folder / single) or (
+        local.is_taken(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    model = local.is_file(folder / INDEX) or local.is_file(folder / SINGLE)
+    model = local.is_taken(folder / INDEX) or local.is_taken(folder / SINGLE)
     return [kind for kind, there in ((MODEL, model), (OPTIMIZER, ours)) if there]
 
 
@@ -52,6 +53,7 @@ class HuggingFaceReader:
     """A folder of weights, or one safetensors file: a model, or an optimizer by itself as we write it, or both."""
 
     format = "huggingface"
+    unread: Sequence[NotRead] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,19 +73,17 @@ class HuggingFaceReader:
                 yield group, FileGroup([SafetensorsFile.open(file) for file in files])
 
     def _files(self, index: str, single: str) -> list[Path]:
-        if local.is_file(self.path / index) and not read_index(self.path / index).groups_file:
+        if local.is_taken(self.path / index) and not read_index(self.path / index, self.path).groups_file:
             return [self._checked(self.path / name, index) for name in sorted(set(self._weight_map(index).values()))]
-        return [self._checked(self.path / single, index)] if local.is_file(self.path / single) else []
+        return [self._checked(self.path / single, index)] if local.is_taken(self.path / single) else []
 
     def _weight_map(self, name: str) -> dict[str, str]:
-        return read_index(self._checked(self.path / name, name)).weight_map
+        return read_index(self.path / name, self.path).weight_map
 
     def _checked(self, file: Path, index: str) -> Path:
         if not local.exists(file):
             raise DamagedError(f"{file} is missing; {index} names it")
-        # In the hub's cache a file is a link from snapshots/<revision>/ to blobs/ of the same repository.
-        cached = self.path.parent.name == "snapshots"
-        local.check_regular(file, within=(self.path, self.path.parent.parent / "blobs") if cached else (self.path,))
+        check_file(file, self.path)
         return file
 
     @property
@@ -138,7 +138,7 @@ class HuggingFaceReader:
     def check_files(self) -> None:
         """There is nothing to check them against, but that an index names just the tensors that are there."""
         for name, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            if name in self._sets and local.is_file(self.path / index):
+            if name in self._sets and local.is_taken(self.path / index):
                 self._check_index(index, self._sets[name])
 
     def _check_index(self, index: str, group: FileGroup) -> None:

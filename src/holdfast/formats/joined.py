@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from holdfast.formats.reader import Extent, Reader, Values
+from holdfast.formats.reader import Extent, NotRead, Reader, Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
 
@@ -24,6 +24,7 @@ class JoinedReader:
         self.tied: Mapping[str, Mapping[str, str]] = {
             group: names for reader in readers for group, names in reader.tied.items()
         }
+        self.unread: Sequence[NotRead] = [one for reader in readers for one in reader.unread]
         self.files: Sequence[Path] = [file for reader in readers for file in reader.files]
 
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:

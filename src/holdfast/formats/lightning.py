@@ -22,7 +22,7 @@ META = "meta.pt"
 
 def is_lightning(path: Path) -> bool:
     """Whether a folder has both parts."""
-    return local.is_file(path / META) and folder.is_dcp(path)
+    return local.is_taken(path / META) and folder.is_dcp(path)
 
 
 class LightningReader(TreeReader):
@@ -30,9 +30,10 @@ class LightningReader(TreeReader):
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         local.check_regular(path / META, within=(path,))
-        saved, meta = folder.read(path), read_tree(path / META)
+        saved = folder.read(path)
+        meta = read_tree(path / META, saved.budget)
         if not isinstance(meta.root, dict):
             raise DamagedError(f"{path / META} holds no dict: it is none of Lightning's")
-        contents = arrange({**meta.root, **saved.root}, keys, saved.nbytes + meta.nbytes, str(path))
+        contents = arrange({**meta.root, **saved.root}, keys, saved.budget, str(path))
         fingerprint = f"{saved.fingerprint}-{meta.digest:016x}"
         super().__init__(path, "lightning", [*saved.files, path / META], fingerprint, contents)

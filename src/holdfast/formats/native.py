@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import DamagedError, GoneError, HoldfastError, NoCheckpointError, StorageError
-from holdfast.formats.reader import Extent, Values, as_opened
+from holdfast.formats.reader import Extent, NotRead, Values, as_opened
 from holdfast.formats.safetensors import FileGroup, SafetensorsFile
 from holdfast.layout import blocks, manifest, values
 from holdfast.layout.files import TensorInfo
@@ -24,7 +25,7 @@ from holdfast.storage import local
 OPTIMIZER = "optimizer"
 
 #: The file of values that all ranks share, and the one of those that belong to single ranks.
-STATE, RANKS = "state.json", "ranks.json"
+STATE, RANKS = values.SHARED_FILE, values.RANKS_FILE
 
 
 class _Group(msgspec.Struct):
@@ -76,6 +77,15 @@ def read_manifest(path: Path) -> Manifest:
         raise GoneError(f"{path} was removed while it was looked at") from error
 
 
+def claims_to_be_native(path: Path) -> bool:
+    """Whether a folder whose manifest cannot be read is one of ours: the manifest says so, or our other files do."""
+    with suppress(HoldfastError):
+        table = parse(local.read_small(path / manifest.NAME), manifest.NAME)
+        if isinstance(table, dict) and table.get("format") == "holdfast":
+            return True
+    return local.is_file(path / STATE) and local.is_file(path / RANKS)
+
+
 def holds(path: Path, identity: str) -> bool:
     """Whether a folder holds the checkpoint of this id; so it is taken to where its manifest cannot be read."""
     try:
@@ -90,12 +100,14 @@ class NativeReader:
     """A checkpoint's folder of ours."""
 
     format = "holdfast"
+    unread: Sequence[NotRead] = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unopened: list[DamagedError] | None = None) -> None:
+        """With a list for what cannot be opened, such files are left out and told there, and not raised."""
         self.path = path
         self.manifest = read_manifest(path)
         with as_opened(self):
-            self._groups = {group: FileGroup(files) for group, files in self._open_data().items()}
+            self._groups = {group: FileGroup(files) for group, files in self._open_data(unopened).items()}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: found.tensors for group, found in self._groups.items()
         }
@@ -106,13 +118,18 @@ class NativeReader:
         """The checkpoint's id and the CRC of its manifest."""
         return f"{self.manifest.id}-{blocks.crc64(manifest.encode(self.manifest)):016x}"
 
-    def _open_data(self) -> dict[str, list[SafetensorsFile]]:
+    def _open_data(self, unopened: list[DamagedError] | None) -> dict[str, list[SafetensorsFile]]:
         found: dict[str, list[SafetensorsFile]] = {}
         for name, record in self.manifest.files.items():
             if name.endswith(".safetensors"):
                 folder, _, file = name.rpartition("/")
                 group = folder or file.split(".")[0].split("-")[0]
-                found.setdefault(group, []).append(SafetensorsFile.open(self._file(name), record))
+                try:
+                    found.setdefault(group, []).append(SafetensorsFile.open(self._file(name), record))
+                except DamagedError as error:
+                    if unopened is None:
+                        raise
+                    unopened.append(error)
         return found
 
     def _file(self, name: str) -> Path:
@@ -162,7 +179,7 @@ class NativeReader:
         record = self.manifest.files.get(name)
         if record is None:
             raise DamagedError(f"the manifest of {self.path} does not name {name}, which every checkpoint has")
-        data = local.read_small(self._file(name))
+        data = local.read_small(self._file(name), values.LIMIT)
         if not _matches(data, record):
             raise DamagedError(f"{self.path / name} does not match the manifest: it is damaged")
         return data
@@ -173,9 +190,17 @@ class NativeReader:
 
     def check_files(self) -> None:
         """See :class:`holdfast.formats.reader.Reader`."""
+        for error in self.damaged_files():
+            raise error
+
+    def damaged_files(self) -> Iterator[DamagedError]:
+        """Read every file that holds no tensor data, and give what is wrong with each."""
         for name in self.manifest.files:
             if not name.endswith(".safetensors"):
-                self.small(name)
+                try:
+                    self.small(name)
+                except DamagedError as error:
+                    yield error
 
 
 def check_form(slot: str, value: Any, file: Path) -> Any:

@@ -6,14 +6,14 @@ files hold it, so that whatever a checkpoint's shape, any rank reads just what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.engine.woven import Source
-from holdfast.errors import DamagedError, GoneError, StorageError
+from holdfast.errors import DamagedError, FormatError, GoneError, StorageError
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
 
@@ -25,6 +25,19 @@ class Extent(NamedTuple):
     offset: int
     start: int
     stop: int
+
+
+class NotRead(NamedTuple):
+    """What is there and holdfast does not read: a tensor of a group, or with ``is_value`` something among its values.
+
+    ``why`` completes the name: ``is quantized``. Who asks for it gets an error of the type ``error``.
+    """
+
+    group: str
+    name: str
+    why: str
+    is_value: bool = False
+    error: type[FormatError] = FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,10 @@ class Reader(Protocol):
     def files(self) -> Sequence[Path]:
         """The files that make it up, but for those that every folder of its format may have besides."""
 
+    @property
+    def unread(self) -> Sequence[NotRead]:
+        """What is there and holdfast does not read."""
+
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """Where bytes ``[start, stop)`` of a tensor lie, in their order; the same objects each time."""
 
@@ -83,6 +100,14 @@ class Reader(Protocol):
 
     def is_current(self) -> bool:
         """Whether the path still holds the checkpoint that was opened, as far as the format tells one from another."""
+
+
+def check_read(reader: Reader, wanted: Callable[[NotRead], bool]) -> None:
+    """Raise ``FormatError``, or one of its kinds, naming the first thing that is wanted and not read."""
+    for one in reader.unread:
+        if wanted(one):
+            kind = "value" if one.is_value else "tensor"
+            raise one.error(f"{reader.path}: {one.group} {kind} {one.name!r} {one.why}")
 
 
 @contextmanager

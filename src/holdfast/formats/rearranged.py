@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.formats.reader import Extent, Reader, Values
+from holdfast.formats.reader import Extent, NotRead, Reader, Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
 
 
-class Made(NamedTuple):
-    """A tensor that is stored tensors of its group one after another, by their names there."""
+class Range(NamedTuple):
+    """Bytes ``[start, stop)`` of the stored tensor ``name``."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is ranges of stored tensors of its group, one after another."""
 
     info: TensorInfo
-    of: Sequence[str]
+    of: Sequence[Range]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The stored tensors, each once."""
+        return list(dict.fromkeys(one.name for one in self.of))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(one.stop - one.start for one in self.of))
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, Range]]:
+        """The ranges that bytes ``[start, stop)`` of it are, each with the byte of it that it begins at."""
+        for i in range(bisect_right(self._ends, start), len(self.of)):
+            name, first, last = self.of[i]
+            begin = self._ends[i] - (last - first)
+            if begin >= stop:
+                return
+            low, high = max(start, begin), min(stop, self._ends[i])
+            yield low, Range(name, first + low - begin, first + high - begin)
 
 
 #: Tensors by group and name.
@@ -25,7 +57,7 @@ Table = Mapping[str, Mapping[str, Made]]
 class Rearranged:
     """A reader of what another one reads; see :class:`holdfast.formats.reader.Reader`.
 
-    ``told`` makes of the values that all ranks share what they are under the new names.
+    ``told`` makes of the values that all ranks share what they are under the new names. ``inner`` is the other reader.
     """
 
     def __init__(
@@ -35,7 +67,7 @@ class Rearranged:
         tied: Mapping[str, Mapping[str, str]],
         told: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
-        self._reader, self._table, self._told = reader, table, told
+        self.inner, self.table, self._told = reader, table, told
         self.tied = tied
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: {name: made.info for name, made in names.items()} for group, names in table.items()
@@ -44,56 +76,75 @@ class Rearranged:
     @property
     def path(self) -> Path:
         """The folder or file."""
-        return self._reader.path
+        return self.inner.path
 
     @property
     def format(self) -> str:
         """That of the checkpoint."""
-        return self._reader.format
+        return self.inner.format
 
     @property
     def fingerprint(self) -> str:
         """That of the checkpoint: it is seen alike on all ranks."""
-        return self._reader.fingerprint
+        return self.inner.fingerprint
+
+    @property
+    def unread(self) -> Sequence[NotRead]:
+        """That of the checkpoint."""
+        return self.inner.unread
 
     @property
     def files(self) -> Sequence[Path]:
         """Those of the checkpoint."""
-        return self._reader.files
+        return self.inner.files
 
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """Where bytes ``[start, stop)`` of a tensor lie, in their order."""
         return list(self._extents(group, name, start, stop))
 
     def _extents(self, group: str, name: str, start: int, stop: int) -> Iterator[Extent]:
-        reached = 0
-        for stored in self._table[group][name].of:
-            nbytes = self._reader.groups[group][stored].nbytes
-            low, high = max(start, reached), min(stop, reached + nbytes)
-            if low < high:
-                for one in self._reader.extents(group, stored, low - reached, high - reached):
-                    yield Extent(one.file, one.offset, one.start + reached, one.stop + reached)
-            reached += nbytes
+        for at, (stored, first, last) in self.table[group][name].ranges(start, stop):
+            for one in self.inner.extents(group, stored, first, last):
+                yield Extent(one.file, one.offset, one.start - first + at, one.stop - first + at)
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """The CRCs where the tensor is one stored tensor; blocks of one that is put together have none."""
-        made = self._table[group][name]
-        return self._reader.crcs(group, made.of[0]) if len(made.of) == 1 else None
+        first, *others = self.table[group][name].of
+        is_whole = not others and first == all_of(first.name, self.inner.groups[group][first.name])
+        return self.inner.crcs(group, first.name) if is_whole else None
 
     def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
         """The values under the new names."""
-        found = self._reader.values(rank, shared, own)
+        found = self.inner.values(rank, shared, own)
         return Values(self._told(found.shared), found.own, found.world_size, found.ranks)
 
     def check_files(self) -> None:
         """As the checkpoint does."""
-        self._reader.check_files()
+        self.inner.check_files()
 
     def is_current(self) -> bool:
         """As the checkpoint is."""
-        return self._reader.is_current()
+        return self.inner.is_current()
+
+
+def underneath(reader: Reader) -> Reader:
+    """The reader of the stored tensors, which is the same on all ranks, however each sees them."""
+    return reader.inner if isinstance(reader, Rearranged) else reader
+
+
+def made_of(reader: Reader, group: str, name: str) -> Made:
+    """The stored tensors that a tensor is."""
+    if isinstance(reader, Rearranged):
+        return reader.table[group][name]
+    info = reader.groups[group][name]
+    return Made(info, (all_of(name, info),))
 
 
 def as_it_lies(names: Mapping[str, TensorInfo]) -> dict[str, Made]:
     """Each tensor as one stored tensor of its name."""
-    return {name: Made(info, (name,)) for name, info in names.items()}
+    return {name: Made(info, (all_of(name, info),)) for name, info in names.items()}
+
+
+def all_of(name: str, info: TensorInfo) -> Range:
+    """All bytes of a stored tensor."""
+    return Range(name, 0, info.nbytes)

@@ -31,6 +31,9 @@ WIDTHS = {
     "U8": 1,
 }
 
+#: Dtypes that stand for numbers with a point, and so may be cast into each other.
+FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
+
 
 def width(dtype: str) -> int:
     """Bytes per element. Raises ``FormatError`` for a name that is not in :data:`WIDTHS`."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-#: A save under way or dead; a checkpoint that another took the place of; one that is being removed.
-State = Literal["partial", "replaced", "removed"]
+#: A save under way or dead; a checkpoint that another took the place of; one that is being removed; one that a load
+#: found corrupt, and that is kept for people to look at.
+State = Literal["partial", "replaced", "removed", "corrupt"]
 
-_NAME = re.compile(r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed)")
+_NAME = re.compile(
+    r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt)"
+)
 
 
 class Hidden(NamedTuple):

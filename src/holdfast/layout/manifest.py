@@ -19,8 +19,13 @@ from holdfast.layout.names import check_inside
 NAME = "manifest.json"
 VERSION = 1
 
-Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+#: The largest integer that a manifest may have.
+LARGEST = 2**63 - 1
+
+#: The length is limited, too: in Python ``$`` also matches before a line break at the end.
+Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$", max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
 
 _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
@@ -59,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: Hex64
     sequence: Count
     time: float
-    step: int | float | None
+    step: Step | float | None
     metrics: dict[str, float | None]
     provenance: Provenance
     files: dict[str, FileRecord]

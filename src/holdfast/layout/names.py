@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import PurePosixPath
 from urllib.parse import unquote
@@ -47,6 +48,18 @@ def check_tag(tag: object) -> str:
     if len(tag.encode()) > _LONGEST:
         raise InvalidArgumentError(f"tag {tag[:40]!r}… has more than {_LONGEST} bytes")
     return tag
+
+
+def check_keys(keys: object) -> None:
+    """Check where the user says that parts of another system's checkpoint are: a mapping of text to text, or ``None``.
+
+    Raises ``InvalidArgumentError``.
+    """
+    is_table = isinstance(keys, Mapping) and all(isinstance(text, str) for pair in keys.items() for text in pair)
+    if keys is not None and not is_table:
+        raise InvalidArgumentError(
+            f"keys names parts and their paths, such as {{'model': 'app.net'}}; not {keys!r:.80}"
+        )
 
 
 def check_inside(name: str, source: str) -> str:

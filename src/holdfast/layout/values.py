@@ -13,16 +13,23 @@ import json
 import math
 import pathlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
 
 from holdfast.errors import DamagedError, UnstorableError
+from holdfast.layout.keys import MOST_ALIKE, check_hashes
 from holdfast.layout.strictjson import parse
 
 #: Deeper trees are refused when they are saved.
 DEPTH = 100
+
+#: The file of values that all ranks share, and the one of those that belong to single ranks.
+SHARED_FILE, RANKS_FILE = "state.json", "ranks.json"
+
+#: The most bytes of a file of values: readers take no larger one, so none is written.
+LIMIT = 2**30
 
 #: Levels of JSON that one level of a tree may take: the tag of a namespace, that of its dict, a pair, the value.
 _LEVELS = 4
@@ -69,6 +76,47 @@ def encode(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> Any:
             "Store plain values, tensors or arrays instead."
         )
     return encoded
+
+
+def check_size(raw: bytes, file: str) -> bytes:
+    """The JSON of a tree. Raises ``UnstorableError`` if no reader would take a ``file`` of it."""
+    if len(raw) > LIMIT:
+        raise too_large(raw, file, len(raw), LIMIT)
+    return raw
+
+
+def too_large(raw: bytes, file: str, size: int, limit: int) -> UnstorableError:
+    """The error for a ``file`` that values, the JSON ``raw``, make too large. It names the largest of them."""
+    path, largest = _largest(json.loads(raw))
+    return UnstorableError(
+        f"{file} would have {size:,} bytes, and readers take {limit:,} at most; the largest value is {path}, of "
+        f"{largest:,} bytes as JSON. Store bytes as a tensor, such as torch.frombuffer(value, dtype=torch.uint8), "
+        "numbers as a tensor or an array, and larger things in files of their own"
+    )
+
+
+def _largest(encoded: Any) -> tuple[str, int]:
+    """The path of the value that makes a tree large, and its size as JSON: as deep as one value is most of it."""
+    path: tuple[object, ...] = ()
+    size = len(to_json(encoded))
+    while True:
+        sizes = [(len(to_json(child)), name, child) for name, child in _children(encoded)]
+        largest, name, child = max(sizes, key=lambda item: item[0], default=(0, "", None))
+        if 2 * largest <= size:
+            return _show(path), size
+        path, size, encoded = (*path, name), largest, child
+
+
+def _children(encoded: Any) -> list[tuple[object, Any]]:
+    """The values inside of an encoded one, by what they are called in paths."""
+    if isinstance(encoded, list):
+        return list(enumerate(encoded))
+    if not isinstance(encoded, dict):
+        return []
+    tag = next(iter(encoded), "")
+    if tag == "$dict" or tag in _PAIRS.values():
+        return [(_label(key) if isinstance(key, str | int) else "key", value) for key, value in encoded[tag]]
+    return _children(encoded[tag]) if tag.startswith("$") else list(encoded.items())
 
 
 def members(encoded: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -118,8 +166,8 @@ def _encode(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
     kind = type(value)
     if value is None or kind is bool or (kind in _AS_THEY_ARE and _AS_THEY_ARE[kind](value)):
         return value
-    if len(path) > DEPTH:
-        return encoder.refuse((*path[:5], "…"), f"nested deeper than {DEPTH} levels, or inside itself")
+    if len(path) > DEPTH or (kind in _KEYED and _is_slow(value)):
+        return _refuse_form(path, encoder)
     if kind is list:
         return [_encode(item, (*path, i), encoder) for i, item in enumerate(value)]
     if kind is dict:
@@ -130,6 +178,22 @@ def _encode(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
         # Hashes differ between processes, and with them the order of a set.
         return {tag: sorted(encoded, key=json.dumps) if kind in {set, frozenset} else encoded}
     return _encode_other(value, path, encoder)
+
+
+def _is_slow(keys: Collection[Any]) -> bool:
+    """Whether so many keys have one hash that no reader would take them in."""
+    try:
+        check_hashes(keys)
+    except ValueError:
+        return True
+    return False
+
+
+def _refuse_form(path: tuple[object, ...], encoder: _Encoder) -> None:
+    if len(path) > DEPTH:
+        encoder.refuse((*path[:5], "…"), f"nested deeper than {DEPTH} levels, or inside itself")
+    else:
+        encoder.refuse(path, f"more than {MOST_ALIKE} of its keys have the same hash, which is refused when it is read")
 
 
 def _is_text(value: str) -> bool:
@@ -146,6 +210,10 @@ _AS_THEY_ARE: dict[type, Callable[[Any], bool]] = {
     float: math.isfinite,
     str: _is_text,
 }
+
+
+#: Types whose values have keys.
+_KEYED = frozenset({dict, set, frozenset, collections.OrderedDict, collections.Counter})
 
 
 def _encode_dict(value: dict[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> Any:
@@ -220,7 +288,14 @@ def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
     return decoded
 
 
+def _keys(keys: list[Any]) -> list[Any]:
+    """Keys that a dict or a set can take in. Raises ``ValueError`` for those that would make it slow."""
+    check_hashes(keys)
+    return keys
+
+
 def _table(pairs: list[Any]) -> dict[Any, Any]:
+    _keys([key for key, _ in pairs])
     table = dict(pairs)
     if len(table) != len(pairs):
         raise DamagedError("a key stands twice in one table")
@@ -299,8 +374,8 @@ _FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$float": (str, _float),
     "$str": (str, lambda text: base64.b64decode(text, validate=True).decode(errors="surrogatepass")),
     "$tuple": (list, tuple),
-    "$set": (list, set),
-    "$frozenset": (list, frozenset),
+    "$set": (list, lambda items: set(_keys(items))),
+    "$frozenset": (list, lambda items: frozenset(_keys(items))),
     "$bytes": (str, lambda text: base64.b64decode(text, validate=True)),
     "$bytearray": (str, lambda text: bytearray(base64.b64decode(text, validate=True))),
     "$complex": (list, _complex),

@@ -27,6 +27,7 @@ from holdfast.formats.native import is_native
 from holdfast.lightning.published import published
 from holdfast.lightning.saves import Saves
 from holdfast.state.fsdp1 import wrapped
+from holdfast.storage.local import local_path
 from holdfast.view import open as open_checkpoint
 
 #: By the key that the user gave it: tells of a name and a tensor whether it is saved.
@@ -66,7 +67,7 @@ class _Strategy(Strategy):
         """Save under a path, in one atomic step, over what is there."""
         if storage_options is not None:
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
-        path = Path(self.broadcast(path)).absolute()
+        path = local_path(self.broadcast(path))
         if not self._saves.native:
             with published(path) as draft:
                 super().save_checkpoint(draft, state, filter=filter)
@@ -89,7 +90,7 @@ class _Strategy(Strategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Fill a state in place; returns what else is in the checkpoint."""
-        path = Path(self.broadcast(path)).absolute().resolve()
+        path = local_path(self.broadcast(path)).resolve()
         del weights_only  # no code in it is run, ever
         self._saves.finish()
         if isinstance(state, nn.Module | Optimizer):

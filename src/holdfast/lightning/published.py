@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from holdfast.drafts import discard, draft_of
-from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
 from holdfast.storage import folders, local
+from holdfast.upkeep import clean_up
 
 
 @contextmanager
 def published(path: Path, timeout: float = 600.0) -> Iterator[Path]:
-    """A hidden path to write to, on all ranks; then what is there is made durable and takes its name.
+    """A path in a hidden folder to write to, on all ranks; then what is there is made durable and takes its name.
 
-    Where a rank fails, all raise its error, nothing is left, and what had the name is as it was.
+    Rank 0 holds the folder's lock meanwhile. Where a rank fails, all raise its error, nothing is left, and what had the
+    name is as it was.
     """
     session = Ranks().session(timeout)
-    _, name = session.vote(
-        "preparing the save",
-        lambda: None,
-        lambda _: b"",
-        lambda _: draft_of(path).name.encode(),
-    )
-    draft = path.parent / name.decode()
-    failure: BaseException | None = None
-    try:
-        yield draft
-    except BaseException as error:  # noqa: BLE001 - raised below, by all ranks
-        failure = error
+    with ExitStack() as held:
+        _, name = session.vote("preparing the save", lambda: None, lambda _: b"", lambda _: _open(path, held))
+        folder = path.parent / name.decode()
+        failure: BaseException | None = None
+        try:
+            yield folder / path.name
+        except BaseException as error:  # noqa: BLE001 - raised below, by all ranks
+            failure = error
 
-    def outcome() -> None:
-        if failure is not None:
-            raise failure
+        def outcome() -> None:
+            if failure is not None:
+                raise failure
 
-    def publish(_: object) -> bytes:
-        local.sync_tree(draft)
-        if local.exists(path):
-            aside = draft.with_suffix(".replaced")
-            folders.replace(draft, path, aside)
-            folders.remove_tree(aside)
-        else:
-            folders.publish(draft, path)
-        return b""
+        session.vote("saving", outcome, lambda _: b"", lambda _: _publish(folder, path))
 
-    try:
-        session.vote("saving", outcome, lambda _: b"", publish)
-    except BaseException:
-        if session.rank == LEADER:
-            discard(draft)
-        raise
+
+def _open(path: Path, held: ExitStack) -> bytes:
+    """Rank 0: remove what dead saves of the path have left, and make the folder, which ``held`` lets go of."""
+    local.make_durable_folder(path.parent)
+    clean_up(path.parent, tag=path.name)
+    folder = draft_of(path)
+    lock = folders.claim(folder)
+    held.callback(discard, folder)
+    held.callback(lock.close)
+    return folder.name.encode()
+
+
+def _publish(folder: Path, path: Path) -> bytes:
+    draft = folder / path.name
+    local.sync_tree(folder)
+    if local.is_file(draft) and local.is_file(path):
+        folders.replace_file(draft, path)
+    elif local.exists(path):
+        aside = folder.with_suffix(".replaced")
+        folders.replace(draft, path, aside)
+        folders.remove_tree(aside)
+    else:
+        folders.publish(draft, path)
+    return b""

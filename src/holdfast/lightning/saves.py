@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.engine.ballot import LEADER
 from holdfast.engine.ranks import Ranks
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.native import is_native
 from holdfast.functions import finalize, restore, save_checkpoint
 from holdfast.handle import SaveHandle
+from holdfast.lightning.opened import Opened
 from holdfast.lightning.removal import remove
 from holdfast.restored import Restored
 from holdfast.storage.folders import rename
 from holdfast.storage.local import exists
 from holdfast.survey import CheckpointInfo
+from holdfast.upkeep import recover
 
 #: Seconds that ranks wait for each other.
-_TIMEOUT = 600.0
+TIMEOUT = 600.0
 
 #: What strategies may write.
 FORMATS = ("native", "lightning")
@@ -70,6 +73,19 @@ class Saves:
         self.finish()
         return restore(path, None, model, optimizer, strict=strict)
 
+    def open(self, path: Path) -> Opened:
+        """Open a checkpoint on all ranks, when what is being saved is there."""
+        self.finish()
+        session = Ranks().session(TIMEOUT)
+
+        def recovered() -> None:
+            if session.rank == LEADER:
+                with suppress(StorageError):  # which all ranks together meet next
+                    recover(path.parent)
+
+        session.all("finding the checkpoint", recovered)
+        return session.all("opening the checkpoint", lambda: Opened.of(path))
+
     def remove(self, removal: Callable[[], object]) -> None:
         """Remove something once all that was saved is durable; at once where it is."""
         self._removals.append(removal)
@@ -98,6 +114,6 @@ def _put_aside(path: Path) -> Path | None:
         rename(path, aside)
         return b"aside"
 
-    session = Ranks().session(_TIMEOUT)
+    session = Ranks().session(TIMEOUT)
     _, done = session.vote("putting Lightning's own checkpoint aside", lambda: None, lambda _: b"", decide)
     return aside if done and session.rank == LEADER else None

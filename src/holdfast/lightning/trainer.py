@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import strategies
@@ -15,14 +16,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError
+from holdfast.lightning.dumped import Dumped
+from holdfast.lightning.lazy import LazyDict
+from holdfast.lightning.loads import load_model, load_optimizers
+from holdfast.lightning.opened import Opened
 from holdfast.lightning.published import published
 from holdfast.lightning.removal import remove
 from holdfast.lightning.saves import Saves
 from holdfast.state.fsdp1 import wrapped
-from holdfast.view import open as open_checkpoint
+from holdfast.storage.local import local_path
 
-#: What Lightning puts into a checkpoint's dict, and a native checkpoint has elsewhere.
-_OF_ITS_OWN = ("state_dict", "optimizer_states")
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class _Strategy(Strategy):
@@ -31,80 +36,102 @@ class _Strategy(Strategy):
     def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._saves = Saves(checkpoint_format, async_save)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """The model is laid out, and its optimizers are there, before they are filled."""
-        return True
+        self._dumped = Dumped()
+        self._opened: Opened | None = None
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Not Lightning puts optimizer states back: :meth:`load_checkpoint` has."""
-        return False
+        """Lightning asks for the optimizers to be filled, as it asks for the model."""
+        return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing for a native checkpoint, which takes the model as it is."""
-        return {} if self._saves.native else super().lightning_module_state_dict()
+    def setup(self, trainer: Trainer) -> None:
+        """See Lightning's. Raises ``InvalidArgumentError`` for an address of an object store before any training."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            for callback in trainer.checkpoint_callbacks:
+                local_path(getattr(callback, "dirpath", None) or "")
+        super().setup(trainer)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing for a native checkpoint, which takes the optimizer as it is."""
-        return {} if self._saves.native else super().optimizer_state(optimizer)
+    def lightning_module_state_dict(self) -> Any:
+        """For a native checkpoint the model's tensors as they are, sharded or not: nothing is copied or gathered.
+
+        FSDP1 has no such state dict; what Lightning makes of it is made where a hook looks into it.
+        """
+        if not self._saves.native:
+            return super().lightning_module_state_dict()
+        self._dumped = Dumped()  # a dump begins with it
+        if self.model is not None and wrapped(self.model):
+            return self._dumped.model(LazyDict(super().lightning_module_state_dict))
+        return self._dumped.model(Strategy.lightning_module_state_dict(self))
+
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """For a native checkpoint, which takes the optimizer as it is, made where a hook looks into it."""
+        if not self._saves.native:
+            return super().optimizer_state(optimizer)
+        return self._dumped.optimizer(LazyDict(partial(super().optimizer_state, optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save under a path, in one atomic step, over what is there."""
+        """Save under a path, in one atomic step, over what is there: the model's state dict as hooks have left it."""
         if storage_options is not None:
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
-        path = Path(self.broadcast(filepath)).absolute()
+        path = local_path(self.broadcast(filepath))
         if not self._saves.native:
             with published(path) as draft:
                 super().save_checkpoint(checkpoint, draft)
             return
-        content = {name: value for name, value in checkpoint.items() if name not in _OF_ITS_OWN}
-        optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else None
-        self._saves.save(path, self.model, optimizers or None, content, checkpoint.get("global_step"))
+        dumped, self._dumped = self._dumped, Dumped()
+        parts = dumped.parts(checkpoint, self.model, self.optimizers)
+        self._saves.save(path, parts.model, parts.optimizer, parts.content, checkpoint.get("global_step"))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill the model, and for training the optimizers; returns what else is in the checkpoint.
+        """Open a checkpoint for Lightning and its hooks. The model and the optimizers in it are not read yet.
 
         It may be ours or Lightning's own, a folder or a file, whatever strategy wrote it. No code in it is run.
         """
         del weights_only
-        path = Path(self.broadcast(checkpoint_path)).absolute().resolve()
-        module = self.lightning_module
-        if module is None:
-            raise InvalidArgumentError("the strategy has no model yet; load through the Trainer")
-        trains = module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = list(self.optimizers) if trains else []
-        self._saves.restore(path, self.model, optimizers or None, strict=module.strict_loading)
-        return _content(path)
+        path = local_path(self.broadcast(checkpoint_path)).resolve()
+        self._opened = self._saves.open(path)
+        return self._opened.contents()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: :meth:`load_checkpoint` has filled the model."""
+        """Fill the model with the state dict of :meth:`load_checkpoint`, as hooks have left it.
+
+        Where Lightning calls ``load_state_dict`` of the module, and the module has one of its own, that does it.
+        """
+        opened, model = self._loading()
+        if not self.restore_checkpoint_after_setup and _has_own_loading(self.lightning_module):
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            load_model(opened, checkpoint["state_dict"], model, strict=strict)
+        self._opened = opened.afresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: :meth:`load_checkpoint` has filled the optimizers."""
+        """Fill the optimizers, likewise."""
+        opened, model = self._loading()
+        load_optimizers(opened, checkpoint["optimizer_states"], self.optimizers, model)
+        self._opened = None
+
+    def _loading(self) -> tuple[Opened, nn.Module]:
+        if self._opened is None or self.model is None:
+            raise InvalidArgumentError("there is no checkpoint to load from: call load_checkpoint first")
+        return self._opened, self.model
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once all that was saved is durable."""
+        path = local_path(filepath)
         if self.is_global_zero:
-            self._saves.remove(lambda: remove(Path(filepath).absolute()))
+            self._saves.remove(lambda: remove(path))
 
     def teardown(self) -> None:
         """Wait for what is being saved."""
+        self._opened = None
         try:
             self._saves.finish()
         finally:
             super().teardown()
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """What Lightning asks of a checkpoint beside model and optimizers: its own, and that of schedulers."""
-    values = open_checkpoint(path).values
-    content = dict(values.get("user_content") or {})
-    if "scheduler" in values:
-        found = values["scheduler"]
-        content["lr_schedulers"] = [one["state"] for one in (found if isinstance(found, list) else [found])]
-    return content
+def _has_own_loading(module: nn.Module | None) -> bool:
+    return getattr(getattr(module, "load_state_dict", None), "__func__", None) is not nn.Module.load_state_dict
 
 
 class SingleDeviceStrategy(_Strategy, strategies.SingleDeviceStrategy):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.background import background_saves
 from holdfast.engine.ballot import LEADER
 from holdfast.errors import StorageError
 from holdfast.falling_back import load
@@ -26,7 +27,7 @@ from holdfast.state.restore import Policy
 from holdfast.storage.local import local_path
 from holdfast.upkeep import recover
 
-#: The saves of parts that are under way, as there are default instances for saves of whole states.
+#: For all calls, as there are default instances for saves of whole states.
 saves = Saves()
 
 
@@ -40,6 +41,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     use_safetensors: bool = True,
     use_async: bool = False,
     *,
+    state_dict_hooks: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
@@ -58,6 +60,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
         size_per_shard: the most MiB of tensors in one file of a folder.
         use_safetensors: for folders, and for files without an extension; else files of ``torch.save``.
         use_async: return as soon as the model may change, and write in the background.
+        state_dict_hooks: as in :func:`holdfast.save_checkpoint`.
         process_group: the ranks that save together.
         timeout: seconds that ranks wait for each other before all of them fail.
 
@@ -72,7 +75,9 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     del gather_dtensor
     place = Place.of(local_path(checkpoint), folder=shard)
     form = model_form(place, size_per_shard, use_safetensors=use_safetensors, model=model)
-    request = PartRequest(place, Training(model, rng=False), form.layout, form.text, prefix or "")
+    request = PartRequest(
+        place, Training(model, rng=False, state_dict_hooks=state_dict_hooks), form.layout, form.text, prefix or ""
+    )
     return saves.save(request, process_group, timeout, use_async=use_async)
 
 
@@ -115,6 +120,7 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
     use_async: bool = False,
     *,
     model: Any = None,
+    state_dict_hooks: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
@@ -134,13 +140,15 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
         model: the model that it trains, which tells the names of parameters. Without it they are called by the names
             that torch keeps where the optimizer was made with ``named_parameters()``, else by their places; where ranks
             hold different parameters in one place, that is an error.
+        state_dict_hooks: whether the model's names are those that its ``state_dict`` hooks say: as in
+            :func:`holdfast.save_checkpoint`.
         process_group: the ranks that save together.
         timeout: seconds that ranks wait for each other before all of them fail.
     """
     del gather_dtensor
     place = Place.of(local_path(checkpoint), folder=shard)
     form = optimizer_form(place, size_per_shard)
-    training = Training(optimizer=optimizer, named_by=model, rng=False)
+    training = Training(optimizer=optimizer, named_by=model, rng=False, state_dict_hooks=state_dict_hooks)
     request = PartRequest(place, training, form.layout, form.text, prefix or "")
     return saves.save(request, process_group, timeout, use_async=use_async)
 
@@ -152,6 +160,7 @@ def load_optimizer(
     size_per_shard: float = 1024,
     *,
     model: Any = None,
+    strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> Restored:
@@ -165,16 +174,19 @@ def load_optimizer(
         prefix: taken off the names of parameters in the checkpoint.
         size_per_shard: changes nothing.
         model: the model that it trains; see :func:`save_optimizer`.
+        strict: parameters and groups must be those that were saved; with ``False`` parameters that are in both get
+            their state, and the rest is left as it is and reported.
         process_group: the ranks that load together.
         timeout: seconds that ranks wait for each other before all of them fail.
 
     Raises:
-        OptimizerMismatchError: another class, other parameters, another grouping. Nothing was changed.
+        OptimizerMismatchError: another class or, if ``strict``, other parameters, another grouping. Nothing was
+            changed.
         NoCheckpointError, MismatchError, DamagedError: as in :func:`load_model`.
     """
     del size_per_shard
     training = Training(optimizer=optimizer, named_by=model)
-    return load_part(training, checkpoint, Seen("optimizer", prefix or ""), (process_group, timeout), strict=True)
+    return load_part(training, checkpoint, Seen("optimizer", prefix or ""), (process_group, timeout), strict=strict)
 
 
 def save_lr_scheduler(
@@ -207,16 +219,11 @@ def load_lr_scheduler(
     schedulers.load(lr_scheduler, local_path(checkpoint), saves.ranks(process_group).session(timeout))
 
 
-def finalize() -> None:
-    """Wait for all saves of parts that are under way; raises what went wrong with the first that failed."""
-    saves.finish_all()
-
-
 def settled(checkpoint: str | PathLike[str]) -> Path:
     """The path, when no save of it is under way any more: folders are saved where links lead, files where they are."""
     path = local_path(checkpoint)
     for one in dict.fromkeys((path, path.resolve())):
-        saves.finish(one)
+        background_saves.finalize(one)
     return path
 
 

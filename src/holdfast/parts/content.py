@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.engine.membership import Membership
+from holdfast.engine.splits import stored
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key, state_key
 from holdfast.state.hub import Origin, Stored
@@ -55,7 +56,8 @@ def content(
 ) -> Content:
     """The content of a part that ranks hold together; ``prefix`` is put before the names of parameters and buffers."""
     # By name: stages of a pipeline know the order of their own tensors only.
-    infos = dict(sorted((held.name, held.info) for held in membership.tensors() if held.group == kind))
+    every = (stored(held.name, held.info, held.splits) for held in membership.tensors() if held.group == kind)
+    infos = dict(sorted(pair for one in every for pair in one.items()))
     rename = _of_states(prefix) if kind == OPTIMIZER else lambda name: prefix + name
     return Content(
         kind,

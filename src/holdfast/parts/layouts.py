@@ -14,7 +14,7 @@ from holdfast.conversion.fakes import Fakes
 from holdfast.conversion.shapes import optimizer_state_dict
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.huggingface import VALUES_KEY
-from holdfast.layout import values
+from holdfast.layout import header, values
 from holdfast.layout.files import DataFile, TensorInfo, index, index_path, pack, shelves
 from holdfast.layout.names import split_state_key
 from holdfast.parts.content import MODEL, Content
@@ -118,11 +118,17 @@ def _pack(content: Content, limit: int) -> list[DataFile]:
     files = pack(content.kind, content.tensors, content.tied, limit)
     files = files or [DataFile(f"{content.kind}/{content.kind}.safetensors", {}, {})]
     told = _told(content)
-    return [replace(files[0], notes={VALUES_KEY: told}), *files[1:]] if told else files
+    if not told:
+        return files
+    first = replace(files[0], notes={VALUES_KEY: told.decode()})
+    if first.data_start > header.LIMIT:
+        where = f"the header of the first file of the {content.kind}, which holds its values,"
+        raise values.too_large(told, where, first.data_start, header.LIMIT)
+    return [first, *files[1:]]
 
 
-def _told(content: Content) -> str:
+def _told(content: Content) -> bytes:
     told = dict(content.values)
     if content.kind != MODEL and is_by_number(told["groups"]):
         told["by_number"] = True
-    return values.to_json({content.kind: told}).decode() if told else ""
+    return values.to_json({content.kind: told}) if told else b""

@@ -43,6 +43,7 @@ class PartRequest:
             "the path": repr(str(self.place.path)),
             "the prefix": repr(self.prefix),
             "the form of the files": self.form,
+            "state_dict_hooks": str(self.training.state_dict_hooks),
             "what names the optimizer's parameters": "a model" if self.training.named_by is not None else "nothing",
         }
         if self.kind == OPTIMIZER and self.training.named_by is None:

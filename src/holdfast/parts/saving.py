@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +13,13 @@ import msgspec
 
 from holdfast.agreement import Agreement, agree
 from holdfast.engine import replicas
-from holdfast.engine.local import LocalPart
-from holdfast.engine.membership import Membership
+from holdfast.engine.membership import Held, Membership
 from holdfast.engine.plan import NOTHING, Stretch, plan_into
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import Arena, Later, Staged
+from holdfast.engine.runs import Run
+from holdfast.engine.splits import ranges
+from holdfast.engine.stage import Later, Staged
+from holdfast.engine.staging_memory import Arena
 from holdfast.engine.transfer import Fragments
 from holdfast.engine.tree import Hashed, vote_hashed
 from holdfast.errors import DisagreementError, UnstorableError
@@ -22,6 +27,7 @@ from holdfast.moving import Moving
 from holdfast.parts.content import Content, content
 from holdfast.parts.place import Draft
 from holdfast.parts.request import PartRequest
+from holdfast.readback import is_unsafe
 from holdfast.state.capture import STATE, Capture
 
 
@@ -47,6 +53,9 @@ class PartSave:
         self._draft: Draft | None = None
         self._staging: Callable[[], Staged | None] = lambda: None
         self._staged: Staged | None = None
+        self._began = time.perf_counter()
+        #: Set when nothing of the training objects is needed any more.
+        self.copied = threading.Event()
 
     @property
     def path(self) -> Path:
@@ -69,6 +78,7 @@ class PartSave:
             "copying what is to be saved", lambda: self._moving.stage(arena, Later())
         )
         self._captured.parts.clear()
+        self.copied.set()
 
     def complete(self) -> None:
         """Learn whether all ranks could copy theirs."""
@@ -89,6 +99,10 @@ class PartSave:
         vote_hashed(self._session, "writing", work, decide)
         return self.path
 
+    def returned(self) -> float:
+        """Note that the caller goes on. Returns for how many seconds it was kept."""
+        return time.perf_counter() - self._began
+
     def part(self) -> None:
         """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
         self._session.part()
@@ -96,27 +110,29 @@ class PartSave:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """Leave no draft where a step fails."""
+        process = os.getpid()
         try:
             yield
         except BaseException:
+            if os.getpid() != process:  # forked meanwhile: the save is the other process's
+                raise
+            self.copied.set()
             if self._draft is not None:
                 self._draft.discard()
             raise
 
     @property
     def _moving(self) -> Moving:
-        return Moving(self._ranks, self._session, self._plan, self._part_of)
-
-    def _part_of(self, tensor: int) -> LocalPart:
-        return self._captured.parts[self._plan.tensors[tensor]]
+        return Moving(self._ranks, self._session, self._plan, self._captured.parts)
 
     def _lay_out(self, agreement: Agreement, membership: Membership) -> None:
         def decide(_: list[bytes]) -> bytes:
             whole = self._content(agreement, membership)
             shelf = self._request.layout(whole)
             draft = self._draft = Draft(self._request.place, shelf)
+            is_unsafe(self.path.parent, agreement.hosts)  # warns: there is nothing older that could be kept
             self._names = [name for starts in draft.starts for name in starts]
-            places = _places(shelf.content, draft.starts, sorted(self._held(membership)))
+            places = _places(shelf.content, draft.starts, self._held(membership))
             return _encode(_Layout(str(draft.folder), [file.name for file in shelf.files], places))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", decide)
@@ -132,8 +148,8 @@ class PartSave:
         companions = {name.rpartition("/")[2]: data for name, data in captured.small.items()}
         return content(kind, membership, agreement.merged[kind], companions, self._request.prefix)
 
-    def _held(self, membership: Membership) -> list[str]:
-        return [held.name for held in membership.tensors() if held.group == self._request.kind]
+    def _held(self, membership: Membership) -> list[Held]:
+        return sorted((held for held in membership.tensors() if held.group == self._request.kind), key=_name)
 
     def _prove(self, membership: Membership) -> None:
         """Plan, and compare replicas."""
@@ -142,8 +158,8 @@ class PartSave:
         def work() -> bytes:
             places = {(kind, name): stretches for name, stretches in self._made.places.items()}
             numbered = sorted((one.tensor, key) for key, stretches in places.items() for one in stretches)
-            self._plan = plan_into(membership, self._session.rank, [key for _, key in numbered], places)
-            return replicas.digests(self._plan, self._part_of, 0)
+            self._plan = plan_into(membership, self._session.rank, list(dict(numbered).values()), places)
+            return self._moving.hash_replicas(0)[0]
 
         def decide(posted: list[bytes]) -> bytes:
             return b"=" if replicas.agree(posted) else b"!"
@@ -153,13 +169,25 @@ class PartSave:
             raise self._moving.differing()
 
 
-def _places(whole: Content, starts: Sequence[Mapping[str, int]], held: Sequence[str]) -> dict[str, list[Stretch]]:
+def _name(held: Held) -> str:
+    return held.name
+
+
+def _places(whole: Content, starts: Sequence[Mapping[str, int]], held: Sequence[Held]) -> dict[str, list[Stretch]]:
     """Where the bytes of each tensor that ranks hold go. Stored tensors are numbered in the order of the files."""
-    found: dict[str, list[Stretch]] = {name: [] for name in held}
+    found: dict[str, list[Stretch]] = {one.name: [] for one in held}
+    sources: dict[str, list[tuple[str, Run, int]]] = {}
+    for one in held:
+        for run, name, at in ranges(one.info, one.splits) if one.splits else [(Run(0, one.info.nbytes), one.name, 0)]:
+            sources.setdefault(name, []).append((one.name, run, at))
     number = 0
     for file, names in enumerate(starts):
         for name, offset in names.items():
             origin, nbytes = whole.origins[name], whole.tensors[name].nbytes
-            found[origin.name].append(Stretch(origin.start, origin.start + nbytes, number, 0, file, offset))
+            for source, run, at in sources[origin.name]:
+                low, high = max(at, origin.start), min(at + run.stop - run.start, origin.start + nbytes)
+                if low < high or not nbytes:
+                    start, into = run.start + low - at, low - origin.start
+                    found[source].append(Stretch(start, start + high - low, number, into, file, offset + into))
             number += 1
     return {name: sorted(stretches) for name, stretches in found.items()}

@@ -87,7 +87,10 @@ def _one(scheduler: Any) -> dict[str, Any]:
 
 def _encoded(told: dict[str, Any]) -> bytes:
     raw = values.to_json(values.encode(told, ArraysOut(inline=("",))))
-    return msgspec.json.encode(_File(_FORMAT, msgspec.Raw(raw), f"{crc64(raw):016x}")) + b"\n"
+    file = msgspec.json.encode(_File(_FORMAT, msgspec.Raw(raw), f"{crc64(raw):016x}")) + b"\n"
+    if len(file) > values.LIMIT:
+        raise values.too_large(raw, "the file of the scheduler", len(file), values.LIMIT)
+    return file
 
 
 def _read(path: Path) -> Any:
@@ -98,7 +101,7 @@ def _read(path: Path) -> Any:
     if is_torch_file(path):
         return {"class": None, "state": _state_of(path)}
     try:
-        found = msgspec.json.decode(local.read_small(path), type=_File)
+        found = msgspec.json.decode(local.read_small(path, values.LIMIT), type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(f"{path} is no file of a scheduler's state: {error}") from error
     if found.format != _FORMAT:

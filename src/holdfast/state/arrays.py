@@ -37,6 +37,9 @@ _TORCH_DTYPES = {
 }
 
 
+#: How the names of tensors end that were ``nn.Parameter``, by ``requires_grad``: version 1 has no tag for them.
+_PARAMETERS = {True: "@parameter", False: "@frozen-parameter"}
+
 #: Tensors of at most so many bytes stay inside the values where those of several ranks are put together.
 INLINE = 64 * 2**10
 
@@ -74,21 +77,22 @@ class ArraysOut:
 
     def _tensor(self, tensor: torch.Tensor, key: str) -> Any:
         if isinstance(tensor, DTensor):
-            raise UnsupportedTensorError("a DTensor; only model and optimizer state may be sharded")
+            raise UnsupportedTensorError("a DTensor; what has sharded tensors is passed as model= or optimizer=")
         if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
             raise UnsupportedTensorError(
                 f"a tensor of the class {type(tensor).__qualname__}, which would come back as a plain one"
             )
         check_present(describe(tensor, "a tensor"), "a tensor")
-        if key.startswith(self._inline) and tensor.nbytes <= INLINE:
-            return {"$inline": _inlined(tensor)}
-        return {"$tensor": self._store(tensor, key)}
+        if key.startswith(self._inline):
+            return {"$inline": _inlined(tensor)} if tensor.nbytes <= INLINE else {"$tensor": self._store(tensor, key)}
+        is_parameter = type(tensor) is torch.nn.Parameter
+        return {"$tensor": self._store(tensor, key, _PARAMETERS[tensor.requires_grad] if is_parameter else "")}
 
-    def _store(self, tensor: torch.Tensor, key: str) -> str:
-        name, n = key, 1
-        while name in self.tensors:
+    def _store(self, tensor: torch.Tensor, key: str, ending: str = "") -> str:
+        name, n = key + ending, 1
+        while name in self.tensors or (not ending and name.endswith(tuple(_PARAMETERS.values()))):
             n += 1
-            name = f"{key}#{n}"
+            name = f"{key}#{n}{ending}"
         self.tensors[name] = tensor.detach()
         return name
 
@@ -111,7 +115,7 @@ class ArraysIn:
         if decoder is not None:
             return decoder(payload)
         if tag == "$tensor":
-            return self._allocate(payload)
+            return _as_it_was(self._allocate(payload), payload)
         if tag == "$array":
             return self._allocate(payload).numpy()
         return NotImplemented
@@ -129,6 +133,14 @@ class ArraysIn:
         return self.tensors[str(key)]
 
 
+def _as_it_was(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A stored tensor, as the parameter that it was if its name says so."""
+    for requires_grad, ending in _PARAMETERS.items():
+        if name.endswith(ending):
+            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor
+
+
 class ArraysSeen(ArraysIn):
     """Gives what is known of the bytes of tensors and arrays in their place: trees compare equal without being read.
 
@@ -143,12 +155,12 @@ class ArraysSeen(ArraysIn):
         """See :class:`holdfast.layout.values.ArrayCodec`."""
         if tag not in {"$tensor", "$array"}:
             return super().decode(tag, payload)
-        info = self._info(payload)
-        return tag, info, self._crcs(payload)
+        info, crcs = self._info(payload), self._crcs(payload)
+        return tag, info.dtype, info.shape, None if crcs is None else tuple(map(int, crcs))
 
 
 def _inlined(tensor: torch.Tensor) -> list[Any]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return [NAMES[tensor.dtype], list(tensor.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
 
 

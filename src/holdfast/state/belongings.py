@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from holdfast.errors import DamagedError
@@ -15,8 +16,9 @@ from holdfast.layout.values import decode
 from holdfast.state import rng, stateful
 from holdfast.state.arrays import ArraysIn, ArraysSeen
 
-#: Its parts.
+#: Its parts, as files have them; and what the last one is called elsewhere.
 RNG, LOADER, CONTENT = "rng", "dataloader", "content"
+RANK_CONTENT = "rank_content"
 
 
 def capture(dataloader: Any, content: Any, *, generators: bool) -> dict[str, Any]:
@@ -35,14 +37,13 @@ def capture(dataloader: Any, content: Any, *, generators: bool) -> dict[str, Any
 class Saved:
     """What the ranks that saved had: ``ranks`` all of them, encoded, with tensors to be found by ``arrays``.
 
-    ``crcs`` tells those of a stored tensor's blocks; ``source`` names the checkpoint, ``id`` stands for its contents.
+    ``crcs`` tells those of a stored tensor's blocks; ``source`` names the checkpoint.
     """
 
     ranks: Sequence[Any]
     arrays: ArraysIn
     crcs: Callable[[str], Sequence[int] | None]
     source: str
-    id: str
 
     def every(self, part: str, arrays: ArraysIn) -> list[Any]:
         """A part of what each rank had, decoded; nothing where some rank did not have it."""
@@ -59,7 +60,8 @@ class Saved:
 class Own:
     """What one rank gets back: states of generators, texts to start others from, states of data loaders, content.
 
-    ``loader`` has one state, this rank's, or where ``split`` those of all ranks that saved.
+    ``loader`` has one state, this rank's, or where ``split`` those of all ranks that saved. ``lost`` are the parts that
+    were saved and cannot be given to this number of ranks, each with the reason.
     """
 
     generators: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Own:
     loader: Sequence[Any] = ()
     split: bool = False
     content: Any = None
-    lost: bool = False
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     def has_generators(self) -> bool:
         """Whether there is anything to put into generators."""
@@ -84,44 +86,68 @@ class Own:
             rng.seed(name, text)
 
 
-def same(own: Mapping[str, Any], saved: Saved, rank: int, *, generators: bool) -> Own:
+def same(own: Mapping[str, Any], saved: Saved, rank: int, dataloader: Any, *, generators: bool) -> Own:
     """For as many ranks as saved: this rank's ``own``. Raises ``DamagedError`` where a generator is missing."""
-    found = Own(content=own.get(CONTENT), loader=[own[LOADER]] if LOADER in own else [])
+    found = Own(content=own.get(CONTENT))
+    if dataloader is not None and LOADER in own:
+        found.loader = [own[LOADER]]
     if generators and RNG in own:
         lacking = [name for name in rng.EVERYWHERE if name not in own[RNG]]
         if lacking:
             raise DamagedError(f"{saved.source}: the random number generator {lacking[0]!r} is missing")
         found.generators = _checked(own[RNG], saved.source)
-        found.seeds = {name: f"{saved.id}/{name}/{rank}" for name in rng.names() if name not in own[RNG]}
+        lacking = [name for name in rng.names() if name not in own[RNG]]
+        if lacking:
+            basis = _basis(_states_seen(saved))
+            found.seeds = {name: f"{basis}/{name}/{len(saved.ranks)}/{rank}" for name in lacking}
     return found
 
 
-def resized(saved: Saved, rank: int, dataloader: Any, *, generators: bool) -> Own:
-    """For another number of ranks, of which this is ``rank``."""
-    found = Own(split=True, lost=any(isinstance(own, dict) and CONTENT in own for own in saved.ranks))
+def resized(saved: Saved, rank: int, size: int, dataloader: Any, *, generators: bool) -> Own:
+    """For another number of ranks, ``size``, of which this is ``rank``."""
+    found = Own(split=True)
+    had = {part for own in saved.ranks if isinstance(own, dict) for part in own}
+    counts = f"{len(saved.ranks)} ranks saved, {size} load"
     if hasattr(dataloader, "load_state_dicts"):
         found.loader = saved.every(LOADER, saved.arrays)
+    elif LOADER in had:
+        found.lost = {LOADER: f"{counts}, and {type(dataloader).__qualname__} has no load_state_dicts(states)"}
+    if CONTENT in had:
+        found.lost = {**found.lost, RANK_CONTENT: f"each rank has its own, and {counts}"}
     if generators:
-        found.generators, found.seeds = _generators(saved, rank)
+        found.seeds = _seeds(saved, rank, size)
     return found
 
 
-def _generators(saved: Saved, rank: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """States of the generators that all ranks had alike, and texts to start the others from.
+def _seeds(saved: Saved, rank: int, size: int) -> dict[str, str]:
+    """Texts to start the generators from: others for each rank, the same for the same saved states each time.
 
-    Ranks that drew alike as neighbours (those of one model, under tensor parallelism) do so again.
+    Groups of neighbours that drew alike (the ranks of one model, under tensor parallelism) do so again. Where all did,
+    nothing tells such groups from ranks that were seeded alike, and each gets a stream of its own.
     """
+    every = _states_seen(saved)
+    if not every:
+        return {}
+    _checked(decode(saved.ranks[0][RNG], ArraysIn(saved.arrays.infos), saved.source), saved.source)
+    basis, seeds = _basis(every), {}
+    for name in rng.names():
+        alike = neighbours([states.get(name) for states in every])
+        group = rank // (1 if alike == len(every) else alike)
+        seeds[name] = f"{basis}/{name}/{size}/{group}"
+    return seeds
+
+
+def _states_seen(saved: Saved) -> list[dict[str, Any]]:
+    """The generators of each rank that saved, with the CRCs of arrays in their place: nothing is read for them."""
     every = saved.every(RNG, ArraysSeen(saved.arrays.infos, saved.crcs))
     if not all(isinstance(states, dict) for states in every):
         raise DamagedError(f"{saved.source}: the random number generators of a rank are no table")
-    if not every:
-        return {}, {}
-    known = {name: all(name in states for states in every) for name in rng.names()}
-    alike = {name: neighbours([one[name] for one in every]) if known[name] else 1 for name in known}
-    exact = [name for name in known if known[name] and alike[name] == len(every)]
-    first = decode(saved.ranks[0][RNG], saved.arrays, saved.source) if exact else {}
-    seeds = {name: f"{saved.id}/{name}/{rank // alike[name]}" for name in known if name not in exact}
-    return _checked({name: first[name] for name in exact}, saved.source), seeds
+    return every
+
+
+def _basis(every: Sequence[Mapping[str, Any]]) -> str:
+    """A text that stands for the generators of all ranks, the same in every process."""
+    return blake2b(repr(every).encode(), digest_size=16).hexdigest()
 
 
 def _checked(states: dict[str, Any], source: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 from holdfast.engine.layouts import Layout, Mesh
 from holdfast.engine.local import LocalPart
 from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.errors import StateError
+from holdfast.engine.splits import Splits
+from holdfast.errors import StateError, UnstorableError
 from holdfast.layout import order, values
 from holdfast.layout.names import check_text
 from holdfast.state import belongings, sources, stateful
@@ -21,6 +22,7 @@ from holdfast.state.arrays import INLINE, ArraysOut
 from holdfast.state.companions import companions
 from holdfast.state.groups import merge
 from holdfast.state.named import ModelView, check_twins
+from holdfast.state.splitting import split_group, split_handles, split_state
 from holdfast.state.tensors import Described, check_present, describe
 
 #: Groups of tensors, and so the folders or files that they are in.
@@ -34,7 +36,8 @@ _MERGED = (MODEL, OPTIMIZER)
 class Training:
     """The objects of a training run, as the user passed them; what is ``None`` is not saved.
 
-    ``named_by`` is a model that is not saved or loaded, and tells the names of the optimizer's parameters.
+    ``named_by`` is a model that is not saved or loaded, and tells the names of the optimizer's parameters. Without
+    ``state_dict_hooks`` a model is saved as it is, whatever its hooks would make of it.
     """
 
     model: Any = None
@@ -46,6 +49,7 @@ class Training:
     dataloader: Any = None
     rng: bool = True
     named_by: Any = None
+    state_dict_hooks: bool = True
 
     def given(self) -> list[str]:
         """Which were passed, by slot, but for what only one rank needs to pass."""
@@ -67,10 +71,19 @@ class Inventory:
         self.tied: dict[str, dict[str, str]] = {}
         self.names: dict[str, list[str]] = {}
 
-    def add(self, group: str, name: str, tensor: Described, *, dtype: str | None = None, shared: bool = True) -> None:
+    def add(
+        self,
+        group: str,
+        name: str,
+        tensor: Described,
+        *,
+        dtype: str | None = None,
+        shared: bool = True,
+        splits: Splits = (),
+    ) -> None:
         """Take note of one tensor. ``dtype`` is that of the checkpoint where the tensor has another."""
         layout = None if tensor.layout is None else self._layout(tensor.layout)
-        self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared))
+        self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits))
 
     def _layout(self, layout: Layout) -> int:
         mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
@@ -89,8 +102,9 @@ class Inventory:
 class Capture:
     """What one rank brings to a save.
 
-    ``small`` are files that rank 0 writes; ``own`` are this rank's values, ``merged`` those to be put together with
-    other ranks', ``shared`` those that rank 0 has for all; encoded.
+    ``parts`` are in memory, by group and name; those that are stored in parts by the names of these, too.
+    ``small`` are files that rank 0 writes; ``own`` are this rank's values, as JSON, ``merged`` those to be put together
+    with other ranks', encoded, ``shared`` those that rank 0 has for all, by name, as JSON.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
@@ -98,13 +112,16 @@ class Capture:
     small: dict[str, bytes] = field(default_factory=dict)
     own: bytes = b"{}"
     merged: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, group: str, name: str, tensor: Described, *, shared: bool = True) -> None:
-        """Take in one tensor."""
-        check_present(tensor, f"{group} tensor {check_text(name, 'a name of a tensor')!r}")
-        self.inventory.add(group, name, tensor, shared=shared)
-        self.parts[group, name] = LocalPart(tensor.local)
+    def add(self, group: str, name: str, tensor: Described, *, shared: bool = True, splits: Splits = ()) -> None:
+        """Take in one tensor, which is stored as ``splits`` tell, or under its name."""
+        names = {name, *(split.name for split in splits)}
+        for one in names:
+            check_text(one, "a name of a tensor")
+        check_present(tensor, f"{group} tensor {name!r}")
+        self.inventory.add(group, name, tensor, shared=shared, splits=splits)
+        self.parts |= dict.fromkeys(((group, one) for one in names), LocalPart(tensor.local))
 
 
 def capture(training: Training, rank: int) -> Capture:
@@ -117,39 +134,41 @@ def capture(training: Training, rank: int) -> Capture:
     tree: dict[str, Any] = {}
     views = {}
     for slot, parts in models.slots(training.model).items():
-        views[slot] = models.view(parts)
+        views[slot] = models.view(parts, hooks=training.state_dict_hooks)
         _add_model(captured, slot, views[slot])
         tree[slot] = views[slot].extra
         captured.small.update((f"{slot}/{name}", data) for name, data in companions(parts))
     for slot, parts in sources.slots(training.optimizer).items():
-        groups = optimizers.groups(parts, optimizers.handles_for(slot, views or named(training)))
+        groups = optimizers.groups(parts, optimizers.handles_for(slot, views or _named(training)))
+        handles = split_handles(groups)
         for name, tensor in optimizers.tensors(groups):
-            captured.add(slot, name, tensor)
-        tree[slot] = _by_part(optimizers.values(groups))
+            captured.add(slot, name, tensor, splits=split_state(name, tensor, handles))
+        tree[slot] = _by_part([split_group(group, handles) for group in optimizers.values(groups)])
     of_all = _shared(training)
     shared = of_all if rank == 0 else {}
     arrays = ArraysOut(_MERGED)
     encoded = values.encode({**tree, **shared}, arrays)
     captured.merged = {slot: _merged(slot, encoded[slot]) for slot in tree}
-    captured.shared = {name: encoded[name] for name in shared}
+    captured.shared = {name: values.to_json(encoded[name]) for name in shared}
     if rank == 0:
         _add_arrays(captured, STATE, arrays)
     own = ArraysOut()
     belonging = belongings.capture(training.dataloader, training.rank_content, generators=training.rng)
-    captured.own = values.dumps(belonging, own, f"{rank}/")
+    captured.own = values.check_size(values.dumps(belonging, own, f"{rank}/"), values.RANKS_FILE)
     _add_own_arrays(captured, own, f"{rank}/")
     return captured
 
 
-def named(training: Training) -> dict[str, ModelView]:
+def _named(training: Training) -> dict[str, ModelView]:
     """The models that only tell names, by slot."""
-    return {slot: models.view(parts) for slot, parts in models.slots(training.named_by).items()}
+    every = models.slots(training.named_by).items()
+    return {slot: models.view(parts, hooks=training.state_dict_hooks) for slot, parts in every}
 
 
 def _add_model(captured: Capture, slot: str, view: ModelView) -> None:
     check_twins(view)
     for name, tensor in view.tensors.items():
-        captured.add(slot, name, tensor, shared=name not in view.buffers)
+        captured.add(slot, name, tensor, shared=name not in view.buffers, splits=view.splits.get(name, ()))
     if view.tied:
         captured.inventory.tied[slot] = view.tied
 
@@ -196,9 +215,34 @@ def _references(encoded: Any) -> set[str]:
     return set()
 
 
-def state_file(merged: Mapping[str, Any], shared: Mapping[str, Any]) -> bytes:
-    """The file of values that all ranks share."""
-    return values.to_json({**{slot: _by_name(slot, value) for slot, value in merged.items()}, **shared})
+def state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
+    """The file of values that all ranks share; ``shared`` as JSON. Raises ``UnstorableError`` if it is too large."""
+    parts = {slot: values.to_json(_by_name(slot, value)) for slot, value in merged.items()}
+    return _checked_file({**parts, **shared}, values.SHARED_FILE)
+
+
+def check_own(captured: Capture, merged: bytes) -> None:
+    """Raise ``UnstorableError`` if what a rank brings to a save is too large for the file of shared values already.
+
+    ``merged`` are its :func:`merged_bytes`.
+    """
+    if len(merged) + sum(map(len, captured.shared.values())) > values.LIMIT:
+        state_file(captured.merged, captured.shared)
+
+
+def check_owns(sizes: Sequence[int]) -> None:
+    """Raise ``UnstorableError`` if what belongs to single ranks, of so many bytes each, is too large for its file."""
+    if sum(sizes) > values.LIMIT:
+        raise UnstorableError(
+            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers take {values.LIMIT:,} at most; rank "
+            f"{sizes.index(max(sizes))} brings the most, {max(sizes):,}. Store bytes in rank_content, and in states of "
+            "data loaders, as tensors"
+        )
+
+
+def _checked_file(parts: Mapping[str, bytes], file: str) -> bytes:
+    raw = b"{" + b",".join(values.to_json(name) + b":" + part for name, part in parts.items()) + b"}"
+    return values.check_size(raw, file)
 
 
 def _by_name(slot: str, value: Any) -> Any:
@@ -209,7 +253,7 @@ def ranks_file(owns: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
     """The file of values that belong to single ranks, and of what is known of the order of optimizers' parameters."""
     orders = {slot: order.order_of(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)}
     kept = b',"order":' + values.to_json(orders) if orders else b""
-    return b'{"ranks":[' + b",\n".join(owns) + b"]" + kept + b"}\n"
+    return values.check_size(b'{"ranks":[' + b",\n".join(owns) + b"]" + kept + b"}\n", values.RANKS_FILE)
 
 
 def merged_bytes(captured: Capture) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError, StateError
@@ -52,31 +53,70 @@ def _check_disjoint(merged: Encoded) -> None:
                 )
 
 
-def match(found: Sequence[Group], saved: Encoded) -> list[dict[str, Any] | None]:
-    """The saved group that each group takes its settings from; ``None`` for a group without parameters.
+@dataclass(frozen=True)
+class Leeway:
+    """How far an optimizer may differ from the saved one.
 
-    Raises ``OptimizerMismatchError`` where the optimizer is of another class or groups its parameters otherwise.
+    ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may be other ones.
+    ``by_name``: parameters are known by name; by their places nobody can tell which of them have no state.
+    """
+
+    is_partial: bool = False
+    by_name: bool = True
+
+    def advice(self) -> str:
+        """What to do about parameters that are on one side only."""
+        if self.by_name:
+            return "pass strict=False to load the state of the others"
+        return "its parameters are known by their places only: pass the model, or make it as when it was saved"
+
+
+@dataclass(frozen=True)
+class Matching:
+    """``settings`` are, for each group, the saved group that it takes its settings from; ``None``: it keeps its own.
+
+    ``missing`` are parameters that the checkpoint has no state of. ``regrouped`` are the numbers of groups that keep
+    their own settings because the checkpoint groups their parameters otherwise.
+    """
+
+    settings: list[dict[str, Any] | None]
+    missing: list[str]
+    regrouped: list[int]
+
+
+def match(groups: Sequence[Group], saved: Encoded, leeway: Leeway) -> Matching:
+    """Match the groups of an optimizer with the saved ones.
+
+    Raises ``OptimizerMismatchError`` if the optimizer is of another class and, without leeway, if it trains parameters
+    that the checkpoint does not have, or groups them otherwise.
     """
     home = {name: group for group in saved for name in group["params"]}
-    for group in found:
+    for group in groups:
         _check_class(group, saved)
-    missing = sorted({*names(found)} - home.keys())
-    if missing:
+    missing = sorted({*names(groups)} - home.keys())
+    if missing and not leeway.is_partial:
         raise OptimizerMismatchError(
-            f"the optimizer trains {_listed(missing)}, of which the checkpoint has no optimizer state"
+            f"the optimizer trains {_listed(missing)}, of which the checkpoint has no optimizer state; "
+            + leeway.advice()
         )
-    matched = [_match(group, home, saved) for group in found]
-    _check_apart(found, matched)
-    return matched
+    homes = [_homes(group, home, saved) for group in groups]
+    problems = _torn(groups, home)
+    problems |= {i: problem for i, problem in _joined(groups, homes).items() if i not in problems}
+    if problems and not leeway.is_partial:
+        raise OptimizerMismatchError(f"{next(iter(problems.values()))}; group parameters as when it was saved")
+    settings = [theirs[0] if theirs and i not in problems else None for i, theirs in enumerate(homes)]
+    return Matching(settings, missing, [groups[i].number for i in sorted(problems)])
 
 
-def check_trained(saved: Encoded, trained: set[str]) -> None:
-    """Raise ``OptimizerMismatchError`` for saved parameters that no rank trains."""
+def check_trained(saved: Encoded, trained: set[str], leeway: Leeway) -> list[str]:
+    """The saved parameters that no rank trains. Raises ``OptimizerMismatchError`` for them without leeway."""
     extra = sorted({name for group in saved for name in group["params"]} - trained)
-    if extra:
+    if extra and not leeway.is_partial:
         raise OptimizerMismatchError(
-            f"the checkpoint holds optimizer state of {_listed(extra)}, which this optimizer does not train"
+            f"the checkpoint holds optimizer state of {_listed(extra)}, which this optimizer does not train; "
+            + leeway.advice()
         )
+    return extra
 
 
 def _check_class(group: Group, saved: Encoded) -> None:
@@ -85,35 +125,48 @@ def _check_class(group: Group, saved: Encoded) -> None:
         raise OptimizerMismatchError(f"the checkpoint holds the state of {theirs[0]}, the optimizer is {own}")
 
 
-def _match(group: Group, home: Mapping[str, dict[str, Any]], saved: Encoded) -> dict[str, Any] | None:
+def _homes(group: Group, home: Mapping[str, dict[str, Any]], saved: Encoded) -> list[dict[str, Any]]:
+    """The saved groups that have parameters of a group; for a group without parameters, that of its number."""
     own_names = group.names()
     if not own_names:
         same = [one for one in saved if one["number"] == group.number]
-        return same[0] if len(same) == 1 else None
-    first = home[own_names[0]]
-    other = next((name for name in own_names if home[name] is not first), None)
-    if other is not None:
-        raise OptimizerMismatchError(
-            f"parameter group {group.number} holds {own_names[0]!r} and {other!r}, which are in different groups in "
-            "the checkpoint; group parameters as when it was saved"
-        )
+        return same if len(same) == 1 else []
+    homes = list({id(home[name]): home[name] for name in own_names if name in home}.values())
     own = group.source.kind
-    if None not in {own, first["class"]} and own != first["class"]:
-        raise OptimizerMismatchError(f"the checkpoint holds the state of {first['class']}, the optimizer is {own}")
-    return first
+    for theirs in homes:
+        if None not in {own, theirs["class"]} and own != theirs["class"]:
+            raise OptimizerMismatchError(f"the checkpoint holds the state of {theirs['class']}, the optimizer is {own}")
+    return homes
 
 
-def _check_apart(found: Sequence[Group], matched: Sequence[dict[str, Any] | None]) -> None:
-    """Two groups of one optimizer cannot be one in the checkpoint: their settings would become the same."""
+def _torn(groups: Sequence[Group], home: Mapping[str, dict[str, Any]]) -> dict[int, str]:
+    """The groups, by place, whose parameters are in several groups in the checkpoint."""
+    problems = {}
+    for i, group in enumerate(groups):
+        first, *others = [name for name in group.names() if name in home] or [""]
+        other = next((name for name in others if home[name] is not home[first]), None)
+        if other is not None:
+            problems[i] = (
+                f"parameter group {group.number} holds {first!r} and {other!r}, which are in different groups in the "
+                "checkpoint"
+            )
+    return problems
+
+
+def _joined(groups: Sequence[Group], homes: Sequence[Sequence[dict[str, Any]]]) -> dict[int, str]:
+    """The groups, by place, that are one with another in the checkpoint: their settings would become the same."""
+    problems: dict[int, str] = {}
     known: dict[tuple[int, int], int] = {}
-    for group, saved in zip(found, matched, strict=True):
-        if saved is not None and group.members and saved["number"] is not None:
-            number = known.setdefault((id(group.source), id(saved)), group.number)
-            if number != group.number:
-                raise OptimizerMismatchError(
-                    f"parameter groups {number} and {group.number} of the optimizer are one in the checkpoint; "
-                    "group parameters as when it was saved"
-                )
+    for i, (group, theirs) in enumerate(zip(groups, homes, strict=True)):
+        for saved in theirs if group.members else ():
+            if saved["number"] is not None:
+                first = known.setdefault((id(group.source), id(saved)), i)
+                if first != i:
+                    problems[first] = problems[i] = (
+                        f"parameter groups {groups[first].number} and {group.number} of the optimizer are one in the "
+                        "checkpoint"
+                    )
+    return problems
 
 
 def _listed(found: Sequence[str]) -> str:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engine.layouts import Flat, Layout, Mesh, Replicate
+from holdfast.engine.splits import Splits
 from holdfast.errors import InvalidArgumentError, StateError
 from holdfast.layout.names import unwrapped
 from holdfast.state import fsdp1
 from holdfast.state.companions import unwrap
 from holdfast.state.fsdp1 import FlatPart
-from holdfast.state.named import EXTRA, Handle, ModelView, merge
+from holdfast.state.hooks import Said, has_hooks, held
+from holdfast.state.hooks import said as hooked
+from holdfast.state.load_hooks import Loader
+from holdfast.state.named import EXTRA, Handle, ModelView, is_extra, merge
+from holdfast.state.replaced import Replaced
 from holdfast.state.slots import by_slot
-from holdfast.state.tensors import NAMES, Described, describe, shared
+from holdfast.state.tensors import NAMES, Described, check_kind, describe, shared
 
 
 def slots(model: object) -> dict[str, list[Any]]:
@@ -30,12 +37,14 @@ def _is_state_dict(given: Mapping[str, Any]) -> bool:
     return not given or not all(isinstance(one, nn.Module | Mapping | list | tuple) for one in given.values())
 
 
-def view(parts: Sequence[object]) -> ModelView:
+def view(parts: Sequence[object], *, hooks: bool = True) -> ModelView:
     """Look at the parts of one model, modules or state dicts.
 
-    Raises ``StateError`` where two different tensors have one name.
+    With ``hooks`` tensors have the names that ``state_dict`` says, after its hooks; without, those that the modules
+    have for them. Raises ``StateError`` where two different tensors have one name, or hooks say something that could
+    not be put back.
     """
-    views = [_view_part(part) for part in parts]
+    views = [_view_part(part, hooks=hooks) for part in parts]
     if len(views) == 1:
         return views[0]
     whole = ModelView()
@@ -44,9 +53,24 @@ def view(parts: Sequence[object]) -> ModelView:
     return whole
 
 
-def _view_part(model: object) -> ModelView:
+def view_to_load(parts: Sequence[object], stored: Collection[str]) -> ModelView:
+    """The same for a load: as ``state_dict`` says, but where the stored names are those that the modules have."""
+    if not any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+        return view(parts)
+    as_held = view(parts, hooks=False)
+    try:
+        said = view(parts)
+    except StateError:
+        return as_held
+    is_less = said.tensors.keys() < as_held.tensors.keys() or any(name not in stored for name in said.tensors)
+    return as_held if is_less and all(name in stored for name in as_held.tensors) else said
+
+
+def _view_part(model: object, *, hooks: bool) -> ModelView:
     if isinstance(model, nn.Module):
-        return _view_fsdp1(model) if fsdp1.wrapped(model) else _view_module(model)
+        return _view_fsdp1(model) if fsdp1.wrapped(model) else _view_module(model, hooks=hooks)
+    if isinstance(model, Replaced):
+        return _view_replaced(model)
     if isinstance(model, MutableMapping):
         found = _view(dict(model), set(), frozenset())
         found.owners = {name: (model, name) for name in found.extra}
@@ -56,28 +80,47 @@ def _view_part(model: object) -> ModelView:
     )
 
 
-def _view_module(model: nn.Module) -> ModelView:
+def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     module = unwrap(model)
     parts = _wrapper_prefixes(module)
+    said = hooked(module) if hooks else Said(held(module) | dict(_extra_states(module)))
+    if said.made:
+        raise StateError(
+            f"{_clean(said.made[0], parts)!r} in the model's state_dict is made up by a hook or an override: neither a "
+            "tensor of the model nor a part of one, it could not be put back; pass state_dict_hooks=False to save the "
+            "parameters, buffers and extra state as the model has them, and nothing else that its state_dict says"
+        )
     state: dict[str, Any] = {}
     raw_names: dict[str, str] = {}
-    for raw, value in module.state_dict(keep_vars=True).items():
+    for raw, value in said.values.items():
         name = _clean(raw, parts)
         if name in state:
             raise StateError(f"the model has two entries named {name!r} once wrappers' names are taken off")
         state[name] = value
         raw_names[name] = raw
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and id(value) not in known and not _is_extra(name):
-            raise StateError(
-                f"{name!r} in the model's state_dict is made up by a hook: neither a parameter nor a buffer, "
-                "it could not be put back; pass the state dict itself"
-            )
     parameters = {id(parameter) for parameter in module.parameters()}
     buffers = {name for name, value in state.items() if isinstance(value, torch.Tensor) and id(value) not in parameters}
-    found = _view(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()))
+    splits = {
+        _clean(raw, parts): tuple(replace(split, name=_clean(split.name, parts)) for split in found)
+        for raw, found in said.splits.items()
+    }
+    found = _view(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
     found.owners = {name: (module, raw_names[name]) for name in found.extra}
+    found.loaders = [Loader(module, raw_names, frozenset(said.splits))]
+    return found
+
+
+def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}.{EXTRA}" if path else EXTRA, part.get_extra_state()
+
+
+def _view_replaced(model: Replaced) -> ModelView:
+    own = _view_part(model.module, hooks=True)
+    entries = {unwrapped(name): value for name, value in model.entries.items()}
+    found = _view(entries, own.buffers & entries.keys(), frozenset(own.tied))
+    found.handles = own.handles
     return found
 
 
@@ -107,6 +150,7 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
     rest = _view(state, buffers, frozenset())
     rest.owners = found.owners
     merge(found, rest)
+    found.loaders = [Loader(model)]
     return found
 
 
@@ -136,13 +180,19 @@ def _clean(name: str, ddp: list[str]) -> str:
     return unwrapped(name)
 
 
-def _view(state: Mapping[str, Any], buffers: set[str], aliases: frozenset[str]) -> ModelView:
+def _view(
+    state: Mapping[str, Any],
+    buffers: set[str],
+    aliases: frozenset[str],
+    splits: Mapping[str, Splits] = MappingProxyType({}),
+) -> ModelView:
     found = ModelView(buffers=buffers)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"a state dict's keys are names, not {name!r}")
-        if isinstance(value, torch.Tensor) and not _is_extra(name):
+        if isinstance(value, torch.Tensor) and not is_extra(name):
+            check_kind(value, f"model tensor {name!r}")
             tensors[name] = value
         else:
             found.extra[name] = value
@@ -153,9 +203,6 @@ def _view(state: Mapping[str, Any], buffers: set[str], aliases: frozenset[str]) 
     for name, tensor in tensors.items():
         if name not in found.tied:
             found.tensors[name] = describe(tensor, f"model tensor {name!r}")
-            found.handles[id(tensor)] = (Handle(name, found.tensors[name]),)
+            found.splits |= {name: splits[name]} if name in splits else {}
+            found.handles[id(tensor)] = (Handle(name, found.tensors[name], splits=splits.get(name, ())),)
     return found
-
-
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == EXTRA

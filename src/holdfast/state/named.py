@@ -3,57 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from holdfast.engine.splits import Splits
 from holdfast.errors import StateError
 from holdfast.state.fsdp1 import FlatPart
+from holdfast.state.load_hooks import Loader
 from holdfast.state.tensors import Described
 
 #: The name under which ``state_dict`` keeps what ``get_extra_state`` returns.
 EXTRA = "_extra_state"
 
 
+def is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == EXTRA
+
+
 @dataclass(frozen=True)
 class Handle:
     """A parameter as an optimizer knows it: its name, and what its states are laid out like.
 
-    ``flat`` tells where it is in a flat parameter of FSDP1, several of which an optimizer may know as one.
+    ``flat`` tells where it is in a flat parameter of FSDP1, several of which an optimizer may know as one. ``splits``
+    are what it is stored as, where that is not one tensor of its name.
     """
 
     name: str
     like: Described
     flat: FlatPart | None = None
+    splits: Splits = ()
+
+    def with_prefix(self, prefix: str) -> Handle:
+        """The same with ``prefix`` before its name, and before those that it is stored under."""
+        splits = tuple(msgspec.structs.replace(split, name=prefix + split.name) for split in self.splits)
+        return replace(self, name=prefix + self.name, splits=splits)
 
 
 @dataclass
 class ModelView:
     """A model as a checkpoint sees it.
 
-    ``tensors`` are live, each once, by FQN; ``twins`` are further ones that several parts of the model have under one
-    name; ``tied`` maps further names of one to the name it has there. ``handles`` are the parameters by ``id``.
-    ``extra`` are values of a state dict that are not tensors, and what ``get_extra_state`` gave, by name, with
-    ``owners`` of them to be given them back under the name that they have there.
+    ``tensors`` are live, each once, by FQN; ``splits`` tell of those that are stored in parts under names of their own;
+    ``twins`` are further ones that several parts of the model have under one name; ``tied`` maps further names of one
+    to the name it has there. ``handles`` are the parameters by ``id``. ``extra`` are values of a state dict that are no
+    tensors, and what ``get_extra_state`` gave, by name, with ``owners`` of them to be given them back under the name
+    that they have there. ``loaders`` are the modules, whose load hooks are to be run.
     """
 
     tensors: dict[str, Described] = field(default_factory=dict)
+    splits: dict[str, Splits] = field(default_factory=dict)
     twins: list[tuple[str, Described]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     handles: dict[int, tuple[Handle, ...]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
+    loaders: list[Loader] = field(default_factory=list)
 
     def put_extra(self, name: str, value: object) -> None:
-        """Give back one of ``extra``."""
+        """Give back one of ``extra``, but for a value that only ``load_state_dict`` knows where to put."""
         owner, inside = self.owners[name]
-        if isinstance(owner, nn.Module):
-            owner.get_submodule(inside.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
-        else:
+        if not isinstance(owner, nn.Module):
             owner[inside] = value
+        elif is_extra(inside):
+            owner.get_submodule(inside.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
 
 
 def merge(whole: ModelView, one: ModelView) -> None:
@@ -65,7 +83,9 @@ def merge(whole: ModelView, one: ModelView) -> None:
                 raise StateError(f"two parts of the model have different tensors named {name!r}")
             whole.twins.append((name, tensor))
     whole.twins += one.twins
-    for mine, others in ((whole.tied, one.tied), (whole.extra, one.extra), (whole.owners, one.owners)):
+    whole.loaders += one.loaders
+    pairs = (whole.tied, one.tied), (whole.extra, one.extra), (whole.owners, one.owners), (whole.splits, one.splits)
+    for mine, others in pairs:
         mine.update(others)  # type: ignore[arg-type]
     whole.buffers |= one.buffers
     whole.handles |= one.handles

@@ -89,8 +89,7 @@ def handles_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[H
     for name, view in sorted(models.items(), key=lambda item: item[0] != own):
         prefix = "" if name in {own, "model"} else name.removeprefix("model/") + "/"
         for identity, handles in view.handles.items():
-            renamed = tuple(Handle(prefix + one.name, one.like, one.flat) for one in handles)
-            found.setdefault(identity, renamed if prefix else handles)
+            found.setdefault(identity, tuple(one.with_prefix(prefix) for one in handles) if prefix else handles)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from holdfast.layout.files import TensorInfo
 from holdfast.layout.names import split_state_key, state_key
 from holdfast.state import fsdp1
 from holdfast.state.foreign import as_kept, check_states
-from holdfast.state.groups import Encoded, check_trained, match
+from holdfast.state.groups import Encoded, Leeway, check_trained, match
 from holdfast.state.named import Handle
 from holdfast.state.optimizer import Group, Member, place
 from holdfast.state.probe import probe
@@ -21,15 +22,22 @@ from holdfast.state.tensors import DTYPES, Described, describe
 
 
 class Restoration:
-    """The states and settings that the groups of an optimizer get. :attr:`targets` are the tensors to fill."""
+    """The states and settings that the groups of an optimizer get. :attr:`targets` are the tensors to fill.
 
-    def __init__(self, groups: Sequence[Group], saved: Encoded, infos: Mapping[str, TensorInfo]) -> None:
+    Parameters that the checkpoint has no state of, :attr:`missing`, are left as they are.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], saved: Encoded, infos: Mapping[str, TensorInfo], leeway: Leeway
+    ) -> None:
         """``saved`` and ``infos`` are the groups and state tensors of the checkpoint, other ranks' parameters included.
 
-        Raises ``OptimizerMismatchError`` where the optimizer is of another class or groups its parameters otherwise.
+        Raises ``OptimizerMismatchError`` if the optimizer is of another class or, without leeway, has other parameters
+        or other groups of them.
         """
-        self._groups, self._saved = groups, saved
-        self._matched = match(groups, saved)
+        self._groups, self._saved, self._leeway = groups, saved, leeway
+        matching = match(groups, saved, leeway)
+        self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
         self._states: list[tuple[Group, Member, dict[str, torch.Tensor]]] = []
         self._together: list[tuple[str, list[torch.Tensor]]] = []
         self.targets: dict[str, Described] = {}
@@ -37,15 +45,17 @@ class Restoration:
         for name, info in infos.items():
             fqn, state = split_state_key(name)
             by_name.setdefault(fqn, {})[state] = info
+        missing = set(self.missing)
         for group, own in zip(groups, self._matched, strict=True):
             check_states(group, own, by_name)
             for member in group.members:
-                if group.source.owns(member.key):
+                is_known = not member.handles or any(handle.name not in missing for handle in member.handles)
+                if is_known and group.source.owns(member.key):
                     self._states.append((group, member, self._allocate(group, member, by_name)))
 
-    def check_trained(self, trained: set[str]) -> None:
-        """Raise ``OptimizerMismatchError`` for parameters of the checkpoint that no rank trains."""
-        check_trained(self._saved, trained)
+    def check_trained(self, trained: set[str]) -> list[str]:
+        """The parameters of the checkpoint that no rank trains; an ``OptimizerMismatchError`` without leeway."""
+        return check_trained(self._saved, trained, self._leeway)
 
     def _allocate(
         self, group: Group, member: Member, infos: Mapping[str, Mapping[str, TensorInfo]]
@@ -76,19 +86,20 @@ class Restoration:
         known.append(other)
         return describe(other, state)
 
+    def settings(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """The settings of each group, live, and the saved ones that it gets; none if it keeps its own."""
+        for group, saved in zip(self._groups, self._matched, strict=True):
+            yield group.settings, saved["settings"] if saved is not None else {}
+
     def apply(self) -> None:
-        """Put groups and states into the optimizer."""
+        """Put states into the optimizer, after :func:`put_settings`."""
         for what, same in self._together:
             if not all(torch.equal(same[0], other) for other in same[1:]):
                 raise OptimizerMismatchError(
                     f"{what} and of parameters that share its flat parameter differ in the checkpoint; FSDP1 keeps one "
                     "value for all of them: wrap with use_orig_params=True"
                 )
-        plain_states: dict[str, dict[str, Any]] = {}
-        for group, saved in zip(self._groups, self._matched, strict=True):
-            if saved is not None:
-                _set(group.settings, saved["settings"])
-                plain_states.update(saved["state"])
+        plain_states = {name: state for saved in self._saved for name, state in saved["state"].items()}
         for group, member, tensors in self._states:
             plain = {name: value for one in member.handles for name, value in plain_states.get(one.name, {}).items()}
             plain = as_kept(group, member, plain)
@@ -108,12 +119,22 @@ def _check_together(member: Member, infos: Mapping[str, Mapping[str, TensorInfo]
             )
 
 
-def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for name, value in saved.items():
-        if isinstance(group.get(name), torch.Tensor):
-            group[name].copy_(torch.as_tensor(value))
-        else:
-            group[name] = value
+def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Put saved settings into groups, of all optimizers that are loaded together.
+
+    A tensor, such as a learning rate that a captured step reads, stays where it is. But if several groups share it, it
+    cannot take the value of each: then they get tensors of their own, as ``Optimizer.load_state_dict`` gives them.
+    """
+    held = Counter(id(value) for group, _ in pairs for value in group.values() if isinstance(value, torch.Tensor))
+    for group, saved in pairs:
+        for name, value in saved.items():
+            own = group.get(name)
+            if not isinstance(own, torch.Tensor):
+                group[name] = value
+            elif held[id(own)] > 1:
+                group[name] = own.clone().copy_(torch.as_tensor(value))
+            else:
+                own.copy_(torch.as_tensor(value))
 
 
 def _target(handle: Handle, state: str, whole: torch.Tensor, info: TensorInfo) -> Described:

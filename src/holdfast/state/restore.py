@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.engine.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
+from holdfast.layout.dtypes import FLOATING
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.order import BY_NUMBER
 from holdfast.state import fsdp1, sources, stateful
@@ -19,13 +21,15 @@ from holdfast.state import model as models
 from holdfast.state import optimizer as optimizers
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArraysIn
-from holdfast.state.belongings import LOADER, RNG, Own
-from holdfast.state.capture import STATE, Inventory, Training, named
+from holdfast.state.belongings import LOADER, RANK_CONTENT, RNG, Own
+from holdfast.state.capture import STATE, Inventory, Training
+from holdfast.state.groups import Leeway
 from holdfast.state.lazy import LazyModels
-from holdfast.state.named import ModelView
+from holdfast.state.named import ModelView, is_extra
 from holdfast.state.numbered import by_number, by_order, check_order, has_names
-from holdfast.state.restoration import Restoration
-from holdfast.state.tensors import Described, describe
+from holdfast.state.restoration import Restoration, put_settings
+from holdfast.state.splitting import split_handles, stored_names
+from holdfast.state.tensors import Described, describe, shares_elements
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
@@ -36,32 +40,48 @@ _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 
 _SHOWN = 20
 
+#: The kinds of parts that a checkpoint may lack.
+PARTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "rank_content")
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What must match: names if ``strict``, dtypes unless ``map_dtype``; and whether ``rng`` is put back."""
+    """What must match: names if ``strict``, dtypes unless ``map_dtype``; and whether ``rng`` is put back.
+
+    ``rank_content``: whether each rank is to get back what it had of its own. ``allow_missing`` are the kinds of parts,
+    of :data:`PARTS`, that may be missing, wholly or partly, however strict.
+    """
 
     strict: bool
     map_dtype: bool
     rng: bool
+    rank_content: bool = False
+    allow_missing: frozenset[str] = frozenset()
+
+    def may_lack(self, part: str) -> bool:
+        """Whether something of a part, such as ``"model"`` or ``"model/generator"``, may be missing."""
+        return not self.strict or part.partition("/")[0] in self.allow_missing
 
 
 @dataclass
 class Findings:
     """What did not match: names on one side only, and what is of another shape or dtype.
 
-    ``incomplete`` are the parts (``"model"``, …) that have such names, ``cast`` those with tensors of another dtype.
+    ``reasons`` are the part of each thing that was asked for and is missing, and why, in words. ``incomplete`` are the
+    parts (``"model"``, …) that have such names, ``cast`` those with tensors of another dtype.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    reasons: list[tuple[str, str]] = field(default_factory=list)
     incomplete: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
 
-    def lack(self, part: str, name: str) -> None:
-        """Something of a part is not in the checkpoint."""
+    def lack(self, part: str, name: str, reason: str = "") -> None:
+        """Something of a part is not in the checkpoint, or cannot be given back for a ``reason``."""
         self.missing.append(name)
+        self.reasons.append((part, f"{name}: {reason}" if reason else f"missing in the checkpoint: {name}"))
         self.incomplete.add(part)
 
     def exceed(self, part: str, name: str) -> None:
@@ -69,21 +89,40 @@ class Findings:
         self.unexpected.append(name)
         self.incomplete.add(part)
 
+    def refused(self, policy: Policy) -> list[str]:
+        """The parts that lack something, and may not."""
+        parts = (part for part, _ in self.reasons if not policy.may_lack(part))
+        return list(dict.fromkeys(part.partition("/")[0] for part in parts))
+
+    def tolerated(self, policy: Policy) -> list[str]:
+        """What was asked for and is missing where it may be, in words: as much of it as is told."""
+        return [reason for part, reason in self.reasons if policy.may_lack(part)][: _SHOWN + 1]
+
     def check(self, policy: Policy, source: str) -> None:
         """Raise ``MismatchError`` that names everything at once."""
-        lines = [f"  {text}" for text in self.different]
+        refused = self.refused(policy)
+        lines = self.different + [reason for part, reason in self.reasons if not policy.may_lack(part)]
         if policy.strict:
-            lines += [f"  missing in the checkpoint: {name}" for name in self.missing]
-            lines += [f"  only in the checkpoint: {name}" for name in self.unexpected]
+            lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
         if lines:
-            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-            hint = "\nPass strict=False to load what matches." if policy.strict and not self.different else ""
+            advice = "" if self.different or not policy.strict else f"\nPass {_ways_out(refused, self.unexpected)}."
             raise MismatchError(
-                f"{source} does not match what it is loaded into; nothing was changed:\n"
-                + "\n".join(lines[:_SHOWN])
-                + more
-                + hint
+                f"{source} does not match what it is loaded into; nothing was changed:\n{listed(lines)}{advice}"
             )
+
+
+def _ways_out(refused: Sequence[str], unexpected: Sequence[str]) -> str:
+    """The arguments that let the rest be loaded; the narrow one if no names of tensors are concerned."""
+    strict = "strict=False to load what matches"
+    if unexpected or {*refused} & {"model", "optimizer"}:
+        return strict
+    return f"allow_missing={tuple(refused)!r} to load the rest without, or {strict}"
+
+
+def listed(lines: Sequence[str]) -> str:
+    """The first of some lines, and how many more there are."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
 
 
 class Intake:
@@ -95,9 +134,16 @@ class Intake:
     """
 
     def __init__(
-        self, training: Training, groups: Groups, tied: Mapping[str, Mapping[str, str]], policy: Policy
+        self,
+        training: Training,
+        groups: Groups,
+        tied: Mapping[str, Mapping[str, str]],
+        policy: Policy,
+        joined: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
+        """``joined`` are stored tensors, by group, that are seen as parts of others here, and maybe only here."""
         self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
+        self._joined = joined
         self.shared = ArraysIn(groups.get(STATE, {}))
         self.targets: dict[tuple[str, str], Described] = {}
         self.more: list[tuple[tuple[str, str], Described]] = []
@@ -109,6 +155,8 @@ class Intake:
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
         self._restorations: dict[str, Restoration] = {}
+        #: What buffers are to become that their modules resize, by slot and name.
+        self._made: dict[str, dict[str, Tensor]] = {}
         self._values: Mapping[str, Any] = {}
         self._own = Own()
 
@@ -125,22 +173,36 @@ class Intake:
             else:
                 self.findings.lack(slot, slot)
         self._match_stateful()
+        self._match_own()
         for group, arrays in ((STATE, self.shared), (PER_RANK, own_arrays)):
             for name, tensor in arrays.tensors.items():
                 self._aim((group, name), describe(tensor, f"{group} tensor {name!r}"))
 
     def _match_stateful(self) -> None:
-        """Objects by name; and the data loader, which another number of ranks may go without."""
+        """Objects by name."""
         saved = self._values.get("stateful", {})
         wanted = () if self._training.stateful is None else stateful.check(self._training.stateful)
         for name in wanted:
             if name not in saved:
                 self.findings.lack("stateful", f"stateful object {name!r}")
-        if self._lacks_loader() and not self._own.split:
-            self.findings.missing.append(LOADER)
 
-    def _lacks_loader(self) -> bool:
-        return self._training.dataloader is not None and not self._own.loader
+    def _match_own(self) -> None:
+        """What belongs to this rank alone."""
+        own, training, findings = self._own, self._training, self.findings
+        if training.dataloader is not None and not own.loader:
+            findings.lack(LOADER, LOADER, own.lost.get(LOADER, ""))
+        check = getattr(training.dataloader, "check_states", None)
+        if own.loader and callable(check):
+            try:
+                check(own.loader)
+            except MismatchError as error:
+                findings.different.append(str(error))
+        if self._policy.rng and not own.has_generators():
+            findings.lack(RNG, RNG)
+        if RANK_CONTENT in own.lost and self._policy.rank_content:
+            findings.lack(RANK_CONTENT, RANK_CONTENT, own.lost[RANK_CONTENT])
+        elif RANK_CONTENT in own.lost:
+            findings.missing.append(RANK_CONTENT)
 
     def take_stock(self, rank: int) -> None:
         """Note in :attr:`inventory` what this rank wants, and knows the names of."""
@@ -168,16 +230,11 @@ class Intake:
                     self.findings.lack(slot, name)
         for slot, restoration in self._restorations.items():
             with self._mismatch_noted():
-                restoration.check_trained(known.get(f"{_TRAINED} {slot}", set()))
+                for name in restoration.check_trained(known.get(f"{_TRAINED} {slot}", set())):
+                    self.findings.exceed(slot, f"{slot}/{name}")
         self.findings.different += self._lazy.problems({id(target.local) for target in self._every_target()})
         self._hint()
         self.findings.check(self._policy, source)
-        if self._policy.rng and not self._own.has_generators():
-            self.findings.missing.append(RNG)
-        if self._lacks_loader() and self._own.split:
-            self.findings.missing.append(LOADER)
-        if self._own.lost:
-            self.findings.missing.append("rank_content")
 
     @property
     def user_content(self) -> Any:
@@ -200,7 +257,7 @@ class Intake:
         if own.loader:
             (rederived if own.split else exact).append(LOADER)
         exact += ["user_content"] if "user_content" in self._values else []
-        exact += ["rank_content"] if own.content is not None else []
+        exact += [RANK_CONTENT] if own.content is not None else []
         return exact, rederived
 
     def _hint(self) -> None:
@@ -221,15 +278,15 @@ class Intake:
             self.findings.different.append(str(error))
 
     def _is_mismatched(self) -> bool:
-        names = [*self.findings.missing, *self.findings.unexpected] if self._policy.strict else []
-        return bool(self.findings.different or names)
+        unexpected = self._policy.strict and self.findings.unexpected
+        return bool(self.findings.different or unexpected or self.findings.refused(self._policy))
 
     def _match_model(self, slot: str, parts: Sequence[object]) -> None:
         for part in parts:
             if isinstance(part, nn.Module):
                 fsdp1.reshard(part)
-        view = self._views[slot] = models.view(parts)
         stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
+        view = self._views[slot] = models.view_to_load(parts, stored.keys() | tied.keys())
         aliases: dict[str, list[str]] = {}
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
@@ -240,12 +297,33 @@ class Intake:
                 source = next((one for one in known if one in stored), None)
             if source is None:
                 self.findings.lack(slot, name)
-            elif self._fits(slot, name, tensor, stored[source]):
-                self._aim((slot, source), tensor)
+                continue
+            target = self._resized(slot, name, tensor, stored[source]) or tensor
+            if self._fits(slot, name, target, stored[source]):
+                self._aim((slot, source), target)
                 self.filled.add((slot, name))
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
         refused = sorted(name for name in known_names if (slot, name) not in self.targets)
-        self.inventory.names[f"{_KNOWN} {slot}"] = refused
+        self._check_flattened(slot, view)
+        self.inventory.names[f"{_KNOWN} {slot}"] = refused + sorted(self._joined.get(slot, ()))
+
+    def _resized(self, slot: str, name: str, tensor: Described, info: TensorInfo) -> Described | None:
+        """What a buffer of another shape becomes that code of its module may give the checkpoint's; to be filled."""
+        view = self._views[slot]
+        is_plain = name in view.buffers and tensor.layout is None and not tensor.local.is_meta
+        if tensor.shape == info.shape or not is_plain or not any(one.may_resize(name) for one in view.loaders):
+            return None
+        made = self._made.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
+        return describe(made, f"model tensor {name!r}")
+
+    def _check_flattened(self, slot: str, view: ModelView) -> None:
+        """Load hooks that cannot be run are a difference, or make the model incomplete."""
+        for loader in view.loaders:
+            problem = loader.flattened() if fsdp1.wrapped(loader.module) else None
+            if problem is not None and self._policy.strict:
+                self.findings.different.append(problem)
+            elif problem is not None:
+                self.findings.lack(slot, f"load hooks: {problem}")
 
     def _aim(self, source: tuple[str, str], tensor: Described) -> None:
         """Several targets have one source where weights are tied in the checkpoint and separate here."""
@@ -257,9 +335,15 @@ class Intake:
             self.findings.different.append(
                 f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
             )
-        elif tensor.dtype != info.dtype and not self._policy.map_dtype:
+        elif tensor.dtype != info.dtype and not (self._policy.map_dtype and _may_cast(info.dtype, tensor.dtype)):
+            hint = "map_dtype=True casts" if _may_cast(info.dtype, tensor.dtype) else "no cast keeps these values"
             self.findings.different.append(
-                f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here (map_dtype=True casts)"
+                f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here ({hint})"
+            )
+        elif not tensor.local.is_meta and shares_elements(tensor.local):
+            self.findings.different.append(
+                f"{name}: an expanded view here, whose elements share memory and cannot be filled: replace it by its "
+                "clone()"
             )
         elif tensor.local.is_meta and not self._lazy.may(slot):
             self.findings.different.append(
@@ -286,7 +370,7 @@ class Intake:
         if slot not in self._values:
             self.findings.lack(slot, slot)
             return
-        handles = optimizers.handles_for(slot, self._views or named(self._training))
+        handles = optimizers.handles_for(slot, self._views or self._named(slot))
         groups = optimizers.groups(parts, handles)
         self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
@@ -296,29 +380,57 @@ class Intake:
         elif self.named_by[slot] == "places":
             groups = by_order(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
-        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(optimizers.names(groups))
+        stored = {name for handle in split_handles(groups).values() for name in stored_names(handle)}
+        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.names(groups)))
         with self._mismatch_noted():
             infos = {} if self._is_mismatched() else self._groups.get(slot, {})
-            restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos)
+            by_name = self.named_by[slot] != "places"
+            leeway = Leeway(is_partial=by_name and self._policy.may_lack(slot), by_name=by_name)
+            restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos, leeway)
+            for name in restoration.missing:
+                self.findings.lack(slot, f"{slot}/{name}")
+            for number in restoration.regrouped:
+                self.findings.lack(slot, f"{slot}: settings of group {number}")
             for name, tensor in restoration.targets.items():
                 self._aim((slot, name), tensor)
                 self.filled.add((slot, name))
 
+    def _named(self, slot: str) -> dict[str, ModelView]:
+        """The models that only tell names, by slot."""
+        stored = {name for group in self._values[slot]["groups"] for name in group["params"]}
+        every = models.slots(self._training.named_by).items()
+        return {name: models.view_to_load(parts, stored) for name, parts in every}
+
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
-        for restoration in self._restorations.values():
+        for slot, view in self._views.items():
+            self._apply_model(slot, view)
+        restorations = self._restorations.values()
+        put_settings([pair for restoration in restorations for pair in restoration.settings()])
+        for restoration in restorations:
             restoration.apply()
         for slot, parts in schedulers.slots(self._training.scheduler).items():
             if slot in self._values:
                 schedulers.load(parts, self._values[slot])
-        for slot, view in self._views.items():
-            for name, value in self._values.get(slot, {}).items():
-                if name in view.extra:
-                    view.put_extra(name, value)
         for name, one in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
                 one.load_state_dict(self._values["stateful"][name])
         self._own.apply(self._training.dataloader)
+
+    def _apply_model(self, slot: str, view: ModelView) -> None:
+        """Give a model its values, then let it do what it does itself when it is loaded."""
+        extra = {name: value for name, value in self._values.get(slot, {}).items() if name in view.extra}
+        for name, value in extra.items():
+            view.put_extra(name, value)
+        others = {name: value for name, value in extra.items() if not is_extra(name)}
+        for loader in view.loaders:
+            if not fsdp1.wrapped(loader.module):
+                loader.run(self._made.get(slot, {}) | others)
+
+
+def _may_cast(stored: str, here: str) -> bool:
+    """Whether a cast loses precision at most: neither signs, nor parts of numbers, nor what is not finite."""
+    return {stored, here} <= FLOATING
 
 
 def _with_memory(target: Described, made: Mapping[int, Tensor]) -> Described:

@@ -45,6 +45,11 @@ def differences(parts: Sequence[Any], saved: Any) -> Iterator[str]:
             yield f"scheduler: the checkpoint holds the state of {one['class']}, this one is {mine['class']}"
         elif _links(mine["state"]) != _links(one["state"]):
             yield f"scheduler: a chain of {_links(one['state'])} in the checkpoint, of {_links(mine['state'])} here"
+        elif None not in (sizes := [_groups(one["state"]), _groups(mine["state"])]) and sizes[0] != sizes[1]:
+            yield (
+                f"scheduler: of {sizes[0]} parameter groups in the checkpoint, of {sizes[1]} here, where its next step "
+                "would fail: leave it out, and make it anew"
+            )
 
 
 def load(parts: Sequence[Any], saved: Any) -> None:
@@ -78,6 +83,13 @@ def _links(state: Any) -> int:
     """How many schedulers a chained one has; 1 for any other."""
     links = state.get("_schedulers", [state]) if isinstance(state, Mapping) else [state]
     return len(links)
+
+
+def _groups(state: Any) -> int | None:
+    """How many parameter groups a scheduler, or the first of a chain, sets the rates of, if it tells."""
+    links = state.get("_schedulers", [state]) if isinstance(state, Mapping) else [state]
+    rates = links[0].get("base_lrs") if links and isinstance(links[0], Mapping) else None
+    return len(rates) if isinstance(rates, list) else None
 
 
 def _is_scheduler(one: Any) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError
 from holdfast.layout.names import check_tag
 
-#: Wrappers by name, as Accelerate need not be there, and where they have what they wrap.
+#: Wrappers, by package and class, as Accelerate and torchtitan need not be there, and where they have what they wrap.
 _WRAPPERS = {
-    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
-    "accelerate.scheduler.AcceleratedScheduler": "scheduler",
+    ("accelerate", "AcceleratedOptimizer"): "optimizer",
+    ("accelerate", "AcceleratedScheduler"): "scheduler",
+    ("torchtitan", "ModelWrapper"): "model",
 }
 
 
@@ -37,10 +40,17 @@ def _name(kind: str, name: object) -> str:
 
 
 def _parts(given: Any) -> list[Any]:
-    return [_inner(one) for one in given] if isinstance(given, list | tuple) else [_inner(given)]
+    inner = _inner(given)
+    return [part for one in inner for part in _parts(one)] if isinstance(inner, list | tuple) else [inner]
 
 
 def _inner(given: Any) -> Any:
-    """What is inside of Accelerate's wrappers, which would go by their own class."""
-    attribute = _WRAPPERS.get(f"{type(given).__module__}.{type(given).__qualname__}")
-    return given if attribute is None else getattr(given, attribute)
+    """What is inside of others' wrappers, which would go by their own class, or hide that they are several."""
+    for kind in type(given).__mro__:
+        attribute = _WRAPPERS.get((kind.__module__.partition(".")[0], kind.__qualname__))
+        if attribute is not None:
+            return getattr(given, attribute)
+    if isinstance(given, Optimizer) and isinstance(given, Iterable):
+        inside = list(given)  # a container of optimizers, such as torchtitan's, has no states of its own
+        return inside if inside and all(isinstance(one, Optimizer) for one in inside) else given
+    return given

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from holdfast.state import sources
 from holdfast.state.capture import Capture
@@ -35,33 +31,3 @@ def _owned(optimizer: object) -> Iterator[torch.Tensor]:
 
 def _memory(tensor: torch.Tensor) -> int:
     return local_tensor(tensor).untyped_storage().data_ptr()
-
-
-class StepGuard:
-    """Makes the next step of any optimizer wait until a copy has ended."""
-
-    def __init__(self) -> None:
-        self._copied: Event | None = None
-        self._hook: RemovableHandle | None = None
-
-    def arm(self, copied: Event) -> None:
-        """Steps wait for this event from now on."""
-        self._copied = copied
-        if self._hook is None:
-            # For all optimizers: several may share parameters, and some have others inside.
-            # Compiled code must not go into it; importing the compiler is for those who need it.
-            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Wait as a step would."""
-        if self._copied is not None:
-            self._copied.wait()
-
-    def disarm(self) -> None:
-        """Steps wait no more. To be called in the thread that steps: torch walks through its hooks there."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._copied = None
-
-    def _before_step(self, *_: Any) -> None:
-        self.wait()

@@ -8,8 +8,10 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.engine import layouts
@@ -64,6 +66,33 @@ def check_present(tensor: Described, what: str) -> None:
         raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
 
 
+def check_kind(tensor: torch.Tensor, what: str) -> None:
+    """Raise ``UnsupportedTensorError`` naming ``what`` for a tensor that is not elements in memory.
+
+    To be called before a tensor is asked for its shape or its address, which some kinds answer with an error of torch.
+    """
+    local = local_tensor(tensor)
+    if is_lazy(local):
+        raise UnsupportedTensorError(
+            f"{what} is uninitialized: its lazy module has not run yet; run one forward pass before you save or load"
+        )
+    if local.is_nested:
+        raise UnsupportedTensorError(
+            f"{what} is a nested tensor; only dense tensors can be stored: store its values() and offsets()"
+        )
+    if isinstance(local, FakeTensor):
+        raise UnsupportedTensorError(f"{what} is a FakeTensor, which has no data; save and load outside FakeTensorMode")
+    if local.is_quantized:
+        raise UnsupportedTensorError(
+            f"{what} is a quantized tensor; only dense tensors can be stored: store its int_repr() and its scales"
+        )
+    if local.layout != torch.strided:
+        raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
+    if is_traceable_wrapper_subclass(local):
+        kind = type(local).__qualname__
+        raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
+
+
 def describe(tensor: torch.Tensor, what: str) -> Described:
     """Describe a tensor. Raises ``UnsupportedTensorError`` naming ``what`` where it cannot be stored."""
     layout = None
@@ -71,11 +100,7 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
     if isinstance(tensor, DTensor):
         layout = _layout(tensor, what)
         local = tensor._local_tensor  # noqa: SLF001 - tolocal_tensor() would be traced by autograd
-    if local.layout != torch.strided or local.is_quantized:
-        raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
-    if is_traceable_wrapper_subclass(local):
-        kind = type(local).__qualname__
-        raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
+    check_kind(local, what)
     if local.ndim > DIMENSIONS:
         raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
     name = NAMES.get(tensor.dtype)
@@ -130,6 +155,12 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
             yield from (group for group in same.values() if len(group) > 1)
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one place in memory, as in an expanded view."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in axes)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
@@ -145,4 +176,7 @@ def _identity(tensor: torch.Tensor) -> object:
     local = local_tensor(tensor)
     if isinstance(tensor, nn.Parameter) or _address(tensor) == id(tensor):
         return id(tensor)
-    return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
+    # A lazy conjugate or negation is a bit on a view of the same memory: other values, and another tensor.
+    seen = local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg()
+    layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return local.device, local.data_ptr(), *seen, layout

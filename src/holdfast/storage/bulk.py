@@ -15,6 +15,7 @@ from pathlib import Path
 
 from holdfast.errors import DamagedError
 from holdfast.storage.closing import Closing
+from holdfast.storage.forks import ClosedInForks
 from holdfast.storage.local import reported
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
@@ -39,11 +40,12 @@ _CLOSED = -1
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-class Writer(Closing):
+class Writer(Closing, ClosedInForks):
     """Writes byte ranges into a file that exists. What was not synced when it is closed may be lost."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__()
+        self._path, self._cached = path, _CLOSED
         with reported("open", path):
             self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
@@ -66,6 +68,10 @@ class Writer(Closing):
         fd, self._cached = self._cached, _CLOSED
         close_file(fd, self._path)
 
+    def close_in_fork(self) -> None:
+        """See :class:`ClosedInForks`."""
+        self.close()
+
 
 class CachedWriter(Writer):
     """Through the page cache, where what is read back soon is still there; memory of any address will do."""
@@ -84,9 +90,10 @@ class BulkWriter(Writer):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
         self._edges: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
+        self._direct: int | None = None
+        super().__init__(path)
         try:
             with reported("open", path):
                 self._direct = open_direct(path, os.O_WRONLY)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import StorageError, TagExistsError
+from holdfast.storage.forks import ClosedInForks
 from holdfast.storage.local import make_folder, reported, sync_folder
 
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -28,7 +29,7 @@ _CLAIMS, _NAP = 100, 0.005
 _UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
-class Lock:
+class Lock(ClosedInForks):
     """A folder that a living process works on. Its end, however it comes, lets go of the folder.
 
     Where the file system has no locks (``held`` is false then), nobody can tell, and others leave the folder alone.
@@ -36,6 +37,8 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         """Raises ``BlockingIOError`` where another process has the folder, or has removed it."""
+        super().__init__()
+        self._fd, self.held = -1, False
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.held = _lock(self._fd)
@@ -45,8 +48,15 @@ class Lock:
             raise
 
     def close(self) -> None:
-        """Let go of it, once: the number of a closed file may be another's by the second time."""
-        fd, self._fd = self._fd, -1
+        """Unlock the folder: also if a process that was forked meanwhile has it open. Closes it once."""
+        if self.held:
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.close_in_fork()
+
+    def close_in_fork(self) -> None:
+        """Close the folder, and leave the lock to the process that has it."""
+        fd, self._fd, self.held = self._fd, -1, False
         if fd >= 0:
             with suppress(OSError):  # nothing was written, and it is closed all the same
                 os.close(fd)

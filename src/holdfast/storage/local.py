@@ -6,6 +6,7 @@ Every ``OSError`` leaves here as ``StorageError`` with the path in it.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import platform
 import shutil
@@ -124,6 +125,12 @@ def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
             raise UnsafeNameError(f"{path} is not a regular file: refused")
 
 
+def real_path(path: Path) -> Path:
+    """Where a path leads when all links are followed; what is not there is as it is called."""
+    with reported("look at", path):
+        return Path(os.path.realpath(path))
+
+
 def read_small(path: Path, limit: int = 2**30) -> bytes:
     """All bytes of a small file. Raises ``StorageError`` when it has more than ``limit``."""
     with reported("read", path), path.open("rb") as file:
@@ -150,6 +157,23 @@ def usage(path: Path) -> tuple[float, int] | None:
             return None
 
 
+def last_change(path: Path) -> float:
+    """When a folder or anything in it last changed, in seconds since 1970. Raises ``StorageError`` if it is gone."""
+    with reported("look at", path):
+        return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+
+
+def tree_state(path: Path) -> str:
+    """A digest of what tells the files in a folder from others: names, inodes, sizes, times. Nothing if it is gone."""
+    with reported("look at", path):
+        try:
+            states = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
+        except FileNotFoundError:
+            return ""
+    told = [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in states if stat.S_ISREG(one.st_mode)]
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest() if told else ""
+
+
 def exists(path: Path) -> bool:
     """Whether there is anything of this name."""
     with reported("look at", path):
@@ -171,11 +195,23 @@ def is_file(path: Path) -> bool:
             return False
 
 
+def is_taken(path: Path) -> bool:
+    """Whether there is anything of this name but a folder: a file, or what is in its place, such as a FIFO."""
+    with reported("look at", path):
+        try:
+            return path.exists() and not path.is_dir()
+        except PermissionError:
+            return False
+
+
 def files(path: Path) -> list[Path]:
-    """The files in a folder, hidden ones too; none where there is no such folder."""
+    """All in a folder that is no folder, hidden ones too; none where there is no such folder.
+
+    What is no regular file, such as a FIFO, is among them, so that who wants to read it refuses it by name.
+    """
     with reported("list", path):
         try:
-            return sorted(entry for entry in path.iterdir() if entry.is_file())
+            return sorted(entry for entry in path.iterdir() if not entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -184,7 +220,8 @@ def names(path: Path) -> set[str]:
     """The names in a folder, as they were at one moment; none where there is no such folder."""
     with reported("list", path):
         try:
-            return {entry.name for entry in path.iterdir()}
+            with os.scandir(path) as entries:
+                return {entry.name for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             return set()
 
@@ -239,7 +276,8 @@ def hidden_folders(path: Path) -> list[Path]:
     """The hidden folders in a folder; none where there is no such folder."""
     with reported("list", path):
         try:
-            return sorted(entry for entry in path.iterdir() if entry.name.startswith(".") and entry.is_dir())
+            with os.scandir(path) as entries:
+                return sorted(path / entry.name for entry in entries if entry.name.startswith(".") and entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -1,9 +1,13 @@
-"""How much of a file is in the page cache."""
+"""How much of a file is in the page cache, and how it gets out of it."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from pathlib import Path
+
+from holdfast.storage.local import reported
 
 #: ``cachestat``, of Linux 6.5: on every processor but Alpha it has this number.
 _CACHESTAT = 451
@@ -27,3 +31,13 @@ def is_cached(fd: int, offset: int, size: int) -> bool:
     pages = _Pages()
     failed: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, size)), ctypes.byref(pages), 0)
     return bool(failed) or int(pages.cached) * mmap.PAGESIZE * 2 > size
+
+
+def drop_cache(path: Path) -> None:
+    """Have the next reads of a file come from its file system. What is not synced yet stays in the cache."""
+    with reported("read", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

@@ -6,7 +6,6 @@ and saving writes what it loads, each file or folder in one atomic step, and not
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.background import background_saves
 from holdfast.compat.colossalai.layouts import model_folder, optimizer_file, optimizer_folder, variant
 from holdfast.compat.colossalai.wrapped import plain_model, plain_optimizer
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
@@ -34,6 +34,7 @@ from holdfast.restored import Restored
 from holdfast.state.capture import Training
 from holdfast.state.hub import stored
 from holdfast.storage.local import is_file, is_folder, local_path
+from holdfast.warning import warn
 
 _Path = str | PathLike[str]
 
@@ -50,7 +51,7 @@ class CheckpointIO:
     _sync_d2h = synchronize
 
     def _sync_io(self) -> None:
-        calls.finalize()
+        background_saves.finalize()
 
 
 class Booster:
@@ -122,7 +123,7 @@ class Booster:
         """Save a model: see :func:`holdfast.save_model`. ``prefix`` is a variant of the names of a folder's files."""
         del gather_dtensor
         if use_async and not use_safetensors:
-            warnings.warn("use_async=True saves safetensors files, as ColossalAI does", stacklevel=2)
+            warn("use_async=True saves safetensors files, as ColossalAI does")
             use_safetensors = True
         path = local_path(checkpoint)
         if not shard and use_safetensors and path.suffix != ".safetensors":

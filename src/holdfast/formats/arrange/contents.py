@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.arrange import roles
+from holdfast.formats.arrange.given import Given
+from holdfast.formats.arrange.naming import by_name
 from holdfast.formats.arrange.optimizers import Optimizer, parse, together
-from holdfast.formats.arrange.stored import Stored, Unreadable, is_tensor
-from holdfast.formats.arrange.trees import Budget, Path, is_extra, join, leaves, rebuilt, show
-from holdfast.formats.pickles import arrays
-from holdfast.formats.torchfile.objects import Device, Dtype, Layout, Size
+from holdfast.formats.arrange.scales import weigh
+from holdfast.formats.arrange.stored import Stored, Unread, Unreadable, is_tensor
+from holdfast.formats.arrange.trees import LONGEST, Path, is_extra, join, leaves, name_of, rebuilt, show, visit
+from holdfast.formats.reader import NotRead
+from holdfast.layout.budget import Budget
 from holdfast.layout.names import state_key, unwrapped
 from holdfast.layout.values import ArrayCodec
 
 #: The group of the tensors that are inside of values.
 STATE = "state"
 
-#: Steps for each byte that a tree was read from, and at least: each value is walked past a few times.
-_STEPS, _LEAST = 16, 100_000
+#: Steps for a scheduler, of which there are few.
+_SCHEDULER = 32
 
 #: What checkpoints of ours have beside models, optimizers and schedulers, and what is made of these keeps.
 _OWN = frozenset({"stateful", "user_content"})
@@ -35,20 +38,45 @@ _DDP = "module."
 class Contents:
     """What a checkpoint holds: tensors by group and name, further names of some, and values that may hold tensors.
 
-    ``source`` is what it was read from, for messages; it takes at most ``steps`` to walk through the values.
+    ``unread`` is what holdfast does not read of it. ``source`` is what it was read from, for
+    messages; ``budget`` is spent while it is arranged.
     """
 
     source: str
-    steps: int
+    budget: Budget
     groups: dict[str, dict[str, Stored]] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     inside: dict[object, str] = field(default_factory=dict)
+    unread: list[NotRead] = field(default_factory=list)
+    _numbers: Counter[str] = field(default_factory=Counter)
 
     def values(self, codec: ArrayCodec) -> dict[str, Any]:
         """The values, with what ``codec`` makes of tensors and of torch's other objects."""
         with _blaming(self.source):
-            return dict(rebuilt(self.tree, partial(_given, codec, self.inside), Budget(self.steps)))
+            return dict(rebuilt(self.tree, Given(codec, self.inside, Budget(self.budget.earned))))
+
+    def note(self, path: Path, value: Any) -> None:
+        """Take a tensor inside of values into a group of its own, once, by its path."""
+        if isinstance(value, Unread | Unreadable):
+            error = value.error if isinstance(value, Unread) else FormatError
+            name = name_of(path[1:], self.budget)
+            self.unread.append(NotRead(str(path[0]), name, value.why, is_value=True, error=error))
+        elif isinstance(value, Stored) and value.identity not in self.inside:
+            name = self._name(path)
+            self.inside[value.identity] = name
+            self.groups.setdefault(STATE, {})[name] = value
+
+    def _name(self, path: Path) -> str:
+        """A name that no other tensor inside of values has."""
+        whole = name_of(path, self.budget)
+        base = whole if len(whole) <= LONGEST else show(path)
+        while True:
+            self._numbers[base] += 1
+            number = self._numbers[base]
+            name = f"{base}#{number}" if number > 1 else base
+            if name not in self.groups.get(STATE, {}):
+                return name
 
     def nbytes(self) -> int:
         """The bytes of all tensors."""
@@ -66,56 +94,65 @@ def _blaming(source: str) -> Iterator[None]:
         raise type(error)(f"{source}: {error}") from error
 
 
-def arrange(tree: Any, keys: Mapping[str, str], nbytes: int, source: str) -> Contents:
+def arrange(tree: Any, keys: Mapping[str, str], budget: Budget, source: str) -> Contents:
     """Put what is in a tree where it belongs; what is of no known kind is ``user_content``.
 
-    ``nbytes`` is what the tree was read from, and so how much there can be in it; ``source`` goes into messages.
+    ``budget`` is that of the checkpoint, which what the tree was read from has earned; ``source`` goes into messages.
 
-    Raises ``InvalidArgumentError`` for a key that is not there, ``FormatError`` naming a tensor that cannot be read,
+    Raises ``InvalidArgumentError`` for a key that is not there, ``FormatError`` naming two things of one name,
     ``DamagedError`` for what contradicts itself.
     """
-    steps = _STEPS * nbytes + _LEAST
-    budget = Budget(steps)
     with _blaming(source):
-        return _arrange(tree, roles.find(tree, keys, budget), Contents(source, steps), budget)
+        weigh(tree, budget)
+        return _arrange(tree, roles.find(tree, keys, budget), Contents(source, budget))
 
 
-def kept(tree: Any, nbytes: int, source: str) -> Contents:
+def kept(tree: Any, budget: Budget, source: str) -> Contents:
     """A tree in which no models and optimizers are looked for: all of it is ``user_content``."""
-    contents = Contents(source, _STEPS * nbytes + _LEAST)
+    contents = Contents(source, budget)
     contents.tree["user_content"] = tree
-    budget = Budget(contents.steps)
     with _blaming(source):
-        rebuilt(contents.tree, partial(_note, contents, budget), budget)
+        weigh(tree, budget)
+        visit(contents.tree, contents.note)
     return contents
 
 
-def assembled(slots: Mapping[str, Any], values: Mapping[str, Any], nbytes: int, source: str) -> Contents:
+def assembled(slots: Mapping[str, Any], values: Mapping[str, Any], budget: Budget, source: str) -> Contents:
     """The same for parts whose slots are known: ``model``, ``optimizer``, ``scheduler``. ``values`` stay as such."""
-    steps = _STEPS * nbytes + _LEAST
-    budget, contents = Budget(steps), Contents(source, steps)
+    contents = Contents(source, budget)
     with _blaming(source):
-        _arrange(dict(slots), roles.Roles({slot: [(slot,)] for slot in slots}), contents, budget)
+        weigh((dict(slots), dict(values)), budget)
+        _arrange(dict(slots), roles.Roles({slot: [(slot,)] for slot in slots}), contents)
         contents.tree |= values
-        rebuilt(dict(values), partial(_note, contents, budget), budget)
+        visit(dict(values), contents.note)
         return contents
 
 
-def _arrange(tree: Any, found: roles.Roles, contents: Contents, budget: Budget) -> Contents:
+def _arrange(tree: Any, found: roles.Roles, contents: Contents) -> Contents:
     cleaners: dict[str, Callable[[str], str]] = {}
     for slot, paths in found.of("model"):
-        cleaners[slot] = _add_model(contents, slot, tree, paths, budget)
+        cleaners[slot] = _add_model(contents, slot, tree, paths)
     for slot, paths in found.of("optimizer"):
         clean = cleaners.get("model" + slot.removeprefix("optimizer"), unwrapped)
-        _add_optimizers(contents, slot, {path: parse(roles.at(tree, path), clean) for path in paths}, budget)
+        _add_optimizers(contents, slot, {path: parse(roles.at(tree, path), clean, contents.budget) for path in paths})
     for slot, paths in found.of("scheduler"):
-        states = roles.at(tree, paths[0])
-        each = [{"class": None, "state": state} for state in (states if isinstance(states, list) else [states])]
+        part = roles.at(tree, paths[0])
+        states = part if isinstance(part, list) else [part]
+        contents.budget.spend(_SCHEDULER * len(states))
+        each = [{"class": None, "state": state} for state in states]
         contents.tree[slot] = each[0] if len(each) == 1 else each
     rest = dict(roles.without(tree, found.taken())) if found.slots else tree
     contents.tree |= _beside(rest)
-    rebuilt(contents.tree, partial(_note, contents, budget), budget)
+    _check_groups(contents)
+    visit(contents.tree, contents.note)
     return contents
+
+
+def _check_groups(contents: Contents) -> None:
+    """Raise ``FormatError`` where two tensors have one name with their group before it: ``model/ema/w``."""
+    if any("/" in group for group in contents.groups):
+        every = (((group, name), None) for group, names in contents.groups.items() for name in names)
+        by_name(every, "/".join)
 
 
 def _beside(rest: Any) -> dict[str, Any]:
@@ -125,12 +162,12 @@ def _beside(rest: Any) -> dict[str, Any]:
     return {"user_content": rest}
 
 
-def _add_model(contents: Contents, slot: str, tree: Any, paths: list[Path], budget: Budget) -> Callable[[str], str]:
+def _add_model(contents: Contents, slot: str, tree: Any, paths: list[Path]) -> Callable[[str], str]:
     """Returns what takes wrappers' parts off the names of its parameters."""
     node = roles.at(tree, paths[0]) if len(paths) == 1 else {path[-1]: roles.at(tree, path) for path in paths}
     if is_tensor(node):
         node = {paths[0][-1]: node}
-    named = {join(path, budget): value for path, value in leaves(node, budget)}
+    named = by_name(leaves(node, contents.budget), lambda path: join(path, contents.budget))
     clean = _cleaner(name for name in named if is_tensor(named[name]))
     if len({clean(name) for name in named}) < len(named):
         clean = str
@@ -140,12 +177,14 @@ def _add_model(contents: Contents, slot: str, tree: Any, paths: list[Path], budg
         if not is_tensor(value) or is_extra(name):
             contents.tree.setdefault(slot, {})[clean(name)] = value
             continue
-        stored = _readable(value, name)
-        first = known.setdefault(stored.identity, clean(name))
-        if first != clean(name) and stored.info.nbytes:
+        if isinstance(value, Unreadable):
+            contents.unread.append(NotRead(slot, clean(name), value.why))
+            continue
+        first = known.setdefault(value.identity, clean(name))
+        if first != clean(name) and value.info.nbytes:
             contents.tied.setdefault(slot, {})[clean(name)] = first
         else:
-            tensors[clean(name)] = stored
+            tensors[clean(name)] = value
     return clean
 
 
@@ -155,58 +194,21 @@ def _cleaner(names: Iterable[str]) -> Callable[[str], str]:
     return unwrapped
 
 
-def _add_optimizers(contents: Contents, slot: str, found: Mapping[Path, Optimizer], budget: Budget) -> None:
-    whole = together(list(found.values()))
-    parts = {slot: whole} if whole is not None else {f"{slot}/{path[-1]}": one for path, one in found.items()}
-    for name, one in parts.items():
+def _add_optimizers(contents: Contents, slot: str, found: Mapping[Path, Optimizer]) -> None:
+    for name, one in _parts(slot, found).items():
         tensors = contents.groups.setdefault(name, {})
         for parameter, state, value in one.tensors():
-            key = join((state_key(parameter, state),), budget)
-            tensors[key] = _readable(value, key)
+            key = join((state_key(parameter, state),), contents.budget)
+            if isinstance(value, Unreadable):
+                contents.unread.append(NotRead(name, key, value.why))
+            else:
+                tensors[key] = value
         contents.tree[name] = one.values()
 
 
-def _readable(value: Any, name: str) -> Stored:
-    if isinstance(value, Unreadable):
-        raise FormatError(f"tensor {name!r} {value.why}")
-    if not isinstance(value, Stored):
-        raise DamagedError(f"{name!r} is no tensor")
-    return value
-
-
-def _note(contents: Contents, budget: Budget, path: Path, value: Any) -> None:
-    """Take the tensors inside of values into a group of their own, each once, by their paths."""
-    if not is_tensor(value):
-        return
-    stored = _readable(value, show(path))
-    if stored.identity in contents.inside:
-        return
-    group = contents.groups.setdefault(STATE, {})
-    name = base = show(path)
-    budget.spend(len(path))
-    number = 1
-    while name in group:
-        number += 1
-        name = f"{base}#{number}"
-    contents.inside[stored.identity] = name
-    group[name] = stored
-
-
-def _given(codec: ArrayCodec, inside: Mapping[object, str], path: Path, value: Any) -> Any:
-    """What a value becomes that is neither plain nor a container."""
-    if isinstance(value, Stored):
-        return codec.decode("$tensor", inside[value.identity])
-    if isinstance(value, Size):
-        return codec.decode("$size", list(value))
-    if isinstance(value, Dtype):
-        return codec.decode("$dtype", value.name)
-    if isinstance(value, Device):
-        return codec.decode("$device", value.text)
-    if isinstance(value, Layout):
-        return value.text
-    try:
-        if arrays.is_array(value):
-            return arrays.make(value)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"{show(path)} is {error}") from error
-    raise FormatError(f"{show(path)} holds {getattr(value, 'name', type(value).__name__)}, which is no plain value")
+def _parts(slot: str, found: Mapping[Path, Optimizer]) -> Mapping[str, Optimizer]:
+    """Optimizers by their slots: all in one if their parameters have names of their own."""
+    whole = together(list(found.values()))
+    if whole is not None:
+        return {slot: whole}
+    return by_name(found.items(), lambda path: f"{slot}/{path[-1]}")

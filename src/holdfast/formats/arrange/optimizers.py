@@ -10,14 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import DamagedError
+from holdfast.formats.arrange.naming import by_name, by_text, collision
 from holdfast.formats.arrange.stored import is_tensor
+from holdfast.formats.arrange.trees import check_keys
+from holdfast.layout.budget import Budget
+from holdfast.layout.keys import is_safe
 from holdfast.layout.order import BY_NUMBER, ORDERED
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
-_STATE, _GROUPS = "state", "param_groups"
+STATE, GROUPS = "state", "param_groups"
 
 #: What a group says of its parameters; all else is a setting.
 _PARAMS, _NAMES = "params", "param_names"
+
+#: Steps for a parameter, or for a state or setting of one.
+_PARAMETER = 4
 
 #: Takes wrappers' parts off the name of a parameter.
 Clean = Callable[[str], str]
@@ -75,23 +82,18 @@ class Optimizer:
         return {"groups": groups, BY_NUMBER: True} if self.by_number else {"groups": groups}
 
 
-def is_optimizer(node: object) -> bool:
-    """Whether a tree is the state of an optimizer."""
-    if not isinstance(node, dict) or not node:
-        return False
-    if isinstance(node.get(_GROUPS), list):
-        return all(isinstance(group, dict) for group in node[_GROUPS]) and isinstance(node.get(_STATE, {}), dict)
-    return _is_flattened(node)
-
-
-def _is_flattened(node: Mapping[Any, Any]) -> bool:
+def is_flattened(node: Mapping[Any, Any]) -> bool:
+    """Whether a dict has the names of a flattened state of an optimizer."""
     prefixes = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
-    return _GROUPS in prefixes and prefixes <= {_STATE, _GROUPS}
+    return GROUPS in prefixes and prefixes <= {STATE, GROUPS}
 
 
-def parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
-    """Take the state of an optimizer apart. Raises ``DamagedError`` where it contradicts itself."""
-    found = _parse_flattened(node, clean) if _is_flattened(node) else _parse(node, clean)
+def parse(node: Mapping[str, Any], clean: Clean, budget: Budget) -> Optimizer:
+    """Take the state of an optimizer apart. Raises ``DamagedError`` where it contradicts itself.
+
+    Raises ``FormatError`` where two parameters, or two states or settings of one, would get the same name.
+    """
+    found = _parse_flattened(node, clean, budget) if is_flattened(node) else _parse(node, clean, budget)
     params = set(found.params)
     if len(params) != len(found.params):
         raise DamagedError("the optimizer has one parameter twice in its groups")
@@ -101,24 +103,30 @@ def parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
     return found
 
 
-def _parse(node: Mapping[str, Any], clean: Clean) -> Optimizer:
-    names, by_number = _names(node[_GROUPS], clean)
+def _parse(node: Mapping[str, Any], clean: Clean, budget: Budget) -> Optimizer:
+    budget.spend(_PARAMETER * sum(len(_listed(group, _PARAMS)) + len(group) for group in node[GROUPS]))
+    names, by_number = _names(node[GROUPS], clean)
     groups = [
-        Group(number, [names[key] for key in _listed(group, _PARAMS)], _settings(group))
-        for number, group in enumerate(node[_GROUPS])
+        Group(number, [names[key] for key in _listed(group, _PARAMS)], _settings(group, (GROUPS, number)))
+        for number, group in enumerate(node[GROUPS])
     ]
-    by_text = {str(key): name for key, name in names.items()}  # DCP makes text of numbers
-    states = {}
-    for key, own in node.get(_STATE, {}).items():
+    texts = {str(key): name for key, name in names.items()}  # DCP makes text of numbers
+    states: dict[str, dict[str, Any]] = {}
+    keys: dict[str, Any] = {}
+    for key, own in node.get(STATE, {}).items():
         if not isinstance(own, dict):
             raise DamagedError(f"the optimizer's state of {str(key)[:100]!r} has no names")
-        states[by_text.get(str(key), str(key))] = {str(state): value for state, value in own.items()}
+        budget.spend(_PARAMETER * (1 + len(own)))
+        name = texts.get(str(key), str(key))
+        if name in states:
+            raise collision(name, (STATE, keys[name]), (STATE, key))
+        keys[name], states[name] = key, by_text(own, (STATE, key))
     kind = node.get("class")
     return Optimizer(groups, states, by_number, kind if isinstance(kind, str) else None)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in group.items() if key not in {_PARAMS, _NAMES}}
+def _settings(group: Mapping[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+    return by_text({key: value for key, value in group.items() if key not in {_PARAMS, _NAMES}}, path)
 
 
 def _names(groups: Sequence[Mapping[str, Any]], clean: Clean) -> tuple[dict[str | int, str], bool]:
@@ -126,6 +134,7 @@ def _names(groups: Sequence[Mapping[str, Any]], clean: Clean) -> tuple[dict[str 
     keys = [key for group in groups for key in _listed(group, _PARAMS)]
     if not all(type(key) in {int, str} for key in keys):
         raise DamagedError("the optimizer's groups list what is neither a name nor a number of a parameter")
+    check_keys(keys)
     kept = [name for group in groups for name in _listed(group, _NAMES)]
     if len(kept) == len(keys) and all(isinstance(name, str) for name in kept):
         return {key: clean(name) for key, name in zip(keys, kept, strict=True)}, False
@@ -141,16 +150,29 @@ def _listed(group: Mapping[str, Any], key: str) -> Sequence[Any]:
     return found
 
 
-def _parse_flattened(node: Mapping[str, Any], clean: Clean) -> Optimizer:
+def _parse_flattened(node: Mapping[str, Any], clean: Clean, budget: Budget) -> Optimizer:
     """``state.FQN.name`` and ``param_groups.FQN.setting``: which parameters were in one group is not kept."""
-    settings, states = ({clean(name): own for name, own in _below(node, part)} for part in (_GROUPS, _STATE))
-    groups: list[tuple[dict[str, Any], list[str]]] = []
+    budget.spend(_PARAMETER * len(node))
+    settings, states = (_cleaned(_below(node, part), clean, part) for part in (GROUPS, STATE))
+    groups: dict[Any, list[tuple[dict[str, Any], list[str]]]] = {}
     for name, own in settings.items():
-        params = next((params for other, params in groups if other == own), None)
+        alike = groups.setdefault(_likeness(own), [])
+        budget.spend(len(own) * len(alike))
+        params = next((params for other, params in alike if other == own), None)
         if params is None:
-            groups.append((own, params := []))
+            alike.append((own, params := []))
         params.append(name)
-    return Optimizer([Group(None, params, own) for own, params in groups], states)
+    return Optimizer([Group(None, params, own) for alike in groups.values() for own, params in alike], states)
+
+
+def _cleaned(found: Iterator[tuple[str, dict[str, Any]]], clean: Clean, part: str) -> dict[str, dict[str, Any]]:
+    """What is known of each parameter by its name without wrappers' parts."""
+    return by_name((((part, name), own) for name, own in found), lambda path: clean(path[-1]))
+
+
+def _likeness(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Equal for equal settings, and for few others: so that not all have to be compared."""
+    return tuple((name, value if is_safe(value) else None) for name, value in sorted(settings.items()))
 
 
 def _below(node: Mapping[str, Any], part: str) -> Iterator[tuple[str, dict[str, Any]]]:

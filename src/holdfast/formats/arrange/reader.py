@@ -7,21 +7,28 @@ from pathlib import Path
 
 from holdfast.errors import FormatError
 from holdfast.formats.arrange.contents import Contents
-from holdfast.formats.reader import Extent, Values
+from holdfast.formats.reader import Extent, NotRead, Values
 from holdfast.layout.files import TensorInfo
 from holdfast.layout.values import ArrayCodec
+from holdfast.storage import local
+
+#: How much more tensors may have than their files have bytes, where they share storages.
+_SHARED, _LEAST = 4, 2**20
 
 
 class TreeReader:
     """A checkpoint that is a tree of tensors and values, arranged. See :class:`holdfast.formats.reader.Reader`."""
 
     def __init__(self, path: Path, kind: str, files: Sequence[Path], fingerprint: str, contents: Contents) -> None:
+        """Raises ``FormatError`` where tensors have many more bytes than the files."""
+        _check_repeats(path, files, contents)
         self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
         self._contents = contents
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: {name: stored.info for name, stored in tensors.items()} for group, tensors in contents.groups.items()
         }
         self.tied: Mapping[str, Mapping[str, str]] = contents.tied
+        self.unread: Sequence[NotRead] = contents.unread
 
     def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
         """Where bytes of a tensor lie."""
@@ -44,3 +51,15 @@ class TreeReader:
 
     def check_files(self) -> None:
         """All that can be checked was, when it was opened: there are no checksums."""
+
+
+def _check_repeats(path: Path, files: Sequence[Path], contents: Contents) -> None:
+    nbytes = contents.nbytes()
+    if nbytes <= _LEAST:
+        return
+    size = sum(local.size_of(file) for file in files)
+    if nbytes > _SHARED * size + _LEAST:
+        raise FormatError(
+            f"{path} has {size} bytes, and tensors of {nbytes}: they are views that repeat elements; "
+            "call contiguous() on them before they are saved"
+        )

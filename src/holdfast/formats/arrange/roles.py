@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.arrange.optimizers import is_optimizer
+from holdfast.formats.arrange.looks import Looks
+from holdfast.formats.arrange.naming import collision
 from holdfast.formats.arrange.stored import is_tensor
-from holdfast.formats.arrange.trees import Budget, Path, is_extra, leaves
+from holdfast.formats.arrange.trees import Path, leaves
+from holdfast.layout.budget import Budget
 
 #: What people call the state of a model, and that of a scheduler.
 _MODELS = frozenset({"model", "model_state", "model_state_dict", "module", "state_dict"})
@@ -66,21 +68,7 @@ def find(tree: Any, keys: Mapping[str, str], budget: Budget) -> Roles:
 
     Raises ``InvalidArgumentError`` where there is nothing at such a key.
     """
-    found = Roles({slot: _asked(tree, slot, key) for slot, key in keys.items()})
-    if isinstance(tree, dict):
-        _look(tree, (), found, budget)
-    return found
-
-
-def _asked(tree: Any, slot: str, key: str) -> list[Path]:
-    path = _resolve(tree, key)
-    paths = [] if path is None else _optimizers(at(tree, path), path) if slot.startswith("optimizer") else [path]
-    if paths == [()]:
-        paths = _direct(tree, ()) if slot.startswith("model") else paths
-    if not paths or slot.partition("/")[0] not in _KINDS:
-        there = ", ".join(str(one) for one in list(tree)[:20]) if isinstance(tree, dict) else "no keys at all"
-        raise InvalidArgumentError(f"keys: there is no {slot} at {key!r}; the checkpoint has {there}")
-    return paths
+    return _Finder(budget).find(tree, keys)
 
 
 def _resolve(tree: Any, key: str) -> Path | None:
@@ -98,56 +86,98 @@ def _resolve(tree: Any, key: str) -> Path | None:
     return None
 
 
-def _look(node: dict[Any, Any], path: Path, found: Roles, budget: Budget) -> None:
-    """Look for what was not asked for by its key: here, and where there is nothing, further down."""
-    if is_optimizer(node):
-        found.slots.setdefault("optimizer", [path])
-        return
-    taken = found.taken()
-    rest = {key: value for key, value in node.items() if (*path, key) not in taken}
-    optimizers = {key: paths for key, value in rest.items() if (paths := _optimizers(value, (*path, key)))}
-    rest = {key: value for key, value in rest.items() if key not in optimizers}
-    named = {key: [(*path, key)] for key, value in rest.items() if key in _MODELS and _tensors(value, budget)}
-    again = [key for key in named if _is_again(key, named, rest, budget)]
-    found.again |= {(*path, key) for key in again}
-    named, rest = ({key: one for key, one in table.items() if key not in again} for table in (named, rest))
-    _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
-    below = [key for key, value in rest.items() if isinstance(value, dict) and value]
-    if not optimizers and not named and len(path) < _LEVELS:
-        inside = [key for key in below if _has_parts(rest[key])]
-        if len(inside) == 1:
-            _look(rest[inside[0]], (*path, inside[0]), found, budget)
+class _Finder:
+    """Looks for parts. What was seen of a dict is remembered, as others may look at it again."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget, self._looks = budget, Looks(budget)
+
+    def find(self, tree: Any, keys: Mapping[str, str]) -> Roles:
+        """See :func:`find`."""
+        found = Roles({slot: self._asked(tree, slot, key) for slot, key in keys.items()})
+        if isinstance(tree, dict):
+            self._look(tree, (), found)
+        return found
+
+    def _asked(self, tree: Any, slot: str, key: str) -> list[Path]:
+        path = _resolve(tree, key)
+        paths = [] if path is None else [path]
+        if path is not None and slot.startswith("optimizer"):
+            paths = self._optimizers(at(tree, path), path)
+        if paths == [()]:
+            paths = _direct(tree, ()) if slot.startswith("model") else paths
+        if not paths or slot.partition("/")[0] not in _KINDS:
+            there = ", ".join(str(one) for one in list(tree)[:20]) if isinstance(tree, dict) else "no keys at all"
+            raise InvalidArgumentError(f"keys: there is no {slot} at {key!r}; the checkpoint has {there}")
+        return paths
+
+    def _look(self, node: dict[Any, Any], path: Path, found: Roles) -> None:
+        """Look for what was not asked for by its key: here, and where there is nothing, further down."""
+        looks = self._looks
+        if looks.is_optimizer(node):
+            found.slots.setdefault("optimizer", [path])
             return
-    _fill(found, "optimizer", _joined(optimizers))
-    _fill(found, "model", named or _unnamed(rest, path, budget))
+        taken = found.taken()
+        rest = {key: value for key, value in node.items() if (*path, key) not in taken}
+        optimizers = {key: paths for key, value in rest.items() if (paths := self._optimizers(value, (*path, key)))}
+        rest = {key: value for key, value in rest.items() if key not in optimizers}
+        named = {key: [(*path, key)] for key, value in rest.items() if key in _MODELS and looks.tensors(value)}
+        again = [key for key in named if self._is_again(key, named, rest)]
+        found.again |= {(*path, key) for key in again}
+        named, rest = ({key: one for key, one in table.items() if key not in again} for table in (named, rest))
+        _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
+        below = [key for key, value in rest.items() if isinstance(value, dict) and value]
+        if not optimizers and not named and len(path) < _LEVELS:
+            inside = [key for key in below if self._has_parts(rest[key])]
+            if len(inside) == 1:
+                self._look(rest[inside[0]], (*path, inside[0]), found)
+                return
+        _fill(found, "optimizer", _joined(optimizers))
+        _fill(found, "model", named or self._unnamed(rest, path))
 
+    def _is_again(self, key: Any, named: Mapping[Any, Any], node: Mapping[Any, Any]) -> bool:
+        """Whether a model is one that came before it, under a second name: for those who look for either."""
+        before = list(named)[: list(named).index(key)]
+        return any(self._identities(node[other]) == self._identities(node[key]) for other in before)
 
-def _is_again(key: Any, named: Mapping[Any, Any], node: Mapping[Any, Any], budget: Budget) -> bool:
-    """Whether a model is one that came before it, under a second name: in checkpoints for those who look for either."""
-    before = list(named)[: list(named).index(key)]
-    return any(_identities(node[other], budget) == _identities(node[key], budget) for other in before)
+    def _identities(self, node: dict[Any, Any]) -> list[tuple[Path, Any]]:
+        return [(path, getattr(leaf, "identity", leaf)) for path, leaf in leaves(node, self._budget)]
 
+    def _has_parts(self, node: Mapping[Any, Any]) -> bool:
+        is_optimizer = self._looks.is_optimizer
+        return any(is_optimizer(value) or (key in _MODELS and isinstance(value, dict)) for key, value in node.items())
 
-def _identities(node: dict[Any, Any], budget: Budget) -> list[tuple[Path, Any]]:
-    return [(path, getattr(leaf, "identity", leaf)) for path, leaf in leaves(node, budget)]
+    def _optimizers(self, value: Any, path: Path) -> list[Path]:
+        """The optimizers that a value is: one, or a list of some."""
+        if self._looks.is_optimizer(value):
+            return [path]
+        return [(*path, number) for number in range(len(value))] if self._looks.are_optimizers(value) else []
+
+    def _unnamed(self, rest: Mapping[Any, Any], path: Path) -> dict[Any, list[Path]]:
+        """The tensors right here, or what looks like a model's state: whichever has more tensors."""
+        looks = self._looks
+        sizes = {
+            key: looks.tensors(value)
+            for key, value in rest.items()
+            if key not in _SCHEDULERS and looks.tensors(value) and looks.is_state(value)
+        }
+        direct = _direct(rest, path)
+        if len(direct) > sum(sizes.values()):
+            return {"model": direct}
+        return {key: [(*path, key)] for key in sizes}
 
 
 def _fill(found: Roles, kind: str, parts: Mapping[Any, list[Path]]) -> None:
     """Several are told apart by their names; one is just what it is."""
-    if not found.has(kind):
-        found.slots.update({f"{kind}/{key}" if len(parts) > 1 else kind: paths for key, paths in parts.items()})
-
-
-def _has_parts(node: Mapping[Any, Any]) -> bool:
-    return any(is_optimizer(value) or (key in _MODELS and isinstance(value, dict)) for key, value in node.items())
-
-
-def _optimizers(value: Any, path: Path) -> list[Path]:
-    """The optimizers that a value is: one, or a list of some."""
-    if is_optimizer(value):
-        return [path]
-    is_list = isinstance(value, list) and value and all(map(is_optimizer, value))
-    return [(*path, number) for number in range(len(value))] if is_list else []
+    if found.has(kind):
+        return
+    slots: dict[str, list[Path]] = {}
+    for key, paths in parts.items():
+        slot = f"{kind}/{key}" if len(parts) > 1 else kind
+        if slot in slots:
+            raise collision(slot, slots[slot][0], paths[0])
+        slots[slot] = paths
+    found.slots.update(slots)
 
 
 def _joined(optimizers: dict[Any, list[Path]]) -> dict[Any, list[Path]]:
@@ -164,32 +194,9 @@ def _is_scheduler(key: Any, value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(one, dict) for one in value))
 
 
-def _unnamed(rest: Mapping[Any, Any], path: Path, budget: Budget) -> dict[Any, list[Path]]:
-    """The tensors right here, or what looks like a model's state: whichever has more tensors."""
-    sizes = {key: _tensors(value, budget) for key, value in rest.items() if _is_model(key, value, budget)}
-    direct = _direct(rest, path)
-    if len(direct) > sum(sizes.values()):
-        return {"model": direct}
-    return {key: [(*path, key)] for key in sizes}
-
-
 def _direct(node: Any, path: Path) -> list[Path]:
     """The tensors right in a dict."""
     return [(*path, key) for key, value in node.items() if is_tensor(value)] if isinstance(node, dict) else []
-
-
-def _tensors(value: Any, budget: Budget) -> int:
-    return sum(1 for _, leaf in leaves(value, budget) if is_tensor(leaf)) if isinstance(value, dict) else 0
-
-
-def _is_model(key: Any, value: Any, budget: Budget) -> bool:
-    """Names of tensors, and nothing else but extra state."""
-    if key in _SCHEDULERS or not _tensors(value, budget):
-        return False
-    return all(
-        isinstance(path[-1], str) and (is_tensor(leaf) or is_extra(path[-1]) or leaf == {})
-        for path, leaf in leaves(value, budget)
-    )
 
 
 def without(tree: Mapping[Any, Any], taken: set[Path], path: Path = ()) -> Iterator[tuple[Any, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from holdfast.engine.woven import Kept
+from holdfast.errors import FormatError
 from holdfast.formats.reader import Extent
 from holdfast.layout.files import TensorInfo
 
@@ -53,6 +54,17 @@ class Unreadable:
     """Stands where a tensor is that cannot be read; ``why`` completes its name: ``is sparse``."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Stands in values where one is that holdfast does not read; ``why`` completes its name.
+
+    Who asks for it gets an error of the type ``error``.
+    """
+
+    why: str
+    error: type[FormatError] = field(default=FormatError, repr=False)
 
 
 def is_tensor(value: object) -> bool:

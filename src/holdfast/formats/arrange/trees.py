@@ -11,6 +11,8 @@ from typing import Any
 from uuid import UUID
 
 from holdfast.errors import DamagedError
+from holdfast.layout.budget import Budget
+from holdfast.layout.keys import check_hashes
 from holdfast.layout.names import check_text
 from holdfast.layout.values import DEPTH
 
@@ -21,13 +23,13 @@ Path = tuple[Any, ...]
 Leaf = Callable[[Path, Any], Any]
 
 #: The longest name of a tensor, and the longest part of a path that is shown, in characters.
-_LONGEST, _SHOWN = 4096, 60
+LONGEST, _SHOWN = 4096, 60
 
 #: What the names of extra state end with.
 _EXTRA = "_extra_state"
 
-#: So many characters of names cost as much as a step.
-_CHARACTERS = 16
+#: Steps for an entry of a model's state.
+_ENTRY = 4
 
 _PLAIN = frozenset(
     {
@@ -38,34 +40,36 @@ _PLAIN = frozenset(
 )
 
 
-class Budget:
-    """Steps that there are for walking a tree: a few bytes of a pickle can name one list again and again."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def spend(self, steps: int = 1) -> None:
-        """Raises ``DamagedError`` where there are no more."""
-        self._left -= steps
-        if self._left < 0:
-            raise DamagedError("its values name each other again and again: there is more in them than in the file")
-
-
 def show(path: Path) -> str:
     """A path for people, and the same on all ranks."""
-    return ".".join(_part(part) for part in path)
+    return ".".join(_part(part)[:_SHOWN] for part in path)
+
+
+def show_keys(path: Path) -> str:
+    """A path for people that tells keys of different types apart: ``['a'][1]``."""
+    return "".join(f"[{repr(part)[:_SHOWN] if isinstance(part, _WRITTEN) else _part(part)}]" for part in path)
+
+
+#: Keys that are written out.
+_WRITTEN = (str, int, float, complex, bytes, tuple, type(None))
 
 
 def _part(part: Any) -> str:
-    text = str(part) if isinstance(part, str | int | float | None) else type(part).__name__
-    return text.encode(errors="backslashreplace").decode()[:_SHOWN]
+    text = str(part) if isinstance(part, _WRITTEN) else type(part).__name__
+    return text.encode(errors="backslashreplace").decode()
+
+
+def name_of(path: Path, budget: Budget) -> str:
+    """The name of what is at a path, of any length and of whole characters."""
+    name = ".".join(part if type(part) is str else _part(part) for part in path)
+    budget.spend_memory(len(name) + 8 * len(path))
+    return name
 
 
 def join(path: Path, budget: Budget) -> str:
     """The name of what is at a path. Raises ``DamagedError`` where that is no name."""
-    name = ".".join(part if type(part) is str else _part(part) for part in path)
-    budget.spend(len(name) // _CHARACTERS)
-    if len(name) > _LONGEST:
+    name = name_of(path, budget)
+    if len(name) > LONGEST:
         raise DamagedError(f"the name {name[:_SHOWN]!r}… has {len(name)} characters")
     try:
         return check_text(name, "a name")
@@ -81,42 +85,109 @@ def is_extra(key: object) -> bool:
 def leaves(tree: Mapping[Any, Any], budget: Budget, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The entries of a model's state, with their paths: all but dicts, which have entries inside."""
     for key, value in tree.items():
-        budget.spend()
+        budget.spend(_ENTRY + len(path))
         here = (*path, key)
         if isinstance(value, dict) and value and not is_extra(key):
-            _check_depth(here)
+            check_depth(here)
             yield from leaves(value, budget, here)
         else:
             yield here, value
 
 
-def rebuilt(value: Any, leaf: Leaf, budget: Budget, path: Path = ()) -> Any:
-    """A copy of a tree, with what ``leaf`` makes of everything that is neither plain nor a container."""
-    budget.spend()
-    _check_depth(path)
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in {list, tuple, set, frozenset}:
-        return kind(rebuilt(item, leaf, budget, (*path, i)) for i, item in enumerate(value))
-    if kind in {dict, OrderedDict, Counter}:
-        return kind(_pairs(value, leaf, budget, path))
-    if kind is deque:
-        return deque((rebuilt(item, leaf, budget, (*path, i)) for i, item in enumerate(value)), value.maxlen)
-    if kind is Namespace:
-        space = Namespace()
-        vars(space).update(_pairs(vars(value), leaf, budget, path))
-        return space
-    return leaf(path, value)
+def visit(tree: Any, leaf: Leaf) -> None:
+    """Show ``leaf`` everything in a tree that is neither plain nor a container, each once, at its first place."""
+    _Visit(leaf).visit(tree, ())
 
 
-def _pairs(table: Mapping[Any, Any], leaf: Leaf, budget: Budget, path: Path) -> dict[Any, Any]:
-    return {
-        rebuilt(key, leaf, budget, (*path, "key")): rebuilt(item, leaf, budget, (*path, key))
-        for key, item in table.items()
-    }
+class _Visit:
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any, path: Path) -> None:
+        """A value and all in it."""
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        check_depth(path)
+        if kind in _ROWS:
+            for number, item in enumerate(value):
+                if type(item) not in _PLAIN:
+                    self.visit(item, (*path, number))
+        elif kind in _TABLES or kind is Namespace:
+            for key, item in (vars(value) if kind is Namespace else value).items():
+                if type(key) not in _PLAIN:
+                    self.visit(key, (*path, "key"))
+                if type(item) not in _PLAIN:
+                    self.visit(item, (*path, key))
+        else:
+            self._leaf(path, value)
 
 
-def _check_depth(path: Path) -> None:
+_ROWS = frozenset({list, tuple, set, frozenset, deque})
+_TABLES = frozenset({dict, OrderedDict, Counter})
+
+
+def rebuilt(value: Any, leaf: Leaf) -> Any:
+    """A copy of a tree, with what ``leaf`` makes of everything that is neither plain nor a container.
+
+    What is one value at several places of the tree is one in the copy.
+    """
+    return _Copy(leaf).copy(value, ())
+
+
+class _Copy:
+    """One copy of each value."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._made: dict[int, Any] = {}
+
+    def copy(self, value: Any, path: Path) -> Any:
+        """The copy of a value."""
+        if type(value) in _PLAIN:
+            return value
+        if id(value) not in self._made:
+            check_depth(path)
+            self._made[id(value)] = self._new(value, path)
+        return self._made[id(value)]
+
+    def _new(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in _ROWS:
+            items = [item if type(item) in _PLAIN else self.copy(item, (*path, i)) for i, item in enumerate(value)]
+            if kind in {set, frozenset}:
+                return kind(check_keys(items))
+            return deque(items, value.maxlen) if kind is deque else items if kind is list else tuple(items)
+        if kind in _TABLES:
+            table = self._pairs(value, path)
+            return table if kind is dict else kind(table)
+        if kind is Namespace:
+            space = Namespace()
+            vars(space).update(self._pairs(vars(value), path))
+            return space
+        return self._leaf(path, value)
+
+    def _pairs(self, table: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
+        keys = [key if type(key) in _PLAIN else self.copy(key, (*path, "key")) for key in table]
+        items = [item if type(item) in _PLAIN else self.copy(item, (*path, key)) for key, item in table.items()]
+        return dict(zip(check_keys(keys), items, strict=True))
+
+
+def check_keys(keys: list[Any]) -> list[Any]:
+    """Some keys. Raises ``DamagedError`` for one that can be no key, and for those that would make a dict slow."""
+    try:
+        for key in keys:
+            if type(key) not in _PLAIN:
+                hash(key)
+        check_hashes(keys)
+    except (TypeError, ValueError) as error:
+        raise DamagedError(str(error)) from error
+    return keys
+
+
+def check_depth(path: Path) -> None:
+    """Raise ``DamagedError`` for what is too deep in a tree."""
     if len(path) > DEPTH:
         raise DamagedError(f"its values are nested deeper than {DEPTH} levels, or inside themselves: {show(path[:8])}…")

@@ -49,7 +49,7 @@ def encode(metadata: bytes, files: Mapping[str, Sequence[Record]]) -> bytes:
 def read(folder: Path, metadata: bytes) -> Checksums | None:
     """What a folder has of them, if any. Raises ``DamagedError`` where they are of another checkpoint."""
     file = folder / NAME
-    if not local.is_file(file):
+    if not local.is_taken(file):
         return None
     local.check_regular(file, within=(folder,))
     try:

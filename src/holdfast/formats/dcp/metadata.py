@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from holdfast.engine.runs import Box
 from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.arrange.scales import weigh
+from holdfast.formats.arrange.stored import Unreadable
 from holdfast.formats.arrange.trees import Path
 from holdfast.formats.pickles.machine import Maker, Record
 from holdfast.formats.pickles.plain import record
@@ -19,8 +21,11 @@ from holdfast.formats.pickles.unpickle import unpickle
 from holdfast.formats.torchfile.dtypes import DTYPES
 from holdfast.formats.torchfile.names import NAMES
 from holdfast.formats.torchfile.objects import Dtype, Size
+from holdfast.layout.budget import Budget
 from holdfast.layout.dtypes import WIDTHS
 from holdfast.layout.files import TensorInfo
+from holdfast.layout.keys import check_hashes
+from holdfast.layout.values import DEPTH
 
 _LARGEST = 2**63
 
@@ -28,6 +33,12 @@ _MODULE = "torch.distributed.checkpoint"
 _CLASSES = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+
+#: What to do about pickles that would run code: in folders of ``torch.distributed.checkpoint``.
+DCP_LOAD = (
+    "If you trust who wrote it, load it with torch.distributed.checkpoint.load, by torch's own FileSystemReader or by "
+    "holdfast.dcp.FileSystemReader(path, weights_only=False), and save it again without that"
 )
 
 #: Where torch had two of these before 2.3.
@@ -60,11 +71,16 @@ class Tensor:
 
 @dataclass
 class Metadata:
-    """What a checkpoint holds: tensors, and other values, by their flat names; and the path of each in a tree."""
+    """What a checkpoint holds: tensors, other values, and tensors that holdfast does not read, by their flat names.
+
+    ``paths`` has the path of each in a tree. ``save_id`` is what torch has told the save from others by.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Place] = field(default_factory=dict)
+    unreadable: dict[str, Unreadable] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
+    save_id: str | None = None
 
     def merge(self, other: Metadata, source: str) -> None:
         """Take in what another rank has saved by itself; what both have is this one's."""
@@ -74,24 +90,38 @@ class Metadata:
                 raise DamagedError(f"{source}: tensor {name!r} is of another shape or dtype there than on another rank")
             mine.chunks = {**tensor.chunks, **mine.chunks}
         self.values = {**other.values, **self.values}
+        self.unreadable = {**other.unreadable, **self.unreadable}
         self.paths = {**other.paths, **self.paths}
+        self.save_id = self.save_id or other.save_id
 
 
-def decode(raw: bytes, source: str) -> Metadata:
-    """Read metadata. Raises ``DamagedError`` or ``UnsafePickleError`` naming ``source``."""
-    root = unpickle(raw, _NAMES, source)
+def decode(raw: bytes, source: str, budget: Budget | None = None) -> Metadata:
+    """Read metadata, whose bytes ``budget`` earns.
+
+    Raises ``DamagedError`` or ``UnsafePickleError`` naming ``source``.
+    """
+    paid = Budget() if budget is None else budget
+    paid.earn(len(raw))
+    root = unpickle(raw, _NAMES, source, budget=paid, advice=DCP_LOAD)
     try:
+        weigh(root, paid)
         return _decode(_state(root, "Metadata"), source)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, DamagedError | FormatError):
-            raise
+            raise _naming(error, source) from error
         raise DamagedError(f"{source} is no metadata of a distributed checkpoint: {error}") from error
+
+
+def _naming(error: DamagedError | FormatError, source: str) -> DamagedError | FormatError:
+    return error if str(error).startswith(source) else type(error)(f"{source}: {error}")
 
 
 def _decode(state: Mapping[str, Any], source: str) -> Metadata:
     if state["storage_data"] is None:
         raise ValueError("it does not say where anything lies")
-    places = dict(_places(state["storage_data"], source))
+    rows = list(_places(state["storage_data"], source))
+    check_hashes([key for key, _ in rows])
+    places = dict(rows)
     found = Metadata()
     for name, entry in _table(state["state_dict_metadata"]).items():
         if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
@@ -99,20 +129,32 @@ def _decode(state: Mapping[str, Any], source: str) -> Metadata:
                 raise DamagedError(f"{source}: nothing was saved of {name!r}: a rank failed to write it")
             found.values[name] = places[name, None]
         else:
-            found.tensors[name] = _tensor(name, entry, places, source)
+            tensor = _tensor(name, entry, places, source)
+            if isinstance(tensor, Unreadable):
+                found.unreadable[name] = tensor
+            else:
+                found.tensors[name] = tensor
     paths = state.get("planner_data")
     if isinstance(paths, dict):
         found.paths = {name: _path(path) for name, path in _table(paths).items()}
+    found.save_id = _save_id(state.get("storage_meta"))
     return found
 
 
-def _tensor(name: str, entry: Any, places: Mapping[tuple[str, Any], Place], source: str) -> Tensor:
+def _save_id(meta: Any) -> str | None:
+    """Checkpoints before torch 2.4 have none."""
+    known = _state(meta, "StorageMeta").get("save_id") if isinstance(meta, Record) else None
+    return known if isinstance(known, str) else None
+
+
+def _tensor(name: str, entry: Any, places: Mapping[tuple[str, Any], Place], source: str) -> Tensor | Unreadable:
     state = _state(entry, "TensorStorageMetadata")
     properties = state["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
-    if not isinstance(dtype, Dtype) or dtype.name not in DTYPES:
-        shown = getattr(dtype, "name", dtype)
-        raise FormatError(f"{source}: tensor {name!r} has dtype {shown}, which holdfast does not read")
+    if not isinstance(dtype, Dtype):
+        raise TypeError(f"tensor {name!r} has no dtype")
+    if dtype.name not in DTYPES:
+        return Unreadable(f"has dtype {dtype.name}, which holdfast does not read")
     found = Tensor(TensorInfo(DTYPES[dtype.name], _shape(state["size"])))
     if math.prod(size or 1 for size in found.info.shape) * WIDTHS[found.info.dtype] >= _LARGEST:
         raise ValueError(f"no tensor can have the shape {list(found.info.shape)} that {name!r} has")
@@ -133,8 +175,8 @@ def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], Place]]:
         key, value = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         if value.get("transform_descriptors"):
             raise FormatError(
-                f"{source}: {key['fqn']!r} was written by way of {value['transform_descriptors']}, which holdfast does "
-                "not undo: load it with torch.distributed.checkpoint, and save it without extensions"
+                f"{source}: {key['fqn']!r:.100} was written by way of {value['transform_descriptors']!s:.100}, which "
+                "holdfast does not undo: load it with torch.distributed.checkpoint, and save it without extensions"
             )
         place = Place(value["relative_path"], value["offset"], value["length"])
         if not isinstance(place.file, str) or not all(type(one) is int and 0 <= one < _LARGEST for one in place[1:]):
@@ -164,4 +206,6 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _path(value: Any) -> Path:
     if not isinstance(value, tuple) or not value or not all(type(part) in {str, int} for part in value):
         raise TypeError("where a path should be is something else")
+    if len(value) > DEPTH:
+        raise ValueError(f"a path has {len(value)} parts")
     return value

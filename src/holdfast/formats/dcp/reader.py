@@ -15,5 +15,5 @@ class DcpReader(TreeReader):
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         saved = folder.read(path)
-        contents = arrange(saved.root, keys, saved.nbytes, str(path))
+        contents = arrange(saved.root, keys, saved.budget, str(path))
         super().__init__(path, "dcp", saved.files, saved.fingerprint, contents)

@@ -19,9 +19,10 @@ from holdfast.errors import DamagedError
 from holdfast.formats.arrange.contents import arrange
 from holdfast.formats.arrange.reader import TreeReader
 from holdfast.formats.dcp.chunked import Chunked
-from holdfast.formats.dcp.tiling import check_tiling
+from holdfast.formats.dcp.tiling import LEAST, check_tiling
 from holdfast.formats.safetensors import SafetensorsFile
 from holdfast.layout.blocks import crc64
+from holdfast.layout.budget import Budget
 from holdfast.layout.dtypes import width
 from holdfast.layout.files import TensorInfo
 from holdfast.storage import local
@@ -53,10 +54,11 @@ class ShardsReader(TreeReader):
                 parts.setdefault((name, dtype), {}).setdefault(part.box, part)
         if len({name for name, _ in parts}) < len(parts):
             raise DamagedError(f"{path}: a tensor has different dtypes in different shards")
-        tree = {name: _tensor(path, name, dtype, tuple(own.values())) for (name, dtype), own in parts.items()}
+        tiling = Budget(sum(len(own) for own in parts.values()), LEAST)
+        tree = {name: _tensor(path, name, dtype, tuple(own.values()), tiling) for (name, dtype), own in parts.items()}
         known = [(name, one.info, [(*part.box, part.near[1]) for part in one.parts]) for name, one in tree.items()]
         text = repr(sorted(known)).encode()
-        super().__init__(path, "dcp", files, f"{crc64(text):016x}", arrange(tree, keys, len(text), str(path)))
+        super().__init__(path, "dcp", files, f"{crc64(text):016x}", arrange(tree, keys, Budget(len(text)), str(path)))
 
 
 def _parts(file: SafetensorsFile) -> list[tuple[str, str, Part]]:
@@ -77,14 +79,14 @@ def _parts(file: SafetensorsFile) -> list[tuple[str, str, Part]]:
     return found
 
 
-def _tensor(path: Path, name: str, dtype: str, parts: tuple[Part, ...]) -> Chunked:
+def _tensor(path: Path, name: str, dtype: str, parts: tuple[Part, ...], budget: Budget) -> Chunked:
     try:
         shape = tuple(
             max(start + size for start, size in dims)
             for dims in zip(*(zip(*part.box, strict=True) for part in parts), strict=True)
         )
         filled = tuple(part for part in parts if 0 not in part.box.shape)
-        check_tiling([part.box for part in filled], shape)
+        check_tiling([part.box for part in filled], shape, budget)
     except ValueError as error:
         raise DamagedError(f"{path}: tensor {name!r} is not whole: {error}") from error
     return Chunked(TensorInfo(dtype, shape), filled)

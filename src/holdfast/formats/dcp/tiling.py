@@ -6,9 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from holdfast.engine.runs import Box, Run
+from holdfast.errors import BudgetError
+from holdfast.layout.budget import Budget
 
-#: Steps that there are for finding out about chunks that are no grid; a grid needs one for each chunk.
-_STEPS = 2**22
+#: Steps that there are for the chunks of a whole folder, beside those that its metadata earns.
+LEAST = 2**22
+
+#: Steps for a chunk in each dimension of a tensor whose chunks are no rows.
+_CHUNK = 4
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> Run | None:
@@ -22,8 +27,11 @@ def run_of(box: Box, shape: tuple[int, ...]) -> Run | None:
     return Run(start, start + math.prod(box.shape))
 
 
-def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` where boxes of a tensor leave a gap, overlap or reach beyond it. No box is empty."""
+def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...], budget: Budget) -> None:
+    """Raise ``ValueError`` where boxes of a tensor leave a gap, overlap or reach beyond it. No box is empty.
+
+    ``budget`` is one for all tensors of a checkpoint.
+    """
     for box in boxes:
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             0 <= start <= start + size <= whole for start, size, whole in zip(*box, shape, strict=True)
@@ -34,7 +42,7 @@ def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
     if all(run is not None for run in runs):
         _check_runs(sorted(run for run in runs if run is not None), math.prod(shape))
     else:
-        _Cells().check(shape, list(boxes), ())
+        _Cells(budget).check(shape, list(boxes), ())
 
 
 def _check_runs(runs: Sequence[Run], size: int) -> None:
@@ -50,8 +58,8 @@ def _check_runs(runs: Sequence[Run], size: int) -> None:
 class _Cells:
     """Cuts a tensor along the edges of its boxes, dimension by dimension, until there is one in each cell."""
 
-    def __init__(self) -> None:
-        self._left = _STEPS
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
 
     def check(self, shape: tuple[int, ...], boxes: list[Box], place: tuple[int, ...]) -> None:
         """Raise ``ValueError`` where not exactly one box is at each index. ``place`` are the indices before these."""
@@ -66,6 +74,7 @@ class _Cells:
 
     def _slabs(self, size: int, boxes: list[Box]) -> Iterator[tuple[int, list[Box]]]:
         """Ranges of the first dimension in which the same boxes are, by where they start."""
+        self._spend(_CHUNK * len(boxes))
         rows: dict[Run, list[Box]] = {}
         for box in boxes:
             rows.setdefault(Run(box.offset[0], box.offset[0] + box.shape[0]), []).append(box)
@@ -74,7 +83,11 @@ class _Cells:
             yield from ((row.start, rows[row]) for row in ordered)  # as any grid has them
             return
         for start in sorted({0, *(edge for row in ordered for edge in row)} - {size}):
-            self._left -= len(boxes)
-            if self._left < 0:
-                raise ValueError("its chunks are cut in too many ways")
+            self._spend(len(boxes))
             yield start, [box for box in boxes if box.offset[0] <= start < box.offset[0] + box.shape[0]]
+
+    def _spend(self, steps: int) -> None:
+        try:
+            self._budget.spend(steps)
+        except BudgetError as error:
+            raise ValueError("its chunks are cut in too many ways") from error

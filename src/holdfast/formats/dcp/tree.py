@@ -12,29 +12,34 @@ from holdfast.formats.arrange.trees import Path, show
 _MISSING = 64
 
 
+class _Node(dict[Any, Any]):
+    """A dict or list that was flattened; other dicts are values."""
+
+
 def nested(entries: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     """The tree of some values by their paths; numbers are places in lists. Raises ``DamagedError``."""
-    root: dict[Any, Any] = {}
-    nodes = {(): root}
+    root = _Node()
     for path, value in entries:
         node = root
-        for depth in range(1, len(path)):
-            inner = nodes.get(path[:depth])
-            if inner is None:
-                inner = nodes[path[:depth]] = {}
-                _put(node, path[:depth], inner)
+        for depth, part in enumerate(path[:-1], 1):
+            inner = node.get(part)
+            if inner is None and part not in node:
+                inner = node[part] = _Node()
+            if not isinstance(inner, _Node):
+                raise DamagedError(f"two values are at {show(path[:depth])}")
             node = inner
-        _put(node, path, value)
-    for path in sorted(nodes, key=len, reverse=True):
-        if path and any(type(key) is int for key in nodes[path]):
-            nodes[path[:-1]][path[-1]] = _listed(nodes[path], path)
-    return root
+        if path[-1] in node:
+            raise DamagedError(f"two values are at {show(path)}")
+        node[path[-1]] = value
+    return {part: _plain(inner, (part,)) for part, inner in root.items()}
 
 
-def _put(node: dict[Any, Any], path: Path, value: Any) -> None:
-    if path[-1] in node:
-        raise DamagedError(f"two values are at {show(path)}")
-    node[path[-1]] = value
+def _plain(node: Any, path: Path) -> Any:
+    """Dicts and lists for nodes."""
+    if not isinstance(node, _Node):
+        return node
+    items = {part: _plain(inner, (*path, part)) for part, inner in node.items()}
+    return _listed(items, path) if any(type(part) is int for part in items) else items
 
 
 def _listed(node: dict[Any, Any], path: Path) -> list[Any]:

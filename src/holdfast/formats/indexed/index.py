@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import DamagedError, UnsafeNameError
+from holdfast.formats.within import check_file
 from holdfast.layout.names import check_inside
 from holdfast.storage import local
 
@@ -31,8 +32,12 @@ class Index(msgspec.Struct, frozen=True):
         return [*dict.fromkeys(self.weight_map.values()), *groups]
 
 
-def read_index(path: Path) -> Index:
-    """Read one. Raises ``DamagedError``, or ``UnsafeNameError`` for a name that leads out of the folder."""
+def read_index(path: Path, root: Path) -> Index:
+    """Read one. Raises ``DamagedError``, or ``UnsafeNameError`` for a name that leads out of the folder.
+
+    ``root`` is the folder that was opened, in which the index itself must be.
+    """
+    check_file(path, root)
     try:
         index = msgspec.json.decode(local.read_small(path), type=Index)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -55,6 +60,6 @@ def named_by(folder: Path, names: Iterable[str]) -> set[str]:
 
 def _files_of(path: Path) -> set[str]:
     try:
-        return set(read_index(path).files())
+        return set(read_index(path, path.parent).files())
     except (DamagedError, UnsafeNameError):
         return set()

@@ -16,6 +16,7 @@ from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.indexed.find import MODEL, OPTIMIZER, Found, everything, places
 from holdfast.formats.indexed.index import Index, read_index
 from holdfast.formats.indexed.shards import read, states
+from holdfast.layout.budget import Budget
 from holdfast.storage import local
 
 _SHARD = re.compile(
@@ -52,12 +53,12 @@ def inspect(path: Path) -> Inspection:
     named: set[Path] = set()
     for found in indexes:
         try:
-            index = read_index(found.path)
+            index = read_index(found.path, path)
         except HoldfastError as error:
             faults.append(str(error))
             continue
         named.update(found.path.parent / name for name in index.files())
-        faults += _faults(found, index)
+        faults += _faults(found, index, path)
     for unmerged in (folder / _UNMERGED for folder in folders):
         if local.is_folder(unmerged):
             faults.append(f"{unmerged} is left: stages of a pipeline did not finish their save")
@@ -70,7 +71,7 @@ def _left_over(folder: Path, named: set[Path]) -> Iterator[str]:
             yield f"{file} is named by no index: an earlier save left it"
 
 
-def _faults(found: Found, index: Index) -> Iterator[str]:
+def _faults(found: Found, index: Index, root: Path) -> Iterator[str]:
     folder = found.path.parent
     missing = [name for name in index.files() if not local.exists(folder / name)]
     for name in missing:
@@ -79,7 +80,7 @@ def _faults(found: Found, index: Index) -> Iterator[str]:
     unreadable = False
     for name in dict.fromkeys(index.weight_map.values()):
         try:
-            sizes[name] = {} if name in missing else _sizes(folder / name, found.kind)
+            sizes[name] = {} if name in missing else _sizes(folder / name, found.kind, root)
         except HoldfastError as error:
             unreadable = True
             yield f"{error}{_why(found, index)}"
@@ -106,9 +107,9 @@ def _differences(found: Found, index: Index, sizes: _Sizes) -> Iterator[str]:
             )
 
 
-def _sizes(path: Path, kind: str) -> dict[str, tuple[Hashable, int]]:
+def _sizes(path: Path, kind: str, root: Path) -> dict[str, tuple[Hashable, int]]:
     """What tells each tensor of a file from others, and its bytes; of an optimizer, each parameter's number."""
-    tree = read(path, path.parent).tree
+    tree = read(path, root, Budget()).tree
     if kind == OPTIMIZER:
         return {str(number): (number, 0) for number in states([tree])}
     return {name: (one.identity, one.info.nbytes) for name, one in tree.items() if isinstance(one, Stored)}

@@ -15,9 +15,10 @@ from holdfast.formats.arrange.contents import arrange
 from holdfast.formats.arrange.reader import TreeReader
 from holdfast.formats.indexed.find import CONTENT, MODEL, OPTIMIZER, SCHEDULER, Found, named, parts, places
 from holdfast.formats.indexed.index import read_index
-from holdfast.formats.indexed.shards import PICKLED, Shard, read, states
+from holdfast.formats.indexed.shards import PICKLED, read, states
 from holdfast.formats.safetensors import SafetensorsFile, is_safetensors
 from holdfast.layout.blocks import crc64
+from holdfast.layout.budget import Budget
 from holdfast.storage import local
 
 _GROUPS = "param_groups"
@@ -46,47 +47,48 @@ class IndexedReader(TreeReader):
 
     def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
         self._files: list[Path] = []
-        self._nbytes, self._digests = 0, list[int]()
+        self._budget, self._digests = Budget(), list[int]()
+        self._root = path if local.is_folder(path) else local.real_path(path).parent
         found = [one for one in parts(path) if one.kind in kinds] if local.is_folder(path) else [_only(path)]
         tree = {one.kind: self._read(one) for one in found} | self._beside(path)
         kind = "colossalai" if _is_colossal(self._files) else "huggingface"
         fingerprint = f"{crc64(repr(self._digests).encode()):016x}"
-        contents = arrange(tree, keys or {name: name for name in tree if name in _SLOTS}, self._nbytes, str(path))
+        contents = arrange(tree, keys or {name: name for name in tree if name in _SLOTS}, self._budget, str(path))
         super().__init__(path, kind, self._files, fingerprint, contents)
 
     def _read(self, found: Found) -> Any:
         if not found.is_index:
-            tree = self._shard(found.path, found.path.parent).tree
+            tree = self._shard(found.path)
             return tree if found.kind == MODEL else {"state": states([tree]), _GROUPS: tree[_GROUPS]}
-        index, folder = read_index(found.path), found.path.parent
+        index, folder = read_index(found.path, self._root), found.path.parent
         self._files.append(found.path)
         self._digests.append(crc64(local.read_small(found.path)))
-        shards = {name: self._shard(folder / name, folder).tree for name in dict.fromkeys(index.weight_map.values())}
+        shards = {name: self._shard(folder / name) for name in dict.fromkeys(index.weight_map.values())}
         if found.kind == MODEL:
             return _model(found.path, index.weight_map, shards)
         if index.groups_file is None:
             raise FormatError(f"{found.path} names no file of the optimizer's groups")
-        return {"state": states(list(shards.values())), _GROUPS: self._groups(folder / index.groups_file, folder)}
+        return {"state": states(list(shards.values())), _GROUPS: self._groups(folder / index.groups_file)}
 
     def _beside(self, path: Path) -> dict[str, Any]:
         """What lies beside the folders of a model and an optimizer."""
         if not local.is_folder(path) or places(path) == [path]:
             return {}
         names = {"scheduler": SCHEDULER, "user_content": CONTENT}
-        return {key: self._shard(path / name, path).tree for key, name in names.items() if local.is_file(path / name)}
+        return {key: self._shard(path / name) for key, name in names.items() if local.is_taken(path / name)}
 
-    def _groups(self, path: Path, folder: Path) -> Any:
-        groups = self._shard(path, folder).tree
+    def _groups(self, path: Path) -> Any:
+        groups = self._shard(path)
         if not isinstance(groups, list):
             raise DamagedError(f"{path} holds no list of parameter groups")
         return groups
 
-    def _shard(self, path: Path, folder: Path) -> Shard:
-        shard = read(path, folder)
+    def _shard(self, path: Path) -> Any:
+        """The tree in a file."""
+        shard = read(path, self._root, self._budget)
         self._files.append(path)
-        self._nbytes += shard.nbytes
         self._digests.append(shard.digest)
-        return shard
+        return shard.tree
 
 
 def _only(path: Path) -> Found:

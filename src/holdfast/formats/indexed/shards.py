@@ -16,8 +16,10 @@ from holdfast.formats.pickles.unpickle import unpickle
 from holdfast.formats.reader import Extent
 from holdfast.formats.safetensors import SafetensorsFile
 from holdfast.formats.torchfile.reader import read_tree
+from holdfast.formats.within import check_file
 from holdfast.layout import strictjson
 from holdfast.layout.blocks import crc64
+from holdfast.layout.budget import Budget
 from holdfast.layout.files import TensorInfo
 from holdfast.storage import local
 from holdfast.storage.bulk import BulkReader
@@ -26,17 +28,16 @@ from holdfast.storage.bulk import BulkReader
 PICKLED = "non_tensor_keys"
 
 #: Key of one state of one parameter: ColossalAI's asynchronous saves.
-_STATE = re.compile(r"state\.(?P<number>[0-9]+)\.(?P<state>.+)")
+_STATE = re.compile(r"state\.(?P<number>[0-9]{1,9})\.(?P<state>.+)")
 
 #: The largest pickled value that is read, in bytes.
 _LARGEST = 2**30
 
 
 class Shard(NamedTuple):
-    """What is in one file; ``nbytes`` is about how much was read of it, ``digest`` stands for that."""
+    """What is in one file; ``digest`` stands for that."""
 
     tree: Any
-    nbytes: int
     digest: int
 
 
@@ -63,26 +64,29 @@ class Entry(Stored):
         return [self.file.extent(self.name, start, stop)]
 
 
-def read(path: Path, within: Path) -> Shard:
-    """What is in a file that an index names. Raises ``DamagedError`` where it is missing, or not whole."""
+def read(path: Path, root: Path, budget: Budget) -> Shard:
+    """What is in a file that an index names. Raises ``DamagedError`` where it is missing, or not whole.
+
+    ``root`` is the folder that was opened; ``budget`` earns what is read.
+    """
     if not local.exists(path):
         raise DamagedError(f"{path} is missing; the index names it. A save may have been cut short")
-    local.check_regular(path, within=(within,))
+    check_file(path, root)
     if path.suffix == ".safetensors":
-        return _safetensors(SafetensorsFile.open(path))
-    tree = read_tree(path)
-    return Shard(tree.root, tree.nbytes, tree.digest)
+        return _safetensors(SafetensorsFile.open(path), budget)
+    tree = read_tree(path, budget)
+    return Shard(tree.root, tree.digest)
 
 
-def _safetensors(file: SafetensorsFile) -> Shard:
+def _safetensors(file: SafetensorsFile, budget: Budget) -> Shard:
     pickled = _pickled(file)
     tree: dict[str, Any] = {name: Entry(info, file, name) for name, info in file.tensors.items()}
-    size = file.header.size
-    for name in pickled:
+    budget.earn(file.header.size)
+    for name in dict.fromkeys(pickled):
         raw = _bytes(file, name)
-        size += len(raw)
-        tree[name] = unpickle(raw, {**PLAIN, **NUMPY}, f"{file.path}: {name!r}")
-    return Shard(tree, size, crc64(repr(sorted((name, file.tensors[name]) for name in file.tensors)).encode()))
+        budget.earn(len(raw))
+        tree[name] = unpickle(raw, {**PLAIN, **NUMPY}, f"{file.path}: {name!r}", budget=budget)
+    return Shard(tree, crc64(repr(sorted((name, file.tensors[name]) for name in file.tensors)).encode()))
 
 
 def _pickled(file: SafetensorsFile) -> list[str]:
@@ -111,7 +115,11 @@ def states(shards: Sequence[Any]) -> dict[Any, dict[str, Any]]:
         if not isinstance(shard, Mapping):
             raise DamagedError("a file of optimizer states holds no dict")
         for number, own in _by_number(shard):
-            found.setdefault(number, {}).update(own)
+            states = found.setdefault(number, {})
+            again = next((name for name in own if name in states), None)
+            if again is not None:
+                raise DamagedError(f"state {str(again)[:80]!r} of parameter {number} is there twice")
+            states.update(own)
     return found
 
 

@@ -14,6 +14,9 @@ from holdfast.formats.nxd.parts import Joined, Parts, along, at, cut, moved, tur
 from holdfast.formats.nxd.rankfile import Shard
 from holdfast.layout.files import TensorInfo
 
+#: The most experts of a layer: what a shape says of them is looked at one by one.
+_EXPERTS = 2**16
+
 #: What ranks of a tensor-parallel group have of one tensor, by their expert-parallel rank.
 Shards = Sequence[Sequence[Stored]]
 
@@ -124,6 +127,8 @@ def _single(rule: Rule, name: str, whole: Stored) -> list[tuple[str, Stored]]:
         order[-2:] = order[:-3:-1]
     if EXPERT not in name:
         return [(name, _turned(whole, parts_of(whole), shape, order))]
+    if shape[0] > _EXPERTS:
+        raise DamagedError(f"{name!r} is of {shape[0]} experts, more than any model has")
     rows = [along(shape, 0, number, number + 1) for number in range(shape[0])]
     return [
         (name.replace(EXPERT, str(number)), _turned(whole, cut(parts_of(whole), box), shape, order[1:]))

@@ -78,6 +78,12 @@ def divided(spec: Spec, whole: Sequence[str]) -> list[Divided]:
                 f"{name!r} of NxD is made of {missing or name!r} among others, which is not there"
             )
         found.append(Divided(name, rule, parts))
+    taken = {part for one in found for part in one.names}
+    left = next((name for name in whole if name not in taken), None)
+    if left is not None:
+        raise InvalidArgumentError(
+            f"the layout puts {left!r} into {spec.stored(left)!r} of NxD, which is not made of it"
+        )
     return found
 
 

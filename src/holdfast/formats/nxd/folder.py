@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DamagedError, FormatError
-from holdfast.formats.arrange.stored import Stored
+from holdfast.formats.arrange.stored import Stored, Unreadable
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.nxd import legacy, names, zero
 from holdfast.formats.nxd.evidence import Evidence
 from holdfast.formats.nxd.names import MODEL, OPTIM, VALUES, Found, Rank
-from holdfast.formats.nxd.rankfile import RankFile, read, read_tree
+from holdfast.formats.nxd.rankfile import Access, RankFile, read, read_tree
 from holdfast.formats.nxd.states import Stage
 from holdfast.formats.nxd.tags import check_finished
 from holdfast.layout.blocks import crc64
+from holdfast.layout.budget import Budget
 from holdfast.storage import local
 from holdfast.storage.readers import Readers
 
@@ -31,7 +32,7 @@ class Saved:
     values: dict[str, Any] = field(default_factory=dict)
     files: list[RankFile] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
-    nbytes: int = 0
+    budget: Budget = field(default_factory=Budget)
     evidence: Evidence = field(default_factory=Evidence)
 
     @property
@@ -47,39 +48,37 @@ def read_folder(path: Path) -> Saved:
     Raises ``DamagedError`` naming a file that is missing or is of another save.
     """
     check_finished(path)
-    readers = Readers()
+    access = Access(path, Readers())
     if names.has_legacy(path):
-        models, optimizers, values = legacy.read_all(path, readers)
+        models, optimizers, values = legacy.read_all(path, access)
         saved = Saved(path, _degrees(path, models, optimizers), values=values)
         saved.files = list({id(file): file for file in (*models.values(), *optimizers.values())}.values())
     else:
-        models, optimizers = (_read_kind(path / kind, readers) for kind in (MODEL, OPTIM))
+        models, optimizers = (_read_kind(path / kind, access) for kind in (MODEL, OPTIM))
         saved = Saved(path, _degrees(path, models, optimizers), files=[*models.values(), *optimizers.values()])
-        _read_values(saved, readers)
-    saved.nbytes += sum(file.nbytes for file in saved.files)
+        _read_values(saved, access)
+    saved.budget = access.budget
     saved.stages = list(_stages(saved, models, optimizers))
     return saved
 
 
-def _read_kind(folder: Path, readers: Readers) -> dict[Rank, RankFile]:
-    if local.is_file(folder / METADATA):
+def _read_kind(folder: Path, access: Access) -> dict[Rank, RankFile]:
+    if local.is_taken(folder / METADATA):
         raise FormatError(f"{folder} was saved with use_zero1_dcp: open it by itself, as a folder of PyTorch's")
     found = names.find(folder)
     if found is None:
         return {}
-    return {rank: read(file, readers, _redirect(found, rank)) for rank, file in found.files.items()}
+    return {rank: read(file, access, _redirect(found, rank)) for rank, file in found.files.items()}
 
 
 def _redirect(found: Found, rank: Rank) -> Path | None:
     return found.files[rank._replace(ep=0)] if rank.ep else None
 
 
-def _read_values(saved: Saved, readers: Readers) -> None:
+def _read_values(saved: Saved, access: Access) -> None:
     for key, name in VALUES.items():
-        if local.is_file(saved.path / name):
-            tree = read_tree(saved.path / name, readers)
-            saved.values[key] = tree.root
-            saved.nbytes += tree.nbytes
+        if local.is_taken(saved.path / name):
+            saved.values[key] = read_tree(saved.path / name, access).root
             saved.others.append(saved.path / name)
 
 
@@ -107,6 +106,9 @@ def _model(models: Mapping[Rank, RankFile], rank: Rank, path: Path) -> Mapping[s
     root = models[rank].root
     if not isinstance(root, dict) or not all(isinstance(key, str) for key in root):
         raise DamagedError(f"{models[rank].path} is no model: it holds no tensors by name")
+    unread = next(((key, value) for key, value in root.items() if isinstance(value, Unreadable)), None)
+    if unread is not None:
+        raise FormatError(f"{models[rank].path}: tensor {unread[0]!r} {unread[1].why}")
     return {key: value for key, value in root.items() if isinstance(value, Stored)}
 
 

@@ -18,6 +18,9 @@ from holdfast.errors import InvalidArgumentError
 #: Stands for the number of an expert in a name.
 EXPERT = "{}"
 
+#: The most pieces of a parameter.
+_PIECES = 2**16
+
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one kind of parameter is divided.
@@ -50,6 +53,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"rule {self.match!r}: shares, copies and ordered_for have a number >= 1 for each piece"
                 )
+        if number > _PIECES:
+            raise ValueError(f"rule {self.match!r}: a parameter has at most {_PIECES} pieces, not {number}")
         if self.stride < 1 or (self.dim is not None and self.dim < 0) or (self.into and self.stride != 1):
             raise ValueError(
                 f"rule {self.match!r}: dim and stride are counts, and stride is for parameters as they are"

@@ -14,9 +14,8 @@ from holdfast.errors import DamagedError
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.nxd import names
 from holdfast.formats.nxd.names import Rank
-from holdfast.formats.nxd.rankfile import RankFile, read
+from holdfast.formats.nxd.rankfile import Access, RankFile, read
 from holdfast.formats.nxd.zero import BASE
-from holdfast.storage.readers import Readers
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optimizer", "optimizer_states", "optimizer_state_dict")
@@ -28,16 +27,16 @@ _PLACE = ("dp_rank", "tp_rank")
 Files = dict[Rank, RankFile]
 
 
-def read_all(path: Path, readers: Readers) -> tuple[Files, Files, dict[str, Any]]:
+def read_all(path: Path, access: Access) -> tuple[Files, Files, dict[str, Any]]:
     """The models, the optimizers, and the values of the first rank."""
     found, early = names.find_legacy(path), names.find_legacy_zero(path)
-    whole = {rank: read(file, readers) for rank, file in found.files.items()} if found else {}
+    whole = {rank: read(file, access) for rank, file in found.files.items()} if found else {}
     models = {rank: file for rank, file in _parts(whole, _MODELS).items() if not rank.dp}
     if not models:
         models = {rank: file for rank, file in whole.items() if not rank.dp and _is_model(file.root)}
     optimizers = _parts(whole, _OPTIMIZERS)
     if early:
-        optimizers = {rank: _without_place(read(file, readers)) for rank, file in early.files.items()}
+        optimizers = {rank: _without_place(read(file, access)) for rank, file in early.files.items()}
     first = whole.get(Rank(0, 0, 0, 0))
     values = _values(first.root) if first is not None and Rank(0, 0, 0, 0) in models else {}
     return models, _once(optimizers), values

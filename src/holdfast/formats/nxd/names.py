@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +60,10 @@ class Found(NamedTuple):
 def find(folder: Path) -> Found | None:
     """The ranks' files in ``model/`` or ``optim/``; ``None`` where there is none of them.
 
-    Raises ``DamagedError`` naming the first that is missing.
+    Raises ``DamagedError`` naming the first that is missing, or two of one rank.
     """
     files = local.files(folder)
-    ranks = {_rank(match): file for file in files if (match := _NAME.fullmatch(file.name))}
-    full = {_rank(match): file for file in files if (match := _FULL.fullmatch(file.name))}
+    ranks, full = (_by_rank(folder, ((file.name, file) for file in files), kind) for kind in (_NAME, _FULL))
     if ranks and full:
         raise DamagedError(f"{folder} has both whole states, such as {next(iter(full.values())).name}, and shards")
     if not ranks and not full:
@@ -90,26 +88,42 @@ def _complete(files: Mapping[Rank, Path], folder: Path, *, experts: bool) -> tup
 
 def every(degrees: Rank) -> Iterable[Rank]:
     """All ranks, with the pipeline's stages outermost and data-parallel ranks innermost."""
-    places = product(range(degrees.pp), range(degrees.ep), range(degrees.tp), range(degrees.dp))
-    return (Rank(dp, ep, tp, pp) for pp, ep, tp, dp in places)
+    return (
+        Rank(dp, ep, tp, pp)
+        for pp in range(degrees.pp)
+        for ep in range(degrees.ep)
+        for tp in range(degrees.tp)
+        for dp in range(degrees.dp)
+    )
 
 
 def find_legacy(folder: Path) -> Found | None:
     """What ``parallel_layers.save`` and Lightning's ``NeuronCheckpointIO`` wrote, right in a folder."""
-    files = {_rank(match): file for file in local.files(folder) if (match := _LEGACY.fullmatch(file.name))}
-    inside = {
-        _rank(match): below / "checkpoint.pt"
-        for below in local.subfolders(folder)
-        if (match := _LEGACY.fullmatch(below.name)) and local.is_file(below / "checkpoint.pt")
-    }
-    files |= inside
+    named = [(file.name, file) for file in local.files(folder)]
+    inside = [(below.name, below / "checkpoint.pt") for below in local.subfolders(folder)]
+    named += [(name, file) for name, file in inside if local.is_taken(file)]
+    files = _by_rank(folder, named, _LEGACY)
     return Found(*_complete(files, folder, experts=False)) if files else None
 
 
 def find_legacy_zero(folder: Path) -> Found | None:
     """What ``NeuronZero1Optimizer.save_sharded_state_dict`` wrote, right in a folder."""
-    files = {_rank(match): file for file in local.files(folder) if (match := _LEGACY_ZERO.fullmatch(file.name))}
+    files = _by_rank(folder, ((file.name, file) for file in local.files(folder)), _LEGACY_ZERO)
     return Found(*_complete(files, folder, experts=False)) if files else None
+
+
+def _by_rank(folder: Path, named: Iterable[tuple[str, Path]], kind: re.Pattern[str]) -> dict[Rank, Path]:
+    """Files by the ranks that their names tell of. Raises ``DamagedError`` where two are of one rank."""
+    found: dict[Rank, Path] = {}
+    for name, file in named:
+        match = kind.fullmatch(name)
+        if match is None:
+            continue
+        rank = _rank(match)
+        if rank in found:
+            raise DamagedError(f"{folder}: {found[rank].name} and {name} are both of {rank}")
+        found[rank] = file
+    return found
 
 
 def _rank(match: re.Match[str]) -> Rank:
@@ -127,5 +141,5 @@ def has_legacy(folder: Path) -> bool:
     return any(
         _LEGACY.fullmatch(file.name) or _LEGACY_ZERO.fullmatch(file.name) for file in local.files(folder)
     ) or any(
-        _LEGACY.fullmatch(below.name) and local.is_file(below / "checkpoint.pt") for below in local.subfolders(folder)
+        _LEGACY.fullmatch(below.name) and local.is_taken(below / "checkpoint.pt") for below in local.subfolders(folder)
     )

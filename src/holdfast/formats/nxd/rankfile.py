@@ -6,7 +6,7 @@ Source: ``trainer/checkpoint.py`` of NxD 0.5 to 0.18, ``utils/serialization.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 from holdfast.engine.runs import Box
 from holdfast.engine.woven import Part, Place
 from holdfast.errors import DamagedError, FormatError
+from holdfast.formats.arrange.scales import weigh
 from holdfast.formats.arrange.stored import Stored
-from holdfast.formats.arrange.trees import Budget, rebuilt, show
+from holdfast.formats.arrange.trees import rebuilt, show
 from holdfast.formats.nxd.names import INFO, TENSORS
 from holdfast.formats.nxd.parts import Parts
 from holdfast.formats.pickles.machine import Maker, Record
@@ -26,6 +27,8 @@ from holdfast.formats.torchfile.dtypes import DTYPES
 from holdfast.formats.torchfile.names import NAMES
 from holdfast.formats.torchfile.objects import Dtype, Tensor
 from holdfast.formats.torchfile.zips import Window, is_zip
+from holdfast.formats.within import check_file
+from holdfast.layout.budget import Budget
 from holdfast.layout.files import TensorInfo
 from holdfast.storage import local
 from holdfast.storage.readers import Readers
@@ -37,8 +40,14 @@ _REFERENCES = (
 )
 _ALLOWED: Mapping[str, object] = {**NAMES, **{name: Maker(name, record(name)) for name in _REFERENCES}}
 
-#: Steps for each byte that a tree was read from, and at least.
-_STEPS, _LEAST = 16, 100_000
+
+@dataclass(frozen=True)
+class Access:
+    """A checkpoint that is open: its folder, what reads files in it, and what all of them may cost."""
+
+    root: Path
+    readers: Readers
+    budget: Budget = field(default_factory=Budget)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,7 @@ class Shard(Stored):
     @property
     def exists(self) -> bool:
         """Whether its file is there."""
-        return local.is_file(self.file)
+        return local.is_taken(self.file)
 
     @property
     def identity(self) -> Hashable:
@@ -104,37 +113,42 @@ class RankFile:
                 raise DamagedError(f"{shard.file} is cut short: its tensor ends at byte {end}")
 
 
-def read(path: Path, readers: Readers, redirect: Path | None = None) -> RankFile:
+def read(path: Path, access: Access, redirect: Path | None = None) -> RankFile:
     """Read a rank's file. Tensors that are not beside it are looked for beside ``redirect``."""
-    return _Loading(path, readers, redirect).read()
+    return _Loading(path, access, redirect).read()
 
 
-def read_tree(path: Path, readers: Readers) -> archive.Tree:
-    """The tree in a file of ``torch.save``, with what NxD puts into it."""
-    local.check_regular(path, within=(path.parent,))
-    window = Window(path, 0, local.size_of(path), readers)
-    return archive.read(window, _ALLOWED) if is_zip(window) else legacy.read(window)
+def read_tree(path: Path, access: Access, budget: Budget | None = None) -> archive.Tree:
+    """The tree in a file of ``torch.save``, with what NxD puts into it, paid from a ``budget`` or from the common one.
+
+    Raises ``UnsafeNameError`` where the file is not in the folder that was opened.
+    """
+    check_file(path, access.root)
+    window = Window(path, 0, local.size_of(path), access.readers)
+    paid = access.budget if budget is None else budget
+    return archive.read(window, paid, _ALLOWED) if is_zip(window) else legacy.read(window, paid, _ALLOWED)
 
 
 class _Loading:
-    def __init__(self, path: Path, readers: Readers, redirect: Path | None) -> None:
-        self._path, self._readers, self._redirect = path, readers, redirect
+    def __init__(self, path: Path, access: Access, redirect: Path | None) -> None:
+        self._path, self._access, self._redirect = path, access, redirect
         self._shards: dict[Hashable, Shard] = {}
         self._infos: Mapping[Any, Any] = {}
 
     def read(self) -> RankFile:
-        tree = read_tree(self._path, self._readers)
+        tree = read_tree(self._path, self._access)
         info = self._beside(INFO)
-        extra = [info] if local.is_file(info) else []
+        extra = [info] if local.is_taken(info) else []
         if extra:
-            found = read_tree(info, self._readers).root
+            found = read_tree(info, self._access).root
             self._infos = found if isinstance(found, dict) else {}
         try:
-            root = rebuilt(tree.root, self._leaf, Budget(_STEPS * tree.nbytes + _LEAST))
+            weigh(tree.root, self._access.budget)
+            root = rebuilt(tree.root, self._leaf)
         except RecursionError as error:
             raise DamagedError(f"{self._path}: its values are nested too deeply") from error
-        except DamagedError as error:
-            raise DamagedError(f"{self._path}: {error}") from error
+        except (DamagedError, FormatError) as error:
+            raise type(error)(f"{self._path}: {error}") from error
         shards = list(self._shards.values())
         files = [
             self._path,
@@ -164,7 +178,7 @@ class _Loading:
         row = row if isinstance(row, dict) else {}
         expert = row.get("expert_model_parallel")
         file = self._tensor_file(tid)
-        find = partial(_tensor, file, self._readers)
+        find = partial(_tensor, file, self._access)
         dtype, shape = row.get("dtype"), row.get("shape")
         if isinstance(dtype, Dtype) and dtype.name in DTYPES and isinstance(shape, tuple):
             return Shard(TensorInfo(DTYPES[dtype.name], tuple(shape)), file, find, expert)
@@ -174,16 +188,16 @@ class _Loading:
     def _tensor_file(self, tid: int) -> Path:
         """A rank of experts has the files of their tensors only; all else is beside the first such rank's."""
         own = self._beside(TENSORS) / f"tensor_{tid}.pt"
-        if self._redirect is not None and not local.is_file(own):
+        if self._redirect is not None and not local.is_taken(own):
             other = self._redirect.with_name(self._redirect.name + TENSORS) / own.name
-            return other if local.is_file(other) else own
+            return other if local.is_taken(other) else own
         return own
 
 
-def _tensor(file: Path, readers: Readers) -> Tensor:
-    if not local.is_file(file):
+def _tensor(file: Path, access: Access) -> Tensor:
+    if not local.is_taken(file):
         raise DamagedError(f"{file} is missing; the file of its rank names it")
-    found = read_tree(file, readers).root
+    found = read_tree(file, access, Budget()).root
     if not isinstance(found, Tensor):
         raise FormatError(f"{file} should hold a tensor, and holds {getattr(found, 'why', 'something else')}")
     return found

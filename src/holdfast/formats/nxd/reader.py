@@ -83,7 +83,7 @@ class NxdReader(TreeReader):
         values = dict(self._saved.values)
         if "scheduler" in values:
             slots["scheduler"] = values.pop("scheduler")
-        return assembled(slots, values, self._saved.nbytes, str(self._saved.path))
+        return assembled(slots, values, self._saved.budget, str(self._saved.path))
 
 
 def _check_keys(keys: Mapping[str, str]) -> None:
@@ -118,10 +118,13 @@ def _model(stage: states.Stage, assembly: Assembly, masters: Mapping[str, Mappin
     shards = [shard for name in names for row in stage.shards(name) for shard in row if isinstance(shard, Shard)]
     left_out = _is_left_out(shards)
     for name in names:
-        if name in masters:
-            found |= masters[name]
-        elif not left_out:
-            found |= assembly.whole(name, stage.shards(name), name)
+        if left_out and name not in masters:
+            continue
+        whole = masters[name] if name in masters else assembly.whole(name, stage.shards(name), name)
+        both = next((one for one in whole if one in found), None)
+        if both is not None:
+            raise InvalidArgumentError(f"{stage.name}: by the layout, {name!r} and another parameter are both {both!r}")
+        found |= whole
     if left_out and not found:
         raise DamagedError(f"{stage.name}: the model's tensors were left out of it, and there are no master weights")
     return found

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from holdfast.errors import DamagedError, InvalidArgumentError
+from holdfast.errors import DamagedError, FormatError, InvalidArgumentError
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.nxd import zero
 from holdfast.formats.nxd.assembly import Assembly
@@ -41,11 +42,14 @@ class Stage:
 
     def shards(self, name: str) -> Sequence[Sequence[Stored]]:
         """What each rank has of a tensor of the model. Raises ``DamagedError`` where one has none."""
-        for row in self.models:
-            for model in row:
-                if model.keys() != self.models[0][0].keys():
-                    raise DamagedError(f"{self.name}: ranks have different tensors in their models")
+        if not self._is_uniform:
+            raise DamagedError(f"{self.name}: ranks have different tensors in their models")
         return [[model[name] for model in row] for row in self.models]
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        """Whether all ranks have the same tensors: looked at once, and not for each of many tensors."""
+        return all(model.keys() == self.models[0][0].keys() for row in self.models for model in row)
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ def states(stage: Stage, known: Known, assembly: Assembly) -> dict[str, dict[str
     found: dict[str, dict[str, Any]] = {name: {} for name in known.whole}
     for state in table[0][0]:
         what = f"{known.name}, {state}"
+        if any(str(state) in own for own in found.values()):
+            raise FormatError(f"{stage.name}: two states of {known.name!r} are called {str(state)!r}")
         values = [[own[state] for own in row] for row in table]
         for name, value in _state(known, what, values, assembly).items():
             found[name][str(state)] = value

@@ -49,7 +49,8 @@ def newest(path: Path) -> Path:
     By the number in its name; not by the time of a file, which every copy changes.
     """
     tags = [folder for folder in local.subfolders(path) if is_tag(folder)]
-    if local.is_file(path / NEWEST):
+    if local.is_taken(path / NEWEST):
+        local.check_regular(path / NEWEST, within=(path,))
         lines = local.read_small(path / NEWEST).decode(errors="replace").split()
         if named := [path / line for line in lines if path / line in tags]:
             return named[-1]

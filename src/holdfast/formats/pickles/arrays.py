@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.formats.pickles.machine import Copied, Maker, Record
+from holdfast.formats.pickles.machine import Maker, Record
 from holdfast.formats.pickles.plain import record
+from holdfast.layout.budget import Budget
 
 _DTYPE, _ARRAY, _SCALAR = "numpy.dtype", "numpy.ndarray", "numpy.generic"
 
@@ -29,8 +30,11 @@ _NAMED = {
 }
 _UNNAMED = ("c16",)
 
+#: The most dimensions, and sizes that none of them has.
+_DIMENSIONS, _LARGEST = 64, 2**63
 
-def _buffered(_: Copied, data: Any, dtype: Any, shape: Any, order: Any) -> Record:
+
+def _buffered(_: Budget, data: Any, dtype: Any, shape: Any, order: Any) -> Record:
     made = Record(_ARRAY, ())
     made.state = (1, shape, dtype, order == "F", data)
     return made
@@ -72,6 +76,12 @@ def make(found: Record) -> Any:
     return flat.reshape(shape, order="F" if is_fortran else "C").copy()
 
 
+def nbytes(found: Record) -> int:
+    """The bytes that are copied when it is made."""
+    data = found.state[-1] if isinstance(found.state, tuple) and found.state else b""
+    return len(data) if isinstance(data, bytes | bytearray) else 0
+
+
 def plain(found: Record) -> tuple[str, tuple[int, ...], bytes]:
     """The name of the dtype of an array, such as ``float32``, its shape and its elements in row-major order."""
     shape, dtype, is_fortran, data = _array(found)
@@ -86,24 +96,27 @@ def _array(found: Record) -> tuple[tuple[int, ...], str, bool, bytes]:
     if found.name != _ARRAY or not isinstance(found.state, tuple) or len(found.state) != 5:  # noqa: PLR2004 - NumPy's
         raise ValueError("an array without elements")
     _, shape, dtype, is_fortran, data = found.state
-    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError("an array's shape is none")
+    sizes = isinstance(shape, tuple) and len(shape) <= _DIMENSIONS
+    if not sizes or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
+        raise ValueError("an array whose shape is none")
     return shape, _dtype(dtype), bool(is_fortran), _exact(data, math.prod(shape), dtype)
 
 
 def _dtype(found: Any) -> str:
     """The name of a dtype such as ``<f8``."""
     if not isinstance(found, Record) or found.name != _DTYPE or not found.args:
-        raise ValueError("an array's dtype is none")
+        raise ValueError("an array whose dtype is none")
     name = found.args[0]
     order = found.state[1] if isinstance(found.state, tuple) and len(found.state) > 1 else "|"
-    if not isinstance(name, str) or name not in {*_NAMED, *_UNNAMED}:
-        raise ValueError(f"arrays of {name!r:.20} are not plain numbers")
+    if not isinstance(name, str):
+        raise TypeError("an array whose dtype has no name")
+    if name not in {*_NAMED, *_UNNAMED}:
+        raise ValueError(f"an array of {name[:20]!r}, whose elements are not plain numbers")
     return f"{order if order in {'<', '>'} else '|'}{name}"
 
 
 def _exact(data: Any, number: int, dtype: Any) -> bytes:
     """The bytes of so many elements."""
     if not isinstance(data, bytes | bytearray) or len(data) != number * int(_dtype(dtype)[2:]):
-        raise ValueError("an array has other bytes than its shape says")
+        raise ValueError("an array that has other bytes than its shape says")
     return bytes(data)

@@ -10,11 +10,17 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.errors import DamagedError, HoldfastError
+from holdfast.errors import BudgetError, DamagedError, HoldfastError
+from holdfast.formats.pickles.keys import Keys
+from holdfast.layout.budget import Budget
+
+
+class CutShortError(DamagedError):
+    """A pickle goes on where its bytes end."""
 
 
 class Maker:
-    """What a pickle names in order to call it. ``make`` gets a :class:`Copied` and the arguments, whatever they are."""
+    """What a pickle names in order to call it. ``make`` gets the budget and the arguments, whatever they are."""
 
     __slots__ = ("make", "name")
 
@@ -32,17 +38,9 @@ class Record:
         self.state: Any = None
 
 
-class Copied:
-    """What makers copy is counted: a few bytes of a pickle could ask for the same large copy again and again."""
-
-    def __init__(self, budget: int) -> None:
-        self._left = budget
-
-    def spend(self, items: int) -> None:
-        """Raises ``ValueError`` where more is copied than the pickle has bytes."""
-        self._left -= items
-        if self._left < 0:
-            raise ValueError("it makes more copies than it has bytes")
+def kind(value: object) -> str:
+    """What a value is called in messages."""
+    return value.name if isinstance(value, Maker | Record) else f"a {type(value).__name__}"
 
 
 class Stop(Exception):  # noqa: N818 - the end of a pickle is no error
@@ -53,20 +51,29 @@ class Machine:
     """One pickle being read. ``names`` is what it may name: makers, and plain values.
 
     ``outside`` tells what stands for an object that lies outside of the pickle, given its id; ``what`` the pickle is
-    goes into messages.
+    goes into messages, and so does ``advice``, for who trusts it. What it makes is paid from ``budget``.
     """
 
-    __slots__ = ("at", "copied", "marks", "memo", "names", "outside", "raw", "stack", "what")
+    __slots__ = ("advice", "at", "budget", "far", "keys", "marks", "memo", "names", "outside", "raw", "stack", "what")
 
     def __init__(
-        self, raw: bytes, names: Mapping[str, object], what: str, outside: Callable[[Any], Any] | None
+        self,
+        raw: bytes,
+        names: Mapping[str, object],
+        what: str,
+        outside: Callable[[Any], Any] | None,
+        *,
+        budget: Budget,
+        advice: str = "",
     ) -> None:
-        self.raw, self.at = raw, 0
-        self.names, self.what, self.outside = names, what, outside
+        self.raw, self.at, self.advice = raw, 0, advice
+        self.names, self.what, self.outside, self.budget = names, what, outside, budget
+        self.keys = Keys(budget)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.copied = Copied(len(raw))
+        # Memos are numbered from 0 on by all picklers; any other number is legal, and must cost no row of empty places.
+        self.memo: list[Any] = []
+        self.far: dict[int, Any] = {}
 
     def run(self, table: list[Callable[[Machine], None]]) -> Any:
         """The tree. ``table`` has what to do for each opcode. Raises ``DamagedError`` for what is no whole pickle."""
@@ -78,32 +85,57 @@ class Machine:
                 table[code](self)
         except Stop:
             return self.stack.pop()
+        except BudgetError as error:
+            raise BudgetError(f"{self.what}: {error}") from error
         except HoldfastError:
             raise
         except (ArithmeticError, AttributeError, TypeError, ValueError, struct.error) as error:
             raise DamagedError(f"{self.what} is no pickle of a checkpoint: {error}") from error
         except (LookupError, MemoryError, RecursionError) as error:
-            raise DamagedError(f"{self.what} is damaged or cut short: nothing is there at byte {self.at}") from error
+            kind = CutShortError if self.at >= len(raw) else DamagedError
+            raise kind(f"{self.what} is damaged or cut short: nothing is there at byte {self.at}") from error
 
     def take(self, size: int) -> bytes:
         """The next bytes of the pickle."""
         start = self.at
         self.at += size
         if self.at > len(self.raw):
-            raise ValueError(f"byte {start} asks for {size} more, there are {len(self.raw) - start}")
+            raise CutShortError(
+                f"{self.what} is no pickle of a checkpoint: byte {start} asks for {size} more, there are "
+                f"{len(self.raw) - start}"
+            )
         return self.raw[start : self.at]
 
     def number(self, form: struct.Struct) -> Any:
         """The next number of the pickle."""
-        (value,) = form.unpack_from(self.raw, self.at)
+        start = self.at
         self.at += form.size
+        if self.at > len(self.raw):
+            raise CutShortError(f"{self.what} is no pickle of a checkpoint: it ends in a number at byte {start}")
+        (value,) = form.unpack_from(self.raw, start)
         return value
 
     def line(self) -> str:
         """The next line of the pickle."""
-        end = self.raw.index(b"\n", self.at)
+        end = self.raw.find(b"\n", self.at)
+        if end < 0:
+            raise CutShortError(f"{self.what} is no pickle of a checkpoint: it ends in a line at byte {self.at}")
         start, self.at = self.at, end + 1
         return self.raw[start:end].decode()
+
+    def put(self, number: int) -> None:
+        """Keep what is on top of the stack under a number."""
+        value = self.stack[-1]
+        if number == len(self.memo):
+            self.memo.append(value)
+        elif number < len(self.memo):
+            self.memo[number] = value
+        else:
+            self.far[number] = value
+
+    def get(self, number: int) -> None:
+        """Push what was kept under a number."""
+        self.stack.append(self.memo[number] if number < len(self.memo) else self.far[number])
 
     def items(self) -> list[Any]:
         """What was put on the stack since the last mark; the mark is gone then."""

@@ -11,42 +11,22 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
-from holdfast.formats.pickles.machine import Machine, Maker, Record, Stop
+from holdfast.formats.pickles.machine import Machine, Stop, kind
+from holdfast.layout.keys import is_safe
 
 Opcode = Callable[[Machine], None]
 
 #: The longest integer in bytes: Python prints no number of more than 4300 digits.
 _INTEGER = 1251
 
-#: How deep a key of a dict may be nested, as hashing is recursive; and the largest integer, as they are told apart
-#: by their remainders.
-_KEY_DEPTH, _KEY_SIZE = 8, 2**64
-
-#: Types of which every value can be a key.
-_KEYS = frozenset({str, float, bool, bytes, type(None), complex})
+#: What is spent for each empty container, for its memory; and for the first items of a dict.
+_COSTS: dict[type, int] = {list: 4, dict: 5, set: 14}
+_TUPLE, _FROZEN, _FIRST, _MARK = 3, 14, 8, 4
 
 _U8, _U16, _U32, _U64 = (struct.Struct(f"<{letter}") for letter in "BHIQ")
 _I32, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 
 _LAST_PROTOCOL = 5
-
-
-def check_key(key: object, depth: int = 0) -> None:
-    """Raise ``TypeError`` for what is not to be hashed: what cannot be, and what is nested deeply."""
-    if type(key) in _KEYS or isinstance(key, Record):
-        return
-    if isinstance(key, tuple | frozenset) and depth < _KEY_DEPTH:
-        for one in key:
-            check_key(one, depth + 1)
-        return
-    large = isinstance(key, int) and abs(key) >= _KEY_SIZE
-    if large or isinstance(key, tuple | frozenset) or type(key).__hash__ is None:
-        raise TypeError(f"{kind(key)} is a key")
-
-
-def kind(value: object) -> str:
-    """What a value is called in messages."""
-    return value.name if isinstance(value, Maker | Record) else f"a {type(value).__name__}"
 
 
 def _stop(machine: Machine) -> None:
@@ -70,6 +50,7 @@ def _frame(machine: Machine) -> None:
 
 
 def _mark(machine: Machine) -> None:
+    machine.budget.spend(_MARK)
     machine.marks.append(machine.stack)
     machine.stack = []
 
@@ -87,25 +68,25 @@ def _duplicate(machine: Machine) -> None:
 
 
 def _memoize(machine: Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.put(len(machine.memo) + len(machine.far))
 
 
 def _put_small(machine: Machine) -> None:
-    machine.memo[machine.raw[machine.at]] = machine.stack[-1]
+    machine.put(machine.raw[machine.at])
     machine.at += 1
 
 
 def _put(machine: Machine) -> None:
-    machine.memo[machine.number(_U32)] = machine.stack[-1]
+    machine.put(machine.number(_U32))
 
 
 def _get_small(machine: Machine) -> None:
-    machine.stack.append(machine.memo[machine.raw[machine.at]])
+    machine.get(machine.raw[machine.at])
     machine.at += 1
 
 
 def _get(machine: Machine) -> None:
-    machine.stack.append(machine.memo[machine.number(_U32)])
+    machine.get(machine.number(_U32))
 
 
 def _constant(value: Any) -> Opcode:
@@ -152,18 +133,39 @@ def _bytes(form: struct.Struct, made: Callable[[bytes], Any] = bytes) -> Opcode:
 
 
 def _empty(made: type) -> Opcode:
+    cost = _COSTS[made]
+
     def push(machine: Machine) -> None:
+        machine.budget.spend(cost)
         machine.stack.append(made())
 
     return push
 
 
-def _marked(made: Callable[[list[Any]], Any]) -> Opcode:
-    def push(machine: Machine) -> None:
-        found = made(machine.items())
-        machine.stack.append(found)
+def _tuple(machine: Machine) -> None:
+    machine.budget.spend(_TUPLE)
+    items = machine.items()
+    machine.stack.append(tuple(items))
 
-    return push
+
+def _list(machine: Machine) -> None:
+    items = machine.items()  # the mark has paid for the list that these are in
+    machine.stack.append(items)
+
+
+def _dict(machine: Machine) -> None:
+    machine.budget.spend(_COSTS[dict])
+    items = machine.items()
+    table: dict[Any, Any] = {}
+    _set(machine, table, items)
+    machine.stack.append(table)
+
+
+def _frozenset(machine: Machine) -> None:
+    machine.budget.spend(_FROZEN)
+    items = machine.items()
+    machine.keys.check_new(items)
+    machine.stack.append(frozenset(items))
 
 
 def _tuple_of(size: int) -> Opcode:
@@ -171,6 +173,7 @@ def _tuple_of(size: int) -> Opcode:
         stack = machine.stack
         if len(stack) < size:
             raise IndexError
+        machine.budget.spend(_TUPLE)
         stack[-size:] = [tuple(stack[-size:])]
 
     return push
@@ -186,39 +189,35 @@ def _appends(machine: Machine) -> None:
     _target(machine, list | deque).extend(found)
 
 
-def _dict(flat: list[Any]) -> dict[Any, Any]:
-    table: dict[Any, Any] = {}
-    _set(table, flat)
-    return table
-
-
 def _set_item(machine: Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _set(_target(machine, dict), [key, value])
+    table = _target(machine, dict)
+    if not is_safe(key):
+        _set(machine, table, [key, value])
+        return
+    if not table:
+        machine.budget.spend(_FIRST)
+    table[key] = value
 
 
 def _set_items(machine: Machine) -> None:
     found = machine.items()
-    _set(_target(machine, dict), found)
+    _set(machine, _target(machine, dict), found)
 
 
-def _set(table: dict[Any, Any], flat: list[Any]) -> None:
+def _set(machine: Machine, table: dict[Any, Any], flat: list[Any]) -> None:
     keys = flat[::2]
-    for key in keys:
-        if type(key) is not str:
-            check_key(key)
+    if not table and keys:
+        machine.budget.spend(_FIRST)
+    machine.keys.check_new(keys, table)
     table.update(zip(keys, flat[1::2], strict=True))
 
 
 def _add_items(machine: Machine) -> None:
-    found = machine.items()
-    _target(machine, set).update(_checked(found))
-
-
-def _checked(found: list[Any]) -> list[Any]:
-    for item in found:
-        check_key(item)
-    return found
+    items = machine.items()
+    table = _target(machine, set)
+    machine.keys.check_new(items, table)
+    table.update(items)
 
 
 def _target(machine: Machine, wanted: type | UnionType) -> Any:
@@ -264,18 +263,18 @@ OPCODES: dict[str, Opcode] = {
     "]": _empty(list),
     "}": _empty(dict),
     "\x8f": _empty(set),
-    "t": _marked(tuple),
+    "t": _tuple,
     "\x85": _tuple_of(1),
     "\x86": _tuple_of(2),
     "\x87": _tuple_of(3),
-    "l": _marked(list),
-    "d": _marked(_dict),
+    "l": _list,
+    "d": _dict,
     "a": _append,
     "e": _appends,
     "s": _set_item,
     "u": _set_items,
     "\x90": _add_items,
-    "\x91": _marked(lambda found: frozenset(_checked(found))),
+    "\x91": _frozenset,
 }
 
 

@@ -13,54 +13,64 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import UUID, SafeUUID
 
-from holdfast.formats.pickles.machine import Copied, Maker, Record
-from holdfast.formats.pickles.opcodes import check_key
+from holdfast.formats.pickles.keys import Keys
+from holdfast.formats.pickles.machine import Maker, Record
+from holdfast.layout.budget import Budget
+
+#: What a file in memory is called, which is read as the bytes in it.
+BYTES_IO = "io.BytesIO"
 
 _UUID_BITS = 128
+
+#: What an entry of a budget set or dict costs, and what the first ones of a namespace do.
+_ENTRY, _FIRST = 4, 16
+
+#: What an empty deque costs more than another object.
+_DEQUE = 32
 
 #: How many bytes the state of a date or time has.
 _INSTANTS: Mapping[Any, int] = {dt.datetime: 10, dt.date: 4, dt.time: 6}
 
 
-def _items(copied: Copied, given: Any) -> list[Any]:
-    """The items of a list, a tuple, a set or a dict, to be copied."""
+def _items(budget: Budget, given: Any) -> list[Any]:
+    """The items of a list, a tuple, a set or a dict, to be budget."""
     if not isinstance(given, list | tuple | set | frozenset | dict):
         raise TypeError(f"{type(given).__name__} is no list")
-    copied.spend(len(given))
+    budget.spend(1 + len(given))
     return list(given.items()) if isinstance(given, dict) else list(given)
 
 
-def _keys(copied: Copied, given: Any = ()) -> list[Any]:
-    found = _items(copied, given)
-    for item in found:
-        check_key(item)
-    return found
+def _keys(budget: Budget, given: Any = ()) -> list[Any]:
+    items = _items(budget, given)
+    budget.spend(_ENTRY * len(items))
+    Keys(budget).check_new(items)
+    return items
 
 
-def _pairs(copied: Copied, given: Any = ()) -> list[tuple[Any, Any]]:
-    found = _items(copied, given)
-    for pair in found:
-        if not isinstance(pair, list | tuple):
-            raise TypeError("there are no pairs in it")
-        key, _ = pair
-        check_key(key)
-    return found
+def _pairs(budget: Budget, given: Any = ()) -> list[tuple[Any, Any]]:
+    pairs = _items(budget, given)
+    budget.spend(_ENTRY * len(pairs))
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004 - key and value
+        raise TypeError("there are no pairs in it")
+    Keys(budget).check_new([key for key, _ in pairs])
+    return pairs
 
 
-def _deque(copied: Copied, given: Any = (), longest: Any = None) -> collections.deque[Any]:
+def _deque(budget: Budget, given: Any = (), longest: Any = None) -> collections.deque[Any]:
     _integers(longest)
-    return collections.deque(_items(copied, given), longest)
+    budget.spend(_DEQUE)
+    return collections.deque(_items(budget, given), longest)
 
 
-def _bytes(copied: Copied, given: Any = b"", codec: Any = "latin1") -> bytes:
+def _bytes(budget: Budget, given: Any = b"", codec: Any = "latin1") -> bytes:
     """Bytes; protocol 2 has them as text."""
     if codec not in {"latin1", "latin-1"} or not isinstance(given, str | bytes | bytearray):
         raise TypeError("bytes are kept as bytes, or as text in latin1")
-    copied.spend(len(given))
+    budget.spend_memory(len(given))
     return given.encode("latin1") if isinstance(given, str) else bytes(given)
 
 
-def _complex(_: Copied, real: Any, imaginary: Any) -> complex:
+def _complex(_: Budget, real: Any, imaginary: Any) -> complex:
     if not isinstance(real, int | float) or not isinstance(imaginary, int | float):
         raise TypeError("it has two numbers")
     return complex(real, imaginary)
@@ -71,28 +81,28 @@ def _integers(*given: Any) -> None:
         raise TypeError("it has integers only")
 
 
-def _range(_: Copied, start: Any, stop: Any, step: Any) -> range:
+def _range(_: Budget, start: Any, stop: Any, step: Any) -> range:
     _integers(start, stop, step)
     return range(start, stop, step)
 
 
-def _slice(_: Copied, start: Any, stop: Any, step: Any) -> slice:
+def _slice(_: Budget, start: Any, stop: Any, step: Any) -> slice:
     _integers(start, stop, step)
     return slice(start, stop, step)
 
 
 def _path(made: type) -> Callable[..., Any]:
-    def make(copied: Copied, *parts: Any) -> Any:
+    def make(budget: Budget, *parts: Any) -> Any:
         if not all(isinstance(part, str) for part in parts):
             raise TypeError("it has parts of text")
-        copied.spend(sum(map(len, parts)))
+        budget.spend(len(parts) + sum(map(len, parts)) // 4)
         return made(*parts)
 
     return make
 
 
 def _instant(made: Any) -> Callable[..., Any]:
-    def make(_: Copied, state: Any, *zone: Any) -> Any:
+    def make(_: Budget, state: Any, *zone: Any) -> Any:
         if not isinstance(state, bytes) or len(state) != _INSTANTS[made]:
             raise TypeError(f"its state has {_INSTANTS[made]} bytes")
         if not all(isinstance(one, dt.timezone) for one in zone):
@@ -102,24 +112,26 @@ def _instant(made: Any) -> Callable[..., Any]:
     return make
 
 
-def _timedelta(_: Copied, days: Any, seconds: Any, microseconds: Any) -> dt.timedelta:
+def _timedelta(_: Budget, days: Any, seconds: Any, microseconds: Any) -> dt.timedelta:
     _integers(days, seconds, microseconds)
     return dt.timedelta(days, seconds, microseconds)
 
 
-def _timezone(_: Copied, offset: Any, *name: Any) -> dt.timezone:
+def _timezone(_: Budget, offset: Any, *name: Any) -> dt.timezone:
     if not isinstance(offset, dt.timedelta) or not all(isinstance(one, str) for one in name):
         raise TypeError("it has an offset and a name")
     return dt.timezone(offset, *name)
 
 
-def _fill_namespace(space: Namespace, state: Any) -> None:
+def _fill_namespace(budget: Budget, space: Namespace, state: Any) -> None:
+    if isinstance(state, dict):
+        budget.spend(_FIRST + _ENTRY * len(state))
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise TypeError("a namespace has names")
     vars(space).update(state)
 
 
-def _fill_uuid(one: UUID, state: Any) -> None:
+def _fill_uuid(_: Budget, one: UUID, state: Any) -> None:
     number = state.get("int") if isinstance(state, dict) else None
     if type(number) is not int or not 0 <= number < 2**_UUID_BITS:
         raise TypeError("a UUID is a number of 128 bits")
@@ -132,24 +144,33 @@ def record(name: str) -> Callable[..., Record]:
     return lambda _, *args: Record(name, args)
 
 
-def _only_named(_: Copied, *__: Any) -> Any:
+def bytes_in(found: Record) -> bytes:
+    """The bytes in a file in memory. Raises ``TypeError`` if there are none."""
+    data = found.state[0] if isinstance(found.state, tuple) and found.state else None
+    if not isinstance(data, bytes):
+        raise TypeError("a file in memory without bytes")
+    return data
+
+
+def _only_named(_: Budget, *__: Any) -> Any:
     """What kind of values a dict has by default is named, and not called."""
     raise TypeError("it is only named")
 
 
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
+    "_io.BytesIO": record(BYTES_IO),
     "argparse.Namespace": lambda _: Namespace(),
-    "builtins.bytearray": lambda copied, *given: bytearray(_bytes(copied, *given)),
+    "builtins.bytearray": lambda budget, *given: bytearray(_bytes(budget, *given)),
     "builtins.bytes": _bytes,
     "builtins.complex": _complex,
-    "builtins.frozenset": lambda copied, *given: frozenset(_keys(copied, *given)),
+    "builtins.frozenset": lambda budget, *given: frozenset(_keys(budget, *given)),
     "builtins.range": _range,
-    "builtins.set": lambda copied, *given: set(_keys(copied, *given)),
+    "builtins.set": lambda budget, *given: set(_keys(budget, *given)),
     "builtins.slice": _slice,
     **{f"builtins.{kind}": _only_named for kind in ("bool", "dict", "float", "int", "list", "str")},
-    "collections.Counter": lambda copied, *given: collections.Counter(dict(_pairs(copied, *given))),
-    "collections.OrderedDict": lambda copied, *given: collections.OrderedDict(_pairs(copied, *given)),
+    "collections.Counter": lambda budget, *given: collections.Counter(dict(_pairs(budget, *given))),
+    "collections.OrderedDict": lambda budget, *given: collections.OrderedDict(_pairs(budget, *given)),
     "collections.defaultdict": lambda _, *__: {},  # what is in it by default is not in a pickle of it
     "collections.deque": _deque,
     "datetime.date": _instant(dt.date),
@@ -174,4 +195,4 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
 PLAIN: Mapping[str, object] = {name: Maker(name, make) for name, make in _MAKERS.items()}
 
 #: How objects that are made empty take in their state.
-STATES: Mapping[type, Callable[[Any, Any], None]] = {Namespace: _fill_namespace, UUID: _fill_uuid}
+STATES: Mapping[type, Callable[[Budget, Any, Any], None]] = {Namespace: _fill_namespace, UUID: _fill_uuid}

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.errors import UnsafePickleError
-from holdfast.formats.pickles.machine import Machine, Maker, Record
-from holdfast.formats.pickles.opcodes import kind, table
+from holdfast.errors import BudgetError, UnsafePickleError
+from holdfast.formats.pickles.machine import Machine, Maker, Record, kind
+from holdfast.formats.pickles.opcodes import table
 from holdfast.formats.pickles.plain import STATES
+from holdfast.layout.budget import Budget
 
 #: What Python 2 called some modules and names, as protocol 2 still does.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -17,22 +18,44 @@ _RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.s
 
 _NAME = 200
 
+#: What is spent for each object, beside what its maker spends; and for a state.
+_OBJECT, _STATE = 24, 4
 
-def unpickle(raw: bytes, names: Mapping[str, object], what: str, outside: Callable[[Any], Any] | None = None) -> Any:
+
+def unpickle(
+    raw: bytes,
+    names: Mapping[str, object],
+    what: str,
+    outside: Callable[[Any], Any] | None = None,
+    *,
+    budget: Budget | None = None,
+    advice: str = "",
+) -> Any:
     """The tree in a pickle. For the arguments see :class:`holdfast.formats.pickles.machine.Machine`.
+
+    Without a ``budget`` the pickle has one of its own; a given one has earned its bytes already.
 
     Raises ``UnsafePickleError`` for a name that is not in ``names``, ``DamagedError`` for what is no whole pickle.
     """
-    return Machine(raw, names, what, outside).run(_TABLE)
+    return Machine(raw, names, what, outside, budget=Budget(len(raw)) if budget is None else budget, advice=advice).run(
+        _TABLE
+    )
 
 
 def unpickle_row(
-    raw: bytes, number: int, names: Mapping[str, object], what: str, outside: Callable[[Any], Any]
+    raw: bytes,
+    number: int,
+    names: Mapping[str, object],
+    what: str,
+    outside: Callable[[Any], Any],
+    *,
+    budget: Budget,
+    advice: str,
 ) -> tuple[list[Any], int]:
     """The trees in several pickles, one after another, and where the last one ends: see :func:`unpickle`."""
     found, at = [], 0
     for _ in range(number):
-        machine = Machine(raw, names, what, outside)
+        machine = Machine(raw, names, what, outside, budget=budget, advice=advice)
         machine.at = at
         found.append(machine.run(_TABLE))
         at = machine.at
@@ -57,8 +80,7 @@ def _find(machine: Machine, module: Any, name: Any) -> None:
     if full not in machine.names:
         raise UnsafePickleError(
             f"{machine.what} names {full[:_NAME]!r}, which holdfast does not run: of pickles it reads tensors and "
-            "plain values only. If you trust who wrote it, load it with torch.load(weights_only=False), and save it "
-            "again without that"
+            f"plain values only. {machine.advice}".rstrip()
         )
     machine.stack.append(machine.names[full])
 
@@ -67,18 +89,22 @@ def _make(machine: Machine) -> None:
     args, maker = machine.stack.pop(), machine.stack.pop()
     if not isinstance(maker, Maker) or not isinstance(args, tuple):
         raise TypeError(f"it calls {kind(maker)}")
+    machine.budget.spend(_OBJECT)
     try:
-        machine.stack.append(maker.make(machine.copied, *args))
+        machine.stack.append(maker.make(machine.budget, *args))
+    except BudgetError:
+        raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{maker.name} with these arguments is none: {error}") from error
 
 
 def _build(machine: Machine) -> None:
     state, made = machine.stack.pop(), machine.stack[-1]
+    machine.budget.spend(_STATE)
     if isinstance(made, Record):
         made.state = state
     elif type(made) in STATES:
-        STATES[type(made)](made, state)
+        STATES[type(made)](machine.budget, made, state)
     elif not isinstance(made, OrderedDict):  # a state dict has the versions of its modules as an attribute
         raise TypeError(f"it gives a state to {kind(made)}")
 

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import DamagedError, FormatError
 from holdfast.formats.pickles.unpickle import unpickle
-from holdfast.formats.torchfile.dtypes import DTYPES
+from holdfast.formats.torchfile.dtypes import width
 from holdfast.formats.torchfile.names import NAMES
 from holdfast.formats.torchfile.objects import Storage, StorageType
 from holdfast.formats.torchfile.zips import Entry, Window, entries
 from holdfast.layout.blocks import crc64
-from holdfast.layout.dtypes import WIDTHS
+from holdfast.layout.budget import Budget
 
 _PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
+
+#: What the byte order is called that is read.
+_LITTLE = b"little"
 
 
 class Tree(NamedTuple):
@@ -27,8 +30,10 @@ class Tree(NamedTuple):
     digest: int
 
 
-def read(window: Window, names: Mapping[str, object] = NAMES) -> Tree:
+def read(window: Window, budget: Budget, names: Mapping[str, object] = NAMES) -> Tree:
     """The tree in a zip file of ``torch.save``. No tensor is read; ``names`` is what its pickle may name.
+
+    ``budget`` earns the bytes of the pickle, and pays for what is made of them.
 
     Raises ``DamagedError``, ``UnsafePickleError``, or ``FormatError`` for what is none of its files.
     """
@@ -38,7 +43,7 @@ def read(window: Window, names: Mapping[str, object] = NAMES) -> Tree:
         kind = "a TorchScript program" if f"{root}/{_TORCHSCRIPT}" in found else "a zip file"
         raise FormatError(f"{window.path} is {kind}, and no file of torch.save")
     order = found.get(f"{root}/byteorder")
-    if order is not None and _contents(order, window) != b"little":
+    if order is not None and (order.size != len(_LITTLE) or _contents(order, window) != _LITTLE):
         raise FormatError(
             f"{window.path} was written on a big-endian machine, which holdfast does not read: load it with "
             "torch.load and save it again on this one"
@@ -46,7 +51,8 @@ def read(window: Window, names: Mapping[str, object] = NAMES) -> Tree:
     pickled = found[f"{root}/{_PICKLE}"]
     raw = _contents(pickled, window)
     storages = _storages(f"{root}/data", found, window)
-    return Tree(unpickle(raw, names, window.label, storages), len(raw), crc64(raw))
+    budget.earn(len(raw))
+    return Tree(unpickle(raw, names, window.label, storages, budget=budget, advice=window.advice), len(raw), crc64(raw))
 
 
 def _contents(entry: Entry, window: Window) -> bytes:
@@ -67,7 +73,7 @@ def _storages(folder: str, found: Mapping[str, Entry], window: Window) -> Callab
             raise ValueError(f"its storage {key!r} is not in the file")
         if key not in known:
             known[key] = Storage(dtype, entry.size, window, partial(entry.data, window))
-        if (dtype in DTYPES and size != entry.size) or dtype != known[key].dtype:
+        if size != entry.size or dtype != known[key].dtype:
             raise ValueError(f"its storage {key!r} has {entry.size} bytes in the file, and should have {size}")
         return known[key]
 
@@ -75,11 +81,10 @@ def _storages(folder: str, found: Mapping[str, Entry], window: Window) -> Callab
 
 
 def storage_id(given: Any) -> tuple[str, str, int]:
-    """The dtype, key and size in bytes of a storage, from its persistent id. No size is known of unknown dtypes."""
+    """The dtype, key and size in bytes of a storage, from its persistent id."""
     if not isinstance(given, tuple) or len(given) < 5 or given[0] != "storage":  # noqa: PLR2004 - as torch has it
         raise TypeError("it refers to what is no storage")
     _, kind, key, _, number = given[:5]
     if not isinstance(kind, StorageType) or not isinstance(key, str) or type(number) is not int:
         raise TypeError("it refers to a storage without a type, a key and a size")
-    width = WIDTHS[DTYPES[kind.dtype]] if kind.dtype in DTYPES else 0
-    return kind.dtype, key, number * width
+    return kind.dtype, key, number * width(kind.dtype)

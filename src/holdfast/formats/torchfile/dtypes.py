@@ -1,5 +1,7 @@
 """Names of dtypes and of classes of storages: torch's, and those of safetensors."""
 
+from holdfast.layout.dtypes import WIDTHS
+
 #: The safetensors name of each dtype of torch that both have.
 DTYPES = {
     "bfloat16": "BF16",
@@ -62,3 +64,11 @@ STORAGES = {
     "QUInt8": "quint8",
     "Short": "int16",
 }
+
+#: The bytes of an element in storages of dtypes that holdfast does not read.
+_OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quint4x2": 1, "quint8": 1}
+
+
+def width(dtype: str) -> int:
+    """The bytes of an element in a storage of such a dtype."""
+    return WIDTHS[DTYPES[dtype]] if dtype in DTYPES else _OTHER_WIDTHS[dtype]

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import DamagedError
+from holdfast.formats.pickles.machine import CutShortError
 from holdfast.formats.pickles.unpickle import unpickle_row
 from holdfast.formats.torchfile.archive import Tree, storage_id
 from holdfast.formats.torchfile.names import NAMES
 from holdfast.formats.torchfile.objects import Storage
 from holdfast.formats.torchfile.zips import Window
 from holdfast.layout.blocks import crc64
+from holdfast.layout.budget import Budget
 
 #: What such a file begins with: a pickle of torch's magic number.
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -29,25 +31,37 @@ _FIRST, _LIMIT = 2**20, 2**30
 _SIZE = struct.Struct("<q")
 
 
-def read(window: Window) -> Tree:
-    """The tree in such a file. Raises ``DamagedError`` or ``UnsafePickleError``."""
+def read(window: Window, budget: Budget, names: Mapping[str, object] = NAMES) -> Tree:
+    """The tree in such a file, whose pickle may name ``names``. Raises ``DamagedError`` or ``UnsafePickleError``.
+
+    ``budget`` earns the bytes of the pickles, and pays for what is made of them.
+    """
     size = _FIRST
     while True:  # how long the pickles are is known when they have been read
         raw = window.read(0, min(size, window.size))
+        own = Budget(len(raw), least=0)
+        own.left += budget.left
         try:
-            return _parse(raw, window)
-        except DamagedError:
+            tree = _parse(raw, window, own, names)
+        except CutShortError:
             if size >= min(window.size, _LIMIT):
                 raise
             size *= 8
+            continue
+        budget.earn(tree.nbytes)
+        budget.spend(own.spent)
+        return tree
 
 
-def _parse(raw: bytes, window: Window) -> Tree:
+def _parse(raw: bytes, window: Window, budget: Budget, names: Mapping[str, object]) -> Tree:
     known: dict[str, Storage] = {}
     starts: dict[str, int] = {}
     storages = _storages(known, starts, window)
-    (_, _, machine, root, keys), end = unpickle_row(raw, _PICKLES, NAMES, window.label, storages)
-    if not isinstance(machine, dict) or machine.get("little_endian") is not True or not isinstance(keys, list):
+    (_, _, machine, root, keys), end = unpickle_row(
+        raw, _PICKLES, names, window.label, storages, budget=budget, advice=window.advice
+    )
+    is_row = isinstance(keys, list) and all(isinstance(key, str | int) for key in keys)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True or not is_row:
         raise DamagedError(f"{window.label} was written on a big-endian machine, or is damaged")
     at = end
     for key in keys:

@@ -8,46 +8,52 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from holdfast.errors import BudgetError
 from holdfast.formats.arrange.stored import Inline, Unreadable
 from holdfast.formats.pickles.arrays import NUMPY, plain
-from holdfast.formats.pickles.machine import Copied, Maker, Record
+from holdfast.formats.pickles.machine import Maker, Record
 from holdfast.formats.pickles.plain import PLAIN, record
 from holdfast.formats.torchfile.dtypes import DTYPES, OTHERS, STORAGES
 from holdfast.formats.torchfile.objects import Device, Dtype, Layout, Size, Storage, StorageType, Tensor
+from holdfast.layout.budget import Budget
 from holdfast.layout.files import TensorInfo
 
 #: Dimensions and numbers that torch can have.
 _DIMENSIONS, _LARGEST = 64, 2**63
+
+#: What a tensor costs, and each of its dimensions.
+_TENSOR, _DIMENSION = 32, 8
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, tuple) or len(given) > _DIMENSIONS:
         raise TypeError("its shape is none")
     if not all(type(size) is int and 0 <= size < _LARGEST for size in given):
-        raise ValueError(f"{given!r:.80} are no sizes")
+        raise ValueError("its sizes, offset or strides are no numbers that torch can have")
     return tuple(given)
 
 
-def _view(storage: Any, dtype: str, offset: Any, shape: Any, strides: Any) -> Tensor | Unreadable:
+def _view(budget: Budget, storage: Any, dtype: str, place: tuple[Any, Any, Any]) -> Tensor | Unreadable:
     if not isinstance(storage, Storage):
         raise TypeError("it is of no storage")
-    shape, strides, (offset,) = _sizes(shape), _sizes(strides), _sizes((offset,))
+    (offset,), shape, strides = _sizes(place[:1]), _sizes(place[1]), _sizes(place[2])
+    budget.spend(_TENSOR + _DIMENSION * len(shape))
     if dtype not in DTYPES:
         return Unreadable(f"has dtype {dtype}, which holdfast does not read")
     return Tensor.view(storage, dtype, offset, shape, strides)
 
 
-def _tensor_v2(_: Copied, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
+def _tensor_v2(budget: Budget, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
     """``rest``: whether a gradient is wanted, hooks, and bits to be applied lazily; version 1 has none of these."""
-    return _unless_lazy(_view(storage, getattr(storage, "dtype", ""), offset, shape, strides), rest[2:])
+    return _unless_lazy(_view(budget, storage, getattr(storage, "dtype", ""), (offset, shape, strides)), rest[2:])
 
 
-def _tensor_v3(_: Copied, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
+def _tensor_v3(budget: Budget, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
     """The same, with a dtype after the hooks."""
     _, _, dtype, *bits = rest
     if not isinstance(dtype, Dtype):
         raise TypeError("its dtype is none")
-    return _unless_lazy(_view(storage, dtype.name, offset, shape, strides), bits)
+    return _unless_lazy(_view(budget, storage, dtype.name, (offset, shape, strides)), bits)
 
 
 def _unless_lazy(made: Tensor | Unreadable, rest: Sequence[Any]) -> Tensor | Unreadable:
@@ -57,46 +63,49 @@ def _unless_lazy(made: Tensor | Unreadable, rest: Sequence[Any]) -> Tensor | Unr
     return made
 
 
-def _from_array(_: Copied, array: Any, dtype: Any, *__: Any) -> Inline | Unreadable:
+def _from_array(budget: Budget, array: Any, dtype: Any, *__: Any) -> Inline | Unreadable:
     if not isinstance(array, Record) or not isinstance(dtype, Dtype) or dtype.name not in DTYPES:
         raise TypeError("it is of no array")
     try:
         name, shape, data = plain(array)
-    except ValueError as error:
+        budget.spend_memory(len(data))
+    except BudgetError:
+        raise
+    except (TypeError, ValueError) as error:
         return Unreadable(f"is of an array that cannot be read: {error}")
     if name != dtype.name:
         return Unreadable(f"was saved by way of a NumPy array of another dtype, {name}")
     return Inline(TensorInfo(DTYPES[dtype.name], shape), data)
 
 
-def _from_cpu(_: Copied, data: Any, dtype: Any, *__: Any) -> Any:
+def _from_cpu(_: Budget, data: Any, dtype: Any, *__: Any) -> Any:
     same = isinstance(data, Tensor) and isinstance(dtype, Dtype) and data.info.dtype == DTYPES.get(dtype.name)
     return data if same else Unreadable("was moved to the CPU in another dtype")
 
 
-def _typed(copied: Copied, maker: Any, _: Any, args: Any, *__: Any) -> Any:
+def _typed(budget: Budget, maker: Any, _: Any, args: Any, *__: Any) -> Any:
     """A tensor with attributes of its own, which are left out."""
     if not isinstance(maker, Maker) or maker not in _REBUILD.values() or not isinstance(args, tuple):
         raise TypeError("it is of no tensor")
-    return maker.make(copied, *args)
+    return maker.make(budget, *args)
 
 
-def _device(_: Copied, kind: Any, number: Any = None) -> Device:
+def _device(_: Budget, kind: Any, number: Any = None) -> Device:
     if not isinstance(kind, str) or not isinstance(number, int | None):
         raise TypeError("a device has a kind and a number")
     return Device(kind if number is None else f"{kind}:{number}")
 
 
-def _layout(_: Copied, text: Any) -> Layout:
+def _layout(_: Budget, text: Any) -> Layout:
     if not isinstance(text, str):
         raise TypeError("a layout has a name")
     return Layout(text)
 
 
-def _size(copied: Copied, given: Any = ()) -> Size:
+def _size(budget: Budget, given: Any = ()) -> Size:
     if not isinstance(given, tuple | list):
         raise TypeError("it has integers")
-    copied.spend(len(given))
+    budget.spend(len(given))
     return Size(_sizes(tuple(given)))
 
 
@@ -104,7 +113,7 @@ def _unreadable(why: str) -> Callable[..., Unreadable]:
     return lambda *_: Unreadable(why)
 
 
-def _first(_: Copied, data: Any, *__: Any) -> Any:
+def _first(_: Budget, data: Any, *__: Any) -> Any:
     return data
 
 

@@ -11,10 +11,13 @@ from holdfast.engine.runs import Box
 from holdfast.engine.woven import Part, Place, Woven, is_row_major
 from holdfast.formats.arrange.stored import Stored
 from holdfast.formats.reader import Extent
-from holdfast.formats.torchfile.dtypes import DTYPES
+from holdfast.formats.torchfile.dtypes import DTYPES, width
 from holdfast.formats.torchfile.zips import Window
 from holdfast.layout.dtypes import WIDTHS
 from holdfast.layout.files import TensorInfo
+
+#: Tensors have fewer bytes.
+_LARGEST = 2**63
 
 
 class Size(tuple[int, ...]):
@@ -63,7 +66,7 @@ class Storage:
     @property
     def width(self) -> int:
         """Bytes of an element."""
-        return WIDTHS[DTYPES[self.dtype]]
+        return width(self.dtype)
 
     @cached_property
     def start(self) -> int:
@@ -86,6 +89,9 @@ class Tensor(Stored):
     ) -> Tensor:
         """A view of a storage. Raises ``ValueError`` where it would reach beyond it."""
         info = TensorInfo(DTYPES[dtype], shape)
+        # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
+        if math.prod(size or 1 for size in shape) * WIDTHS[info.dtype] >= _LARGEST:
+            raise ValueError(f"no tensor can have the shape {list(shape)}")
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         reach = (offset + last + 1) * WIDTHS[info.dtype] if math.prod(shape) else 0
         if reach > storage.nbytes:
@@ -99,8 +105,14 @@ class Tensor(Stored):
 
     @property
     def identity(self) -> Hashable:
-        """See :class:`holdfast.formats.arrange.stored.Stored`."""
-        return id(self.storage), self.offset, self.info.dtype, self.info.shape, self.strides
+        """See :class:`holdfast.formats.arrange.stored.Stored`.
+
+        Only numbers that a storage bounds are in it: of all others, many could be found whose hash is the same.
+        """
+        if not self.info.nbytes:
+            return id(self)
+        strides = tuple(one if size > 1 else 0 for size, one in zip(self.info.shape, self.strides, strict=True))
+        return id(self.storage), self.offset, self.info.dtype, self.info.shape, strides
 
     def place(self) -> Place:
         """Where its elements lie."""

@@ -25,6 +25,10 @@ _WIDE, _NONE = 0xFFFFFFFF, 0xFFFF
 _EXTRA, _EXTRA64 = struct.Struct("<2H"), 1
 
 
+#: What to do about pickles that would run code: in files of ``torch.save``.
+TORCH_LOAD = "If you trust who wrote it, load it with torch.load(weights_only=False), and save it again without that"
+
+
 class Reads(Protocol):
     """Reads bytes of files."""
 
@@ -34,12 +38,16 @@ class Reads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Part of a file: a whole one, or one of several that lie in it one after another."""
+    """Part of a file: a whole one, or one of several that lie in it one after another.
+
+    ``advice`` is what to do about a pickle in it that would run code.
+    """
 
     path: Path
     start: int
     size: int
     readers: Reads
+    advice: str = TORCH_LOAD
 
     @property
     def label(self) -> str:

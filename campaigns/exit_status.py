@@ -1,0 +1,164 @@
+"""``python -m campaigns.exit_status``: jobs under ``torchrun`` that end in every way, while the CPU is busy.
+
+The exit status of each job must tell whether it did what it was to do: 0 if it did, another if its last save failed, it
+raised or it asked for another status. No rank may be aborted. Exits with 1 if anything else is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from campaigns.kit import table
+
+#: A rank of a job; ``{act}`` is what it does last.
+_RANK = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import holdfast, holdfast.moving
+from holdfast.errors import StorageError
+
+path = sys.argv[1]
+dist.init_process_group("gloo")
+state = {{"w": torch.ones(8)}}
+
+def break_writing():
+    def fail(*_):
+        raise StorageError(28, "the disk is full")
+    holdfast.moving.write_pieces = fail
+
+holdfast.save_checkpoint(path, "first", state)
+{act}
+"""
+
+_LOAD = "holdfast.load_checkpoint(path, model=state)"
+_SAVE = 'holdfast.save_checkpoint(path, "last", state)'
+_SAVE_ASYNC = 'holdfast.save_checkpoint(path, "last", state, async_save=True)'
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What all ranks do last, and what must come of it."""
+
+    name: str
+    act: str
+    succeeds: bool = True
+    saves: bool = False
+
+
+ENDINGS = (
+    Ending("load", _LOAD),
+    Ending("load of a model", 'holdfast.load_model(state, path + "/first/model")'),
+    Ending("load, group destroyed", f"{_LOAD}; dist.destroy_process_group()"),
+    Ending("save", _SAVE, saves=True),
+    Ending("asynchronous save", _SAVE_ASYNC, saves=True),
+    Ending("asynchronous save, group destroyed", f"{_SAVE_ASYNC}; dist.destroy_process_group()", saves=True),
+    Ending("sys.exit(0)", f"{_LOAD}; sys.exit(0)"),
+    Ending("sys.exit(3)", f"{_SAVE_ASYNC}; sys.exit(3)", succeeds=False, saves=True),
+    Ending("exception", f'{_SAVE_ASYNC}; raise ValueError("mine")', succeeds=False, saves=True),
+    Ending("failed save", f"break_writing(); {_SAVE}", succeeds=False),
+    Ending("failed asynchronous save", f"break_writing(); {_SAVE_ASYNC}", succeeds=False),
+    Ending(
+        "failed asynchronous save of a model",
+        'break_writing(); holdfast.save_model(state, path + "/model.pt", use_async=True)',
+        succeeds=False,
+    ),
+    Ending(
+        "failed asynchronous save, caught",
+        f"break_writing(); {_SAVE_ASYNC}\ntry:\n    holdfast.finalize()\nexcept StorageError:\n    pass",
+    ),
+    Ending(
+        "signal",
+        "with holdfast.preemption(signal.SIGTERM) as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while not stop.requested():\n"
+        "        pass\n"
+        f"    {_SAVE}",
+        saves=True,
+    ),
+    Ending("preemption left open", f"stop = holdfast.preemption(); {_LOAD}"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of one job."""
+
+    status: int
+    violation: str = ""
+
+
+def run_job(ending: Ending, ranks: int = 2) -> Ended:
+    """Run a job under ``torchrun``, and judge how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "rank.py"
+        script.write_text(_RANK.format(act=ending.act))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*torchrun, str(script), f"{folder}/run"]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+        problems = []
+        if (job.returncode == 0) != ending.succeeds:
+            problems.append(f"exit status {job.returncode}")
+        if "terminate called" in job.stderr or "SIGABRT" in job.stderr:
+            problems.append("a rank was aborted")
+        # When a rank fails, torchrun kills the others: the save may not be over by then.
+        if ending.saves and ending.succeeds and not (Path(folder) / "run/last/manifest.json").is_file():
+            problems.append("the last save is not there")
+        violation = f"{ending.name}: {', '.join(problems)}\n{job.stderr}" if problems else ""
+        return Ended(job.returncode, violation)
+
+
+@contextmanager
+def _busy(processes: int) -> Iterator[None]:
+    """Keep the processors busy meanwhile."""
+    busy = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(processes)]
+    for process in busy:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the campaign; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=20, help="how often each ending is tried")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--load", type=int, default=os.cpu_count() or 1, help="processes that keep the CPU busy")
+    options = parser.parse_args(arguments)
+    cases = [ending for ending in ENDINGS for _ in range(options.times)]
+    counts: dict[str, list[Ended]] = {}
+    with _busy(options.load):
+        for ending, ended in table.run(cases, lambda case: run_job(case, options.ranks), together=2):
+            counts.setdefault(ending.name, []).append(ended)
+    rows = [
+        (
+            name,
+            len(jobs),
+            " ".join(map(str, sorted({job.status for job in jobs}))),
+            sum(bool(j.violation) for j in jobs),
+        )
+        for name, jobs in counts.items()
+    ]
+    print(table.markdown(["what ranks do last", "jobs", "exit status", "violations"], rows))
+    return table.verdict([job.violation for jobs in counts.values() for job in jobs if job.violation])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Which bytes of replicas are compared at a save, and that they are hashed alike however they lie in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.engine import samples
+from holdfast.engine.local import LocalPart
+from holdfast.engine.plan import Replica
+from holdfast.engine.replicas import crc_of
+from holdfast.engine.samples import BUDGET, SAMPLE, Range, all_of, some_of
+from holdfast.layout.blocks import crc64
+
+#: Sizes in bytes, in units of the largest element.
+sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)
+
+
+def of(sizes: list[int]) -> list[Replica]:
+    return [Replica(number, 16 * size) for number, size in enumerate(sizes)]
+
+
+def bytes_in(ranges: list[Range]) -> Counter[tuple[int, int]]:
+    """How often each 16 bytes of each tensor are in the ranges."""
+    return Counter((one.tensor, at) for one in ranges for at in range(one.start, one.stop, 16))
+
+
+@given(sizes, st.integers(1, 2000))
+def test_stretches_come_over_every_byte_in_turn(sizes: list[int], budget: int) -> None:
+    replicas = of(sizes)
+    turns = -(-sum(one.nbytes for one in replicas) // (16 * budget))
+    firsts = [16 * budget * turn for turn in range(turns)]
+    seen = [bytes_in(list(samples._stretch(replicas, first, first + 16 * budget))) for first in firsts]
+    assert sum(seen, Counter()) == bytes_in(list(all_of(replicas)))
+
+
+@given(sizes, st.integers(1, 10_000))
+def test_every_tensor_has_a_sample_at_every_save(sizes: list[int], save: int) -> None:
+    replicas = of(sizes)
+    found = list(samples._samples(replicas, save))
+    assert [one.tensor for one in found] == [one.tensor for one in replicas]
+    for one, replica in zip(found, replicas, strict=True):
+        assert one.start % SAMPLE == 0
+        assert one.stop == min(one.start + SAMPLE, replica.nbytes) > one.start
+
+
+def test_samples_of_later_saves_are_elsewhere_and_come_over_the_whole_tensor() -> None:
+    replicas = [Replica(0, 100 * SAMPLE), Replica(1, 100 * SAMPLE)]
+    starts = [[one.start for one in samples._samples(replicas, save)] for save in range(1, 300)]
+    first, second = zip(*starts, strict=True)
+    assert set(first) == set(second) == set(range(0, 100 * SAMPLE, SAMPLE))
+    assert first != second
+    assert all(before != after for before, after in itertools.pairwise(first))
+
+
+def test_what_fits_into_the_budget_is_compared_whole() -> None:
+    replicas = [Replica(0, BUDGET // 2), Replica(1, BUDGET // 2)]
+    assert list(some_of(replicas, 5)) == list(all_of(replicas))
+    assert sum(one.stop - one.start for one in some_of([*replicas, Replica(2, 16)], 5)) <= BUDGET + 3 * SAMPLE
+
+
+class Remote(LocalPart):
+    """A part that is handed out as one in the memory of an accelerator."""
+
+    def remote(self, start: int, stop: int) -> torch.Tensor | None:
+        data = self.view(start, stop)
+        return None if data is None else torch.from_numpy(data)
+
+
+def test_ranges_are_hashed_alike_wherever_they_lie() -> None:
+    values = [torch.randn(64, 48) for _ in range(5)]
+    ranges = [*all_of([Replica(n, 64 * 48 * 4) for n in range(5)]), Range(2, 4096, 4160), Range(0, 16, 48)]
+    oracle = crc64(np.concatenate([values[n].numpy().view(np.uint8).ravel()[a:b] for n, a, b in ranges]))
+    strided = [value.t().contiguous().t() for value in values]
+    mixed = [Remote(values[0]), LocalPart(strided[1]), Remote(values[2]), Remote(values[3]), LocalPart(values[4])]
+    for parts in (list(map(LocalPart, values)), list(map(LocalPart, strided)), list(map(Remote, values)), mixed):
+        assert crc_of(ranges, parts.__getitem__) == oracle
+
+
+def test_what_lies_on_an_accelerator_comes_from_there_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Remote(torch.full((4,), float(n))) for n in range(3000)]
+    fetched: list[int] = []
+    join = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda many: fetched.append(len(many)) or join(many))
+    crc_of([Range(n, 0, 16) for n in range(3000)], parts.__getitem__)
+    assert fetched == [3000]

@@ -1,0 +1,103 @@
+"""``holdfast.open``, and the commands' ``--tag``: which checkpoint is opened, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.cli.main import app
+from holdfast.errors import InvalidArgumentError, NoCheckpointError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose checkpoints hold their number."""
+    for step in (1, 2, 3):
+        holdfast.save_checkpoint(tmp_path / "run", f"step_{step}", {"w": torch.tensor(float(step))}, rng=False)
+    return tmp_path / "run"
+
+
+class TestOpen:
+    def test_takes_path_and_tag_as_everything_else(self, run: Path) -> None:
+        for step in (1, 2, 3):
+            opened = holdfast.open(run, f"step_{step}")
+            assert opened.path == run / f"step_{step}"
+            assert opened["model/w"] == step
+        assert holdfast.open(run, tag="step_1")["model/w"] == 1
+        assert holdfast.open(run)["model/w"] == 3
+
+    def test_a_stray_model_in_the_run_does_not_stand_in_for_the_tag(self, run: Path) -> None:
+        save_file({"w": torch.tensor(9.0)}, run / "model.safetensors")
+        assert holdfast.open(run, "step_2")["model/w"] == 2
+
+    def test_a_tag_of_a_checkpoint_in_another_format(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.tensor(7.0)}, tmp_path / "epoch=0.pt")
+        assert holdfast.open(tmp_path, "epoch=0.pt")["model/w"] == 7
+
+    def test_a_tag_that_is_not_there_names_those_that_are(self, run: Path) -> None:
+        with pytest.raises(NoCheckpointError, match=r"no checkpoint 'step_9' .* there are step_1, step_2, step_3"):
+            holdfast.open(run, "step_9")
+
+    def test_a_tag_of_what_is_no_run_is_refused(self, run: Path, tmp_path: Path) -> None:
+        save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+        for path in (run / "step_1", tmp_path / "model.safetensors"):
+            for tag in ("step_2", "model"):
+                with pytest.raises(InvalidArgumentError, match=f"{path} is a checkpoint itself.*leave out the tag"):
+                    holdfast.open(path, tag)
+
+    @pytest.mark.parametrize("tag", [{"model": "app.net"}, 3, "", "../run/step_1", ".hidden"])
+    def test_what_is_no_tag_is_refused(self, run: Path, tag: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="tag"):
+            holdfast.open(run, tag)
+
+    def test_keys_are_passed_by_name_and_are_a_table_of_text(self, run: Path, tmp_path: Path) -> None:
+        with pytest.raises(TypeError):
+            holdfast.open(run, "step_1", {"model": "app.net"})  # type: ignore[misc]
+        for keys in ("step_1", {"model": 3}, {3: "app"}, ["model"]):
+            with pytest.raises(InvalidArgumentError, match="keys names parts"):
+                holdfast.open(run, keys=keys)  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="keys names parts"):
+                holdfast.convert(run, tmp_path / "out", to="hf", keys=keys)  # type: ignore[arg-type]
+        torch.save({"app": {"net": {"w": torch.ones(2)}}}, tmp_path / "x.pt")
+        assert holdfast.open(tmp_path / "x.pt", keys={"model": "app.net"}).keys() == ["model/w"]
+
+
+def call(*args: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return result
+
+
+class TestTagsOfCommands:
+    def test_each_command_that_reads_one_checkpoint_of_a_run_takes_a_tag(self, run: Path, tmp_path: Path) -> None:
+        assert json.loads(call("show", run, "--tag", "step_1", "--json").stdout)["tag"] == "step_1"
+        verified = json.loads(call("verify", run, "--tag", "step_2", "--json").stdout)["checkpoints"]
+        assert [one["path"] for one in verified] == [str(run / "step_2")]
+        call("convert", run, tmp_path / "out", "--to", "hf", "--tag", "step_1")
+        assert holdfast.open(tmp_path / "out")["model/w"] == 1
+        call("consolidate", run, "--tag", "step_2", "--output_file", tmp_path / "two.safetensors")
+        assert holdfast.open(tmp_path / "two.safetensors")["model/w"] == 2
+
+    def test_diff_compares_the_same_tag_of_two_runs(self, run: Path, tmp_path: Path) -> None:
+        holdfast.save_checkpoint(tmp_path / "other", "step_1", {"w": torch.tensor(1.0)}, rng=False)
+        holdfast.save_checkpoint(tmp_path / "other", "step_2", {"w": torch.tensor(5.0)}, rng=False)
+        call("diff", run, tmp_path / "other", "--tag", "step_1")
+        call("diff", run, tmp_path / "other", "--tag", "step_2", code=1)
+
+    @pytest.mark.parametrize("command", ["show", "verify"])
+    def test_a_tag_that_cannot_be_is_exit_2(self, run: Path, command: str) -> None:
+        assert "there are step_1" in call(command, run, "--tag", "step_9", code=2).stderr
+        assert "checkpoint itself" in call(command, run / "step_1", "--tag", "step_2", code=2).stderr
+
+    def test_all_of_a_run_and_one_of_it_contradict_each_other(self, run: Path) -> None:
+        assert "leave one of the two out" in call("verify", run, "--all", "--tag", "step_1", code=2).stderr
+
+    def test_a_tag_in_the_place_of_a_pattern_is_told(self, run: Path) -> None:
+        assert "use --tag step_1" in call("show", run, "step_1", code=1).stderr
