@@ -16,7 +16,8 @@ from holdfast.engine.fetch import LoadPlan
 from holdfast.engine.local import LocalPart
 from holdfast.engine.plan import Replica, SavePlan
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.stage import Arena, Later
+from holdfast.engine.stage import Later
+from holdfast.engine.staging_memory import Arena, StagingMemory
 from holdfast.engine.streams import synchronize
 from holdfast.engine.transfer import Piece
 from holdfast.layout.files import TensorInfo
@@ -91,7 +92,7 @@ def test_replicas_are_hashed_after_the_kernels_before_the_save() -> None:
 
 
 def staged(moving: Moving, later: Later) -> torch.Tensor:
-    result = moving.stage(Arena(), later)
+    result = moving.stage(Arena(StagingMemory()), later)
     result.complete([("model", "w")])
     into = np.empty(4096, np.uint8)
     for piece in result.pieces:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from holdfast.catalog import is_run
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.native import is_native
 from holdfast.layout.hidden import Hidden
@@ -30,7 +31,7 @@ def check_final(final: Path) -> None:
         raise TagExistsError(f"there is {final} already; choose another path, or remove it first")
     for folder in final.resolve().parents:
         info = look(folder, folder.name) if is_native(folder) else None
-        if info is not None and info.status == "complete":
+        if info is not None and info.status == "complete" and not is_run(folder):
             raise InvalidArgumentError(f"{final} lies in the checkpoint {folder}: choose a path outside of it")
 
 
