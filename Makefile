@@ -11,21 +11,16 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
-#: Tests against other systems, or of what reads and writes their files.
-INTEROP := $(wildcard $(addprefix tests/test_, booster*.py convert.py dcp_*.py fsdp1_checkpoints.py hub.py \
-	huggingface_reader.py indexed_inspect.py lightning*.py meta.py nxd_*.py one_part.py peft.py torch_files*.py \
-	torch_writing.py trainer.py transformers.py what_nxd_gets_wrong.py what_torch_gets_wrong.py))
-
 #: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
-	$(BIN)/python $(PYTEST) $(addprefix --ignore=,$(INTEROP))
+	$(BIN)/python $(PYTEST) tests --ignore tests/interop
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
-	$(BIN)/python $(PYTEST) $(INTEROP)
+	$(BIN)/python $(PYTEST) tests/interop
 
 ## coverage: all of these tests again, slower, and the lines that they went through
 coverage: .venv/installed
@@ -36,12 +31,14 @@ coverage: .venv/installed
 
 ## test-colossalai: against ColossalAI 0.5.0 itself, which is installed into .venv-colossalai (1.2 GB) once
 test-colossalai: .venv/installed
-	$(BIN)/python -m pytest tests/colossalai -m colossalai
+	$(BIN)/python -m pytest tests/interop/colossalai -m colossalai
 
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell --ignore-words-list caf,shwo src docs tests README.md CONTRIBUTING.md
 
 ## docs: the site, in site/; any broken link is an error
 docs: .venv/docs

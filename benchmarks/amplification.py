@@ -55,7 +55,9 @@ def _tables(case: str, setting: Setting) -> list[Table]:
     dcp.save(state(saved), checkpoint_id=theirs)
     peer: Load = partial(dcp.load, checkpoint_id=theirs)
     asked: dict[str, Load] = {
-        f"{OURS}, exchange='always'": lambda target: holdfast.load_checkpoint(ours, model=target, exchange="always"),
+        f"{OURS}, share_reads='always'": lambda target: holdfast.load_checkpoint(
+            ours, model=target, share_reads="always"
+        ),
         DCP: peer,
     }
     delivered: dict[str, Load] = {OURS: lambda target: holdfast.load_checkpoint(ours, model=target), DCP: peer}

@@ -17,7 +17,7 @@ from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Table, Told, interleaved
 from benchmarks.peers import OURS
 from benchmarks.setting import Setting
-from tests.colossalai import environment
+from tests.interop.colossalai import environment
 
 COLOSSALAI = "ColossalAI"
 

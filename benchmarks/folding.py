@@ -13,10 +13,16 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.measure import seconds
-from holdfast.engine.fold import BYTES, Rows, decode_fragments, encode_fragments, fold
-from holdfast.engine.transfer import Fragments
-from holdfast.layout import blocks
-from holdfast.layout.blocks import Fragment
+from holdfast.engine.integrity.fragments import (
+    BYTES,
+    FragmentTable,
+    decode_fragments,
+    encode_fragments,
+    merge_adjacent_fragments,
+)
+from holdfast.engine.io.requests import Fragments
+from holdfast.ondisk import blocks
+from holdfast.ondisk.blocks import Fragment
 
 #: What each of so many ranks tells: as many tensors, of which it has so many bytes.
 RANKS, TENSORS, NBYTES = 64, 8000, 43_750
@@ -41,11 +47,11 @@ class Costs:
 def measure() -> Costs:
     """What it costs on this machine."""
     reports = [_report(rank) for rank in range(RANKS)]
-    folded = fold(Rows.told(reports)).report()
+    folded = merge_adjacent_fragments(FragmentTable.told(reports)).report()
     found = decode_fragments([folded])
     one_by_one = seconds(lambda: _assemble(_decoded(reports)))
     return Costs(
-        fold=seconds(lambda: fold(Rows.told(reports)).report()) / (RANKS * TENSORS),
+        fold=seconds(lambda: merge_adjacent_fragments(FragmentTable.told(reports)).report()) / (RANKS * TENSORS),
         block=seconds(lambda: _assemble(decode_fragments([folded]))) / sum(map(len, found.values())),
         byte=_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
@@ -63,14 +69,14 @@ def _decoded(reports: Sequence[bytes]) -> Fragments:
     """All fragments, none of them folded."""
     result: Fragments = {}
     for raw in reports:
-        for tensor, fragments in Rows.told([raw]).fragments().items():
+        for tensor, fragments in FragmentTable.told([raw]).fragments().items():
             result.setdefault(tensor, []).extend(fragments)
     return result
 
 
 def _assemble(found: Fragments) -> None:
     for fragments in found.values():
-        if None in blocks.assemble(fragments, RANKS * NBYTES):
+        if None in blocks.assemble_crcs(fragments, RANKS * NBYTES):
             raise ValueError("what was told does not tile the tensor")
 
 

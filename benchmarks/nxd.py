@@ -18,15 +18,15 @@ from benchmarks.conversion import CP
 from benchmarks.measure import Contender, Table, interleaved
 from benchmarks.peers import OURS
 from benchmarks.setting import Setting
-from holdfast.conversion.names_hash import names_hash
-from holdfast.conversion.planned import write
-from holdfast.conversion.zero import ZeroRequest, convert_zero
-from holdfast.engine.runs import Box
-from holdfast.engine.woven import Part, Place, row_major
-from holdfast.formats.nxd import zero
-from holdfast.formats.nxd.parts import Joined
-from holdfast.formats.nxd.writing import rank_files
-from holdfast.layout.files import TensorInfo
+from holdfast.compat.nxd.convert.torch_files import write_torch_files
+from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
+from holdfast.compat.nxd.format import zero
+from holdfast.compat.nxd.format.rank_file_writer import plan_rank_files
+from holdfast.compat.nxd.format.slicing import JoinedTensor
+from holdfast.conversion.torch_names_hash import names_hash
+from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
+from holdfast.engine.plan.ranges import IndexBox
+from holdfast.ondisk.files import TensorInfo
 
 #: Rows and columns of each parameter; with two states and a master weight each, 4 bytes an element.
 ROWS, COLUMNS = 8190, 4096
@@ -45,7 +45,7 @@ def nxd(setting: Setting) -> Iterator[Table]:
 def _compared(setting: Setting, what: str) -> Iterator[Table]:
     source, made = setting.folder / "source", setting.folder / "made"
     clear = partial(_clear, made)
-    job = Apart(partial(convert_zero, ZeroRequest(source, made, 3)), _nothing, clear)
+    job = Apart(partial(convert_zero_checkpoints, ZeroRequest(source, made, 3)), _nothing, clear)
     contenders = {RANKS: job.contender(), CP: Contender(partial(raw.copy, source, made), clear)}
     yield interleaved(contenders, setting.rounds).table(f"conversion of {what}, from the page cache", (CP,))
     yield memory_table(f"memory of that conversion of {what}", {RANKS: job})
@@ -66,20 +66,22 @@ def make(folder: Path, nbytes: int, *, xser: bool) -> None:
         zero.SHAPES: {pid: [ROWS, COLUMNS] for pid in range(number)},
         zero.MASTERS: {pid: _again(whole) for pid in range(number)},
     }
-    for rank, part in enumerate(zero.divided(root, 2, folder)):
+    for rank, part in enumerate(zero.shard_zero_state(root, 2, folder)):
         name = f"optim/dp_rank_{rank:02}_tp_rank_00_pp_rank_00.pt"
         folder.mkdir(exist_ok=True)
-        write(folder, rank_files(name, part, names_hash, xser=xser))
+        write_torch_files(folder, plan_rank_files(name, part, names_hash, xser=xser))
     data.unlink()
 
 
-def _tensor(file: Path, shape: tuple[int, ...]) -> Joined:
-    place = Place(file, 0, row_major(shape, 4))
-    return Joined(TensorInfo("F32", shape), (Part(Box((0,) * len(shape), shape), lambda: place, (file, 0)),))
+def _tensor(file: Path, shape: tuple[int, ...]) -> JoinedTensor:
+    place = StridedLocation(file, 0, row_major_strides(shape, 4))
+    return JoinedTensor(
+        TensorInfo("F32", shape), (SourceChunk(IndexBox((0,) * len(shape), shape), lambda: place, (file, 0)),)
+    )
 
 
-def _again(one: Joined) -> Joined:
-    return Joined(one.info, one.parts)
+def _again(one: JoinedTensor) -> JoinedTensor:
+    return JoinedTensor(one.info, one.parts)
 
 
 def _clear(made: Path) -> None:

@@ -7,11 +7,11 @@ from functools import partial
 
 from benchmarks.measure import Contender, Figure, Table, interleaved
 from benchmarks.setting import Setting
-from holdfast.engine.census import Census, Digests, digests
-from holdfast.engine.layouts import Mesh, Shard
-from holdfast.engine.membership import Membership
-from holdfast.engine.plan import plan_save
-from holdfast.engine.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from holdfast.engine.plan.global_spec import GlobalSpec
+from holdfast.engine.plan.placements import MeshShape, Sharded
+from holdfast.engine.plan.save_plan import plan_save
+from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 
 #: Parameters, each with two moments and a count of steps.
 PARAMETERS = 2000
@@ -38,24 +38,32 @@ def held(ranks: int) -> tuple[int, Spec, Meshes]:
     tensors = [TensorSpec("model", name, "F32", shape, 0) for name in names]
     tensors += [TensorSpec("optimizer", f"{name}/{key}", "F32", shape, 0) for name in names for key in _MOMENTS]
     tensors += [TensorSpec("optimizer", f"{name}/step", "F32", ()) for name in names]
-    return ranks, Spec((LayoutSpec(0, (Shard(0),)),), tuple(tensors)), Meshes((Mesh((ranks,), tuple(range(ranks))),))
+    return (
+        ranks,
+        Spec((LayoutSpec(0, (Sharded(0),)),), tuple(tensors)),
+        Meshes((MeshShape((ranks,), tuple(range(ranks))),)),
+    )
 
 
 def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
     """So many tensors, of which each of the ranks holds some rows."""
     tensors = (TensorSpec("model", f"layers.{one}.weight", "F32", (8 * ranks, 1024), 0) for one in range(number))
-    return ranks, Spec((LayoutSpec(0, (Shard(0),)),), tuple(tensors)), Meshes((Mesh((ranks,), tuple(range(ranks))),))
+    return (
+        ranks,
+        Spec((LayoutSpec(0, (Sharded(0),)),), tuple(tensors)),
+        Meshes((MeshShape((ranks,), tuple(range(ranks))),)),
+    )
 
 
 def plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
-    posted = [Digests(*digests(spec, meshes))] * ranks
-    census = Census.take(posted)
+    posted = [SpecDigests(*digest_specs(spec, meshes))] * ranks
+    census = SpecDirectory.take(posted)
     told = [census.told_by(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
-    membership: Membership = census.membership(told, range(ranks))
+    membership: GlobalSpec = census.membership(told, range(ranks))
     plan_save(membership, ranks // 2, _LIMIT)
 
 
 def _told(ranks: int) -> int:
     """Bytes that a rank posts when nothing has changed since the save before: digests."""
     _, spec, meshes = held(ranks)
-    return sum(map(len, digests(spec, meshes)))
+    return sum(map(len, digest_specs(spec, meshes)))

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from benchmarks import folding
 from benchmarks.measure import seconds
 from benchmarks.planning import PARAMETERS, held, plan
-from holdfast.engine.fold import BYTES
-from holdfast.engine.tree import DIRECT, of_a_group
-from holdfast.layout.blocks import BLOCK
+from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
+from holdfast.engine.integrity.fragments import BYTES
+from holdfast.ondisk.blocks import BLOCK_BYTES
 
 RANKS = (8, 64, 512, 2048, 16384)
 
@@ -80,7 +80,7 @@ def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
     tensors = 4 * PARAMETERS
     return {
         "plan": costs.plan,
-        "votes": (VOTES + (ranks > DIRECT)) * ranks * costs.key,
+        "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * ranks * costs.key,
         "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
         "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
         "CRCs told": told(ranks, tensors) * BYTES * costs.crc.byte,
@@ -90,25 +90,25 @@ def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
 
 def told(ranks: int, tensors: int) -> float:
     """The fragments that go through the store: what all ranks hashed, and what groups have made of that."""
-    by_groups = groups(ranks) * fragments(ranks, tensors) if ranks > DIRECT else 0
+    by_groups = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else 0
     return ranks * tensors + by_groups
 
 
 def folded(ranks: int, tensors: int, costs: folding.Costs) -> float:
     """The first rank of each group folds, all at a time; then rank 0, which has the CRCs of all blocks at the end."""
-    at_a_group = of_a_group(ranks) * tensors if ranks > DIRECT else 0
-    at_rank_0 = groups(ranks) * fragments(ranks, tensors) if ranks > DIRECT else ranks * tensors
-    return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK) * costs.block
+    at_a_group = bucket_size(ranks) * tensors if ranks > MAX_FLAT_RANKS else 0
+    at_rank_0 = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else ranks * tensors
+    return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK_BYTES) * costs.block
 
 
 def groups(ranks: int) -> int:
     """How many groups tell rank 0."""
-    return -(-ranks // of_a_group(ranks))
+    return -(-ranks // bucket_size(ranks))
 
 
 def fragments(ranks: int, tensors: int) -> float:
     """What a group's fragments are once they are folded: one a tensor, and one more for each block it goes on in."""
-    return tensors + of_a_group(ranks) * STATE / BLOCK
+    return tensors + bucket_size(ranks) * STATE / BLOCK_BYTES
 
 
 def waste(stall: float, ranks: int) -> float:

@@ -23,7 +23,7 @@ from campaigns.kit import table
 _RANK = """
 import os, signal, sys
 import torch, torch.distributed as dist
-import holdfast, holdfast.moving
+import holdfast, holdfast.save.shard_writer
 from holdfast.errors import StorageError
 
 path = sys.argv[1]
@@ -33,7 +33,7 @@ state = {{"w": torch.ones(8)}}
 def break_writing():
     def fail(*_):
         raise StorageError(28, "the disk is full")
-    holdfast.moving.write_pieces = fail
+    holdfast.save.shard_writer.write_pieces = fail
 
 holdfast.save_checkpoint(path, "first", state)
 {act}

@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import holdfast
-from tests import dcp_matrix
-from tests.dcp_matrix import CASES, OPTIMIZERS, Case
-from tests.pool import Ranks
+from tests.helpers import dcp_matrix
+from tests.helpers.dcp_matrix import CASES, OPTIMIZERS, Case
+from tests.helpers.pool import Ranks
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from tests.optimizer_runs import KINDS, check, layouts_of
-from tests.pool import Ranks
+from tests.helpers.optimizer_runs import KINDS, check, layouts_of
+from tests.helpers.pool import Ranks
 
 
 def main() -> int:

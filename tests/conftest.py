@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from holdfast.storage import folders
-from tests.pool import Ranks
+from holdfast.storage import directories
+from tests.helpers.pool import Ranks
 
 settings.register_profile(
     "holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -27,7 +27,7 @@ def exchanging(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "exchange":
         yield
         return
-    with mock.patch.object(folders, "_renameat2", return_value=False):
+    with mock.patch.object(directories, "_renameat2", return_value=False):
         yield
 
 

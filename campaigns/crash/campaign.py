@@ -24,7 +24,7 @@ from campaigns.crash.operations import History
 from campaigns.crash.play import play
 from campaigns.crash.scenarios import SCENARIOS, Scenario
 from campaigns.crash.states import explain
-from tests.pool import Ranks
+from tests.helpers.pool import Ranks
 
 #: The most violations of a history that are kept.
 _KEPT = 3

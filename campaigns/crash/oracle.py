@@ -9,11 +9,11 @@ import holdfast
 from campaigns.crash.scenarios import Listing, Save
 from campaigns.crash.training import Training
 from holdfast.errors import HoldfastError, NoCheckpointError
-from holdfast.storage.local import hidden_folders
-from holdfast.upkeep import clean_up
+from holdfast.run.cleanup import clean_up
+from holdfast.storage.posix import list_hidden_directories
 
 #: What a single process is told of a checkpoint of several: that alone.
-_NO_RANK_CONTENT = r"loaded \S+, but not all that was asked for:\n  rank_content: [^\n]+\Z"
+_NO_RANK_CONTENT = r"loaded \S+, but not all that was asked for:\n  per_rank_content: [^\n]+\Z"
 
 
 class Violation(AssertionError):  # noqa: N818 - of what is promised
@@ -75,7 +75,7 @@ def _loaded(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
     wrong = training.differences(step)
     if not found.user_content["curve"].equal(content["curve"]):
         wrong.append("user content")
-    if found.rank_content not in ({"step": step}, None):
+    if found.per_rank_content not in ({"step": step}, None):
         wrong.append("rank content")
     _check(not wrong, f"{found.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
     return found.tag, step
@@ -88,10 +88,10 @@ def _go_on(run: Path, listing: Listing, resumed: Save, training: Training) -> No
     _check(_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
     found = {info.tag: info for info in holdfast.list_checkpoints(run)}
     _check(list(found) == list(expected), f"after the next save {list(found)} are there, and not {list(expected)}")
-    mine = [folder.name for folder in hidden_folders(run) if found[resumed.tag].run in folder.name]
+    mine = [folder.name for folder in list_hidden_directories(run) if found[resumed.tag].run in folder.name]
     _check(not mine, f"the next save left {mine}")
     clean_up(run, None)
-    _check(not hidden_folders(run), f"{hidden_folders(run)} cannot be removed")
+    _check(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
     _check([info.tag for info in holdfast.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint")
 
 

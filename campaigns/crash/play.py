@@ -10,7 +10,7 @@ from campaigns.crash.operations import History, Log, merge
 from campaigns.crash.recorder import Recorder
 from campaigns.crash.scenarios import Prune, Scenario
 from campaigns.crash.training import Training
-from tests.pool import Ranks
+from tests.helpers.pool import Ranks
 
 #: The run's folder, on a disk that has nothing but its root.
 RUN = "runs/a"

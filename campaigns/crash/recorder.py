@@ -17,7 +17,7 @@ from typing import Any, Self
 from unittest import mock
 
 from campaigns.crash.operations import Exchange, Log, Make, Move, Operation, Remove, Resize, Sync, Write
-from holdfast.storage import folders
+from holdfast.storage import directories
 
 _RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (
@@ -35,7 +35,7 @@ class Recorder:
         self._root = root.resolve()
         self._patches = ExitStack()
         self._really = {name: getattr(os, name) for name in (*_RECORDED, *_REFUSED)}
-        self._really |= {"io.open": io.open, "renameat2": folders._renameat2}
+        self._really |= {"io.open": io.open, "renameat2": directories._renameat2}
         self._operations: list[Operation] = []
         self._begun: dict[int, int] = {}
         self._ended: dict[int, int] = {}
@@ -47,7 +47,7 @@ class Recorder:
             self._patch(os, name, self._refusing(name))
         self._patch(io, "open", self._open_file)
         self._patch(builtins, "open", self._open_file)
-        self._patch(folders, "_renameat2", self._renameat2)
+        self._patch(directories, "_renameat2", self._renameat2)
         return self
 
     def __exit__(

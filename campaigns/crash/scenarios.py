@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import holdfast
 from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from holdfast.cli.main import app
-from holdfast.engine.commit import Draft
+from holdfast.engine.io.commit import StagingDirectory
 from holdfast.errors import HoldfastError
-from holdfast.storage import folders
+from holdfast.storage import directories
 
 #: The checkpoints of a run, oldest first: the step of each tag.
 Listing = Mapping[str, int]
@@ -40,7 +40,7 @@ class Save:
             training.model,
             training.optimizer,
             user_content=training.content(self.step),
-            rank_content={"step": self.step},
+            per_rank_content={"step": self.step},
             num_kept_ckpts=self.keep,
             overwrite=self.overwrite,
             async_save=self.in_background,
@@ -59,7 +59,7 @@ class Death(Exception):  # noqa: N818 - what happens to a process, not an error 
 
 def before_it_is_published() -> AbstractContextManager[object]:
     """The folder is whole, and has no name yet."""
-    return mock.patch.object(Draft, "publish", side_effect=Death)
+    return mock.patch.object(StagingDirectory, "publish", side_effect=Death)
 
 
 @contextmanager
@@ -72,8 +72,8 @@ def between_two_renames() -> Iterator[None]:
     def sync(folder: Path) -> None:
         next(steps)(folder)
 
-    steps = iter((folders.sync_folder, die))
-    with mock.patch.object(folders, "sync_folder", sync), mock.patch.object(folders, "_rename_new", die):
+    steps = iter((directories.fsync_directory, die))
+    with mock.patch.object(directories, "fsync_directory", sync), mock.patch.object(directories, "_rename_new", die):
         yield  # nothing is taken back
 
 
@@ -86,7 +86,7 @@ class Dead:
 
     def run(self, path: Path, training: Training) -> None:
         """Save, and die."""
-        with self.where(), mock.patch("holdfast.saving.discard"), suppress(HoldfastError, Death):
+        with self.where(), mock.patch("holdfast.save.operation.remove_staging"), suppress(HoldfastError, Death):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 
@@ -151,7 +151,7 @@ class Scenario:
 
     def file_system(self) -> AbstractContextManager[object]:
         """As the scenario wants it."""
-        return nullcontext() if self.can_exchange else mock.patch.object(folders, "_renameat2", return_value=False)
+        return nullcontext() if self.can_exchange else mock.patch.object(directories, "_renameat2", return_value=False)
 
 
 _FIRST, _SECOND = Save("step_1", 1), Save("step_2", 2)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from holdfast.storage import folders
+from holdfast.storage import directories
 
 #: What each call may fail with: no space where it takes some, no right where it changes something, an error of the
 #: disk. Who may not look at a file may not now and not later, which is another matter than a fault.
@@ -74,8 +74,8 @@ class Faulty:
             stack.enter_context(mock.patch.object(os, "open", self._open(os.open)))
             stack.enter_context(mock.patch.object(os, "close", self._close(os.close)))
             stack.enter_context(mock.patch.object(io, "open", self._io_open(io.open)))
-            renameat2 = self._by_name("renameat2", folders._renameat2)
-            stack.enter_context(mock.patch.object(folders, "_renameat2", renameat2))
+            renameat2 = self._by_name("renameat2", directories._renameat2)
+            stack.enter_context(mock.patch.object(directories, "_renameat2", renameat2))
             yield self
 
     def _strikes(self, call: str) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import holdfast
 from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
-from tests.test_hostile import little_memory
+from tests.hostile.test_hostile import little_memory
 
 #: What Python tells its auditors when code from outside could run.
 _EVENTS = frozenset(

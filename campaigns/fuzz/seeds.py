@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
-from tests.test_pickles import EVIL
+from tests.unit.formats.test_pickles import EVIL
 
 
 def make(folder: Path) -> dict[str, Path]:
@@ -56,7 +56,7 @@ def _native(run: Path) -> Path:
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
-    holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, rank_content={"own": torch.ones(3)})
+    holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
 
 

@@ -9,7 +9,7 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-        *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.functions", "holdfast.loader"),
+        *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.api", "holdfast.loader"),
         *("campaigns.kit.points", "campaigns.kit.trial", "campaigns.resume.training"),
     ]
 )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.layout.hidden import parse
+from holdfast.ondisk.hidden_names import parse_hidden_name
 
 #: Rows are one run of each rank, columns many short ones, which are exchanged; a copy is what all ranks have.
 _SHARDED = {"rows": (120, 500, 0), "left": (60, 600, 1), "middle": (60, 600, 1), "right": (60, 600, 1)}
@@ -65,7 +65,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def visible(run: Path) -> dict[str, int]:
     """The step of each checkpoint by tag, read without holdfast. Raises ``ViolationError`` where one is not whole."""
-    folders = sorted(entry for entry in run.iterdir() if parse(entry.name) is None)
+    folders = sorted(entry for entry in run.iterdir() if parse_hidden_name(entry.name) is None)
     return {folder.name: _step(folder) for folder in folders}
 
 
@@ -87,4 +87,4 @@ def _step(folder: Path) -> int:
 
 def hidden(run: Path) -> list[str]:
     """The hidden folders that saves have left."""
-    return sorted(entry.name for entry in run.iterdir() if parse(entry.name) is not None)
+    return sorted(entry.name for entry in run.iterdir() if parse_hidden_name(entry.name) is not None)

@@ -21,7 +21,7 @@ from campaigns.kit import state
 from campaigns.kit.job import STORES, End, Job, Rank
 from campaigns.kit.points import LOADING, SAVING, Point, armed
 from campaigns.kit.state import ViolationError
-from holdfast.engine.ballot import LEADER
+from holdfast.engine.comm.vote import COORDINATOR_RANK
 
 #: Seconds that ranks wait for each other, and that an error may come later.
 TIMEOUT, SLACK = 3.0, 2.0
@@ -119,7 +119,7 @@ def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, backg
     tag = "last" if "overwrite" in HOW[how] else f"step_{step}"
     with ExitStack() as stack:
         if how == "two renames":
-            stack.enter_context(mock.patch("holdfast.storage.folders._renameat2", return_value=False))
+            stack.enter_context(mock.patch("holdfast.storage.directories._renameat2", return_value=False))
         stack.enter_context(checkpointer)
         checkpointer.save(
             tag, state.model(step), user_content=state.content(step), step=step, async_save=background, **HOW[how]
@@ -129,7 +129,7 @@ def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, backg
 def load(path: Path, timeout: float = 60.0) -> int:
     """Load the latest, however that is read, and return its step. Raises ``ViolationError`` where it is not exact."""
     found = state.model(0)
-    restored = holdfast.restore(path, model=found, exchange="always", timeout=timeout)
+    restored = holdfast.restore(path, model=found, share_reads="always", timeout=timeout)
     step = restored.user_content["step"]
     exact = state.is_exact(found, step) and restored.user_content["history"] == list(range(step))
     if not exact or not torch.equal(restored.user_content["blob"], state.content(step)["blob"]):
@@ -144,7 +144,7 @@ def run(rank: Rank, path: Path, case: Case, deed: str) -> str:
     rank.meet()  # from here on all are equally fast
     with ExitStack() as stack:
         if case.point.needs == "groups":
-            stack.enter_context(mock.patch("holdfast.engine.tree.DIRECT", 1))
+            stack.enter_context(mock.patch("holdfast.engine.integrity.crc_gather.MAX_FLAT_RANKS", 1))
         if dist.get_rank() == case.victim:
             stack.enter_context(armed(case.point, getattr(rank, deed)))
         if checkpointer is not None:
@@ -201,7 +201,7 @@ def is_one_error(ends: Sequence[End], victim: int) -> bool:
     itself: one type, but messages differ in the phase, and in the connection that was lost; and who has heard of the
     end before raises nothing.
     """
-    if victim == LEADER:
+    if victim == COORDINATOR_RANK:
         return len({end.error for end in ends if end.error}) <= 1
     return len({(end.error, end.message) for end in ends}) <= 1
 

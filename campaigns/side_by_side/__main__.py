@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from campaigns.side_by_side.scenes import SCENES, judge, play
-from tests.pool import Ranks
+from tests.helpers.pool import Ranks
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.main import app
-from holdfast.errors import GoneError
+from holdfast.errors import CheckpointReplacedError
 
 #: Elements of a tensor, and tensors of a checkpoint, which are in two files.
 ELEMENTS, TENSORS = 5_000, 4
@@ -78,7 +78,7 @@ def load_by_name(run: holdfast.Checkpointer, number: int) -> None:
 def look(run: holdfast.Checkpointer, _: int) -> None:
     """A view that is open does not keep its checkpoint from going, and says so then."""
     found = holdfast.open(run.path)
-    with suppress(GoneError):
+    with suppress(CheckpointReplacedError):
         step = found.values["user_content"]
         check_state({name: found[name] for name in found}, step)
 

@@ -27,7 +27,7 @@ from campaigns.side_by_side.acts import (
     under_one_name,
 )
 from holdfast.errors import HoldfastError
-from holdfast.storage import folders
+from holdfast.storage import directories
 from tests.golden import reader
 
 
@@ -60,7 +60,7 @@ def play(path: str, name: str, seconds: float) -> Counter[str]:
     if rank == 0:
         run.save("0_0" if keeping_one in scene.acts else "last", state(0), user_content=0)
     dist.barrier()
-    with mock.patch.object(folders, "_renameat2", return_value=False) if scene.two_steps else nullcontext():
+    with mock.patch.object(directories, "_renameat2", return_value=False) if scene.two_steps else nullcontext():
         return Counter(_outcomes(run, scene.acts[rank], time.monotonic() + seconds))
 
 

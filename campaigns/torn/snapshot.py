@@ -90,7 +90,7 @@ class Snapshot:
         groups = [group["settings"] for group in values.pop("optimizer")["groups"]]
         values |= {"groups": groups, "scheduler": values["scheduler"]["state"]}
         yield from (name for name in self._values if not _same(self._values[name], values[name]))
-        own = {"content": restored.rank_content, "dataloader": loader.state}
+        own = {"content": restored.per_rank_content, "dataloader": loader.state}
         yield from (f"a rank's {name}" for name in own if not _same(self._own[name], own[name]))
         if not torch.equal(torch.get_rng_state(), self._rng):
             yield "the state of the random generator"

@@ -52,7 +52,7 @@ class Subject:
             self.content,
             dataloader=self.loader,
             stateful={"tracker": self.tracker},
-            rank_content=self.content,
+            per_rank_content=self.content,
             async_save=True,
             staging=staging,
         )

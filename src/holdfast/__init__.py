@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast._version import __version__
+    from holdfast.api import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
     from holdfast.checkpointer import Checkpointer
-    from holdfast.conversion.convert import convert
-    from holdfast.data.loader import ResumableLoader
-    from holdfast.data.workers import shield_worker
-    from holdfast.events import Event, Loaded, Progress, Saved, SaveFailed
-    from holdfast.functions import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
-    from holdfast.handle import SaveHandle
-    from holdfast.parts.calls import (
+    from holdfast.components.api import (
         load_lr_scheduler,
         load_model,
         load_optimizer,
@@ -22,68 +17,141 @@ if TYPE_CHECKING:
         save_model,
         save_optimizer,
     )
-    from holdfast.restored import Restored
-    from holdfast.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
-    from holdfast.stopping import Preemption, preemption
-    from holdfast.survey import CheckpointInfo
+    from holdfast.conversion.convert import convert
+    from holdfast.data.loader import ResumableLoader
+    from holdfast.data.preemption import Preemption, preemption
+    from holdfast.data.workers import shield_worker
+    from holdfast.errors import (
+        CheckpointReplacedError,
+        CorruptCheckpointError,
+        FormatError,
+        HoldfastError,
+        InvalidArgumentError,
+        MismatchError,
+        NoCheckpointError,
+        OptimizerMismatchError,
+        PeerFailedError,
+        RankFailedError,
+        RankMismatchError,
+        RankTimeoutError,
+        ReadBudgetError,
+        ReplicaMismatchError,
+        StateError,
+        StorageError,
+        TagExistsError,
+        TornSnapshotError,
+        UnsafeNameError,
+        UnsafePickleError,
+        UnsupportedTensorError,
+        UnsupportedValueError,
+    )
+    from holdfast.load.result import RestoreResult
+    from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
+    from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+    from holdfast.run.scan import CheckpointInfo
+    from holdfast.save.handle import SaveHandle
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
-#: Where each public name lives; looked up when first used, so that importing holdfast imports no torch.
+#: The module of each public name; imported when first used, so that importing holdfast imports no torch.
 _HOMES = {
     "Checkpoint": "holdfast.view",
-    "CheckpointInfo": "holdfast.survey",
+    "CheckpointInfo": "holdfast.run.scan",
+    "CheckpointReplacedError": "holdfast.errors",
     "Checkpointer": "holdfast.checkpointer",
-    "Event": "holdfast.events",
-    "KeepBest": "holdfast.retention",
-    "KeepEvery": "holdfast.retention",
-    "KeepLast": "holdfast.retention",
-    "KeepNewerThan": "holdfast.retention",
-    "KeepTags": "holdfast.retention",
-    "Loaded": "holdfast.events",
-    "Preemption": "holdfast.stopping",
-    "Progress": "holdfast.events",
-    "Restored": "holdfast.restored",
+    "CorruptCheckpointError": "holdfast.errors",
+    "Event": "holdfast.observe.events",
+    "FormatError": "holdfast.errors",
+    "HoldfastError": "holdfast.errors",
+    "InvalidArgumentError": "holdfast.errors",
+    "KeepBest": "holdfast.run.retention",
+    "KeepEvery": "holdfast.run.retention",
+    "KeepLast": "holdfast.run.retention",
+    "KeepNewerThan": "holdfast.run.retention",
+    "KeepTags": "holdfast.run.retention",
+    "Loaded": "holdfast.observe.events",
+    "MismatchError": "holdfast.errors",
+    "NoCheckpointError": "holdfast.errors",
+    "OptimizerMismatchError": "holdfast.errors",
+    "PeerFailedError": "holdfast.errors",
+    "Preemption": "holdfast.data.preemption",
+    "Progress": "holdfast.observe.events",
+    "RankFailedError": "holdfast.errors",
+    "RankMismatchError": "holdfast.errors",
+    "RankTimeoutError": "holdfast.errors",
+    "ReadBudgetError": "holdfast.errors",
+    "ReplicaMismatchError": "holdfast.errors",
+    "RestoreResult": "holdfast.load.result",
     "ResumableLoader": "holdfast.data.loader",
-    "SaveFailed": "holdfast.events",
-    "SaveHandle": "holdfast.handle",
+    "SaveFailed": "holdfast.observe.events",
+    "SaveHandle": "holdfast.save.handle",
+    "Saved": "holdfast.observe.events",
+    "StateError": "holdfast.errors",
+    "StorageError": "holdfast.errors",
+    "TagExistsError": "holdfast.errors",
+    "TornSnapshotError": "holdfast.errors",
+    "UnsafeNameError": "holdfast.errors",
+    "UnsafePickleError": "holdfast.errors",
+    "UnsupportedTensorError": "holdfast.errors",
+    "UnsupportedValueError": "holdfast.errors",
     "__version__": "holdfast._version",
-    "Saved": "holdfast.events",
     "convert": "holdfast.conversion.convert",
-    "finalize": "holdfast.functions",
-    "has_checkpoint": "holdfast.functions",
-    "list_checkpoints": "holdfast.functions",
-    "load_checkpoint": "holdfast.functions",
-    "load_lr_scheduler": "holdfast.parts.calls",
-    "load_model": "holdfast.parts.calls",
-    "load_optimizer": "holdfast.parts.calls",
+    "finalize": "holdfast.api",
+    "has_checkpoint": "holdfast.api",
+    "list_checkpoints": "holdfast.api",
+    "load_checkpoint": "holdfast.api",
+    "load_lr_scheduler": "holdfast.components.api",
+    "load_model": "holdfast.components.api",
+    "load_optimizer": "holdfast.components.api",
     "open": "holdfast.view",
-    "preemption": "holdfast.stopping",
-    "restore": "holdfast.functions",
-    "save_checkpoint": "holdfast.functions",
-    "save_lr_scheduler": "holdfast.parts.calls",
-    "save_model": "holdfast.parts.calls",
-    "save_optimizer": "holdfast.parts.calls",
+    "preemption": "holdfast.data.preemption",
+    "restore": "holdfast.api",
+    "save_checkpoint": "holdfast.api",
+    "save_lr_scheduler": "holdfast.components.api",
+    "save_model": "holdfast.components.api",
+    "save_optimizer": "holdfast.components.api",
     "shield_worker": "holdfast.data.workers",
 }
 
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "CheckpointReplacedError",
     "Checkpointer",
+    "CorruptCheckpointError",
     "Event",
+    "FormatError",
+    "HoldfastError",
+    "InvalidArgumentError",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
     "KeepNewerThan",
     "KeepTags",
     "Loaded",
+    "MismatchError",
+    "NoCheckpointError",
+    "OptimizerMismatchError",
+    "PeerFailedError",
     "Preemption",
     "Progress",
-    "Restored",
+    "RankFailedError",
+    "RankMismatchError",
+    "RankTimeoutError",
+    "ReadBudgetError",
+    "ReplicaMismatchError",
+    "RestoreResult",
     "ResumableLoader",
     "SaveFailed",
     "SaveHandle",
     "Saved",
+    "StateError",
+    "StorageError",
+    "TagExistsError",
+    "TornSnapshotError",
+    "UnsafeNameError",
+    "UnsafePickleError",
+    "UnsupportedTensorError",
+    "UnsupportedValueError",
     "__version__",
     "convert",
     "finalize",

@@ -12,35 +12,37 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from holdfast.background import background_saves
-from holdfast.catalog import list_checkpoints
-from holdfast.corruption import Corrupt
-from holdfast.engine.ballot import LEADER
-from holdfast.engine.ranks import Ranks, current_group
-from holdfast.events import OnEvent, unheard
-from holdfast.falling_back import load
-from holdfast.handle import SaveHandle
-from holdfast.request import STAGING, Background, LoadRequest, SaveRequest, check_choice
-from holdfast.restored import Restored
-from holdfast.retention import Retention, policy_of
-from holdfast.saving import PlanCache, Save
-from holdfast.state.capture import Training
-from holdfast.state.restore import Policy
-from holdfast.storage.local import local_path
-from holdfast.survey import CheckpointInfo
-from holdfast.telling import with_a_bar
-from holdfast.warning import warn
+from holdfast.engine.comm.session import RankGroup, current_process_group
+from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.load.fallback import load_with_fallback
+from holdfast.load.request import LoadRequest
+from holdfast.load.result import RestoreResult
+from holdfast.observe.events import OnEvent, ignore_event
+from holdfast.observe.reporter import with_progress_bar
+from holdfast.observe.warning import warn_caller
+from holdfast.ondisk.validation import check_choice
+from holdfast.run.catalog import list_checkpoints
+from holdfast.run.corruption import CorruptRecord
+from holdfast.run.retention import Retention, as_policy
+from holdfast.run.scan import CheckpointInfo
+from holdfast.save.background import background_saves
+from holdfast.save.handle import SaveHandle
+from holdfast.save.operation import SaveOperation, SavePlanCache
+from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
+from holdfast.state.restore import RestorePolicy
+from holdfast.state.training import TrainingObjects
+from holdfast.storage.posix import local_path
 
 
 class Checkpointer:
     """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
 
     ``async_save`` and ``staging`` are what saves do where they are not told.
-    ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.retention`): the run that it has loaded
+    ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.run.retention`): the run that it has loaded
     from, or else one that it begins. ``max_shard_size`` is the most bytes of tensors in one file (a number, or text
     such as ``"5GB"``);
     ``timeout`` the seconds that ranks wait for each other before all of them fail; ``on_event`` is told what happens
-    (see :mod:`holdfast.events`). Usable as a context manager.
+    (see :mod:`holdfast.observe.events`). Usable as a context manager.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class Checkpointer:
         #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
         self.runs: set[str] = set()
         #: The checkpoints that its loads found corrupt: they make way for its saves.
-        self.corrupt: set[Corrupt] = set()
-        self._max_shard_size, self._keep = max_shard_size, policy_of(None, keep)
+        self.corrupt: set[CorruptRecord] = set()
+        self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
         self._process_group, self._timeout = process_group, timeout
         check_choice("staging", staging, STAGING)
         self._async, self._staging = async_save, staging
-        self._on_event = on_event or unheard
-        self._plans = PlanCache()
-        self._ranks: Ranks | None = None
+        self._on_event = on_event or ignore_event
+        self._plans = SavePlanCache()
+        self._ranks: RankGroup | None = None
 
     def save(
         self,
@@ -78,7 +80,7 @@ class Checkpointer:
         *,
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
-        rank_content: Any = None,
+        per_rank_content: Any = None,
         step: float | None = None,
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
@@ -94,19 +96,19 @@ class Checkpointer:
     ) -> SaveHandle[CheckpointInfo]:
         """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
         began = time.perf_counter()
-        training = Training(
+        training = TrainingObjects(
             model,
             optimizer,
             scheduler,
             user_content,
-            rank_content,
+            per_rank_content,
             stateful,
             dataloader,
             rng,
             state_dict_hooks=state_dict_hooks,
         )
         own = num_kept_ckpts is None and keep is None
-        kept = self._keep if own else policy_of(num_kept_ckpts, keep)
+        kept = self._keep if own else as_policy(num_kept_ckpts, keep)
         request = SaveRequest(
             path=self.path,
             tag=tag,
@@ -117,7 +119,7 @@ class Checkpointer:
             overwrite=overwrite,
             keep=kept,
             async_save=self._async if async_save is None else async_save,
-            staging=Background(self._staging if staging is None else staging, staging_check),
+            staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
             replica_check=replica_check,
             on_event=on_event or self._on_event,
             began=began,
@@ -130,7 +132,7 @@ class Checkpointer:
                 return self._run(replace(request, on_event=heard))
 
     def _run(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = Save(request, self._current_ranks(), self._plans, self._timeout)
+        save = SaveOperation(request, self._current_ranks(), self._plans, self._timeout)
         try:
             return background_saves.run(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
@@ -139,7 +141,11 @@ class Checkpointer:
 
     def _watched(self, what: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """The listener, with a bar on the terminal of the first rank."""
-        return with_a_bar(what, on_event) if self._current_ranks().rank == LEADER else nullcontext(on_event)
+        return (
+            with_progress_bar(what, on_event)
+            if self._current_ranks().rank == COORDINATOR_RANK
+            else nullcontext(on_event)
+        )
 
     def finalize(self) -> None:
         """Wait for the saves of this path that are under way. Raises what went wrong with the first, once."""
@@ -150,8 +156,10 @@ class Checkpointer:
     ) -> Any:
         """Load ``tag`` or the latest, and return the user content: see :func:`holdfast.load_checkpoint`."""
         restored = self.restore(tag, model, optimizer, scheduler, **options)
-        if restored.rank_content is not None and _is_resume(optimizer, options.get("dataloader")):
-            warn(f"the checkpoint {restored.tag!r} has rank_content, which only restore() returns: call that instead")
+        if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
+            warn_caller(
+                f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
+            )
         return restored.user_content
 
     def restore(
@@ -167,34 +175,36 @@ class Checkpointer:
         allow_missing: Collection[str] = (),
         verify: bool = True,
         rng: bool | None = None,
-        map_dtype: bool = False,
-        exchange: str = "auto",
-        on_damage: str = "fall_back",
+        cast_dtype: bool = False,
+        share_reads: str = "auto",
+        on_corruption: str = "fall_back",
         keys: Mapping[str, str] | None = None,
         on_event: OnEvent | None = None,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
-        policy = Policy(
+        policy = RestorePolicy(
             strict=strict,
-            map_dtype=map_dtype,
+            cast_dtype=cast_dtype,
             rng=optimizer is not None if rng is None else rng,
-            rank_content=_is_resume(optimizer, dataloader),
+            per_rank_content=_is_resume_call(optimizer, dataloader),
             # What nobody has asked for in so many words may be missing, but not without a word.
-            allow_missing=_parts(allow_missing) | {"rank_content"} | ({"rng"} if rng is None else set()),
+            allow_missing=_as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
         )
         request = LoadRequest(
             path=self.path,
             tag=tag,
-            training=Training(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
             policy=policy,
             verify=verify,
-            exchange=exchange,
-            on_damage=on_damage,
+            share_reads=share_reads,
+            on_corruption=on_corruption,
             keys=keys or {},
             on_event=on_event or self._on_event,
         )
         with self._watched(f"loading {tag or self.path.name}", request.on_event) as heard:
-            restored = load(replace(request, on_event=heard), self._current_ranks(), self._timeout, self.corrupt)
+            restored = load_with_fallback(
+                replace(request, on_event=heard), self._current_ranks(), self._timeout, self.corrupt
+            )
         if restored.run:
             self.runs.add(restored.run)
         return restored
@@ -203,10 +213,10 @@ class Checkpointer:
         """The checkpoints in the folder, oldest first."""
         return list_checkpoints(self.path)
 
-    def _current_ranks(self) -> Ranks:
-        if self._ranks is None or self._ranks.group is not current_group(self._process_group):
-            self._ranks = Ranks(self._process_group)
-            self._plans = PlanCache()  # a plan is one rank's share, and this may be another rank now
+    def _current_ranks(self) -> RankGroup:
+        if self._ranks is None or self._ranks.group is not current_process_group(self._process_group):
+            self._ranks = RankGroup(self._process_group)
+            self._plans = SavePlanCache()  # a plan is one rank's share, and this may be another rank now
         return self._ranks
 
     def __enter__(self) -> Self:
@@ -218,10 +228,10 @@ class Checkpointer:
         self.finalize()
 
 
-def _parts(given: Collection[str]) -> frozenset[str]:
+def _as_components(given: Collection[str]) -> frozenset[str]:
     return frozenset({given} if isinstance(given, str) else given)
 
 
-def _is_resume(optimizer: Any, dataloader: Any) -> bool:
+def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
     """Whether a load goes on with the training, and so wants all that ranks had of their own."""
     return optimizer is not None or dataloader is not None

@@ -1,7 +1,7 @@
 """One type for each thing that can go wrong; each is also the built-in that fits it.
 
 Every message names the thing (tensor, file, rank, tag) and says what to do. In a distributed
-run all ranks raise the same error: see :mod:`holdfast.engine.ranks`.
+run all ranks raise the same error: see :mod:`holdfast.engine.comm.session`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NoCheckpointError(HoldfastError, FileNotFoundError):
     """There is no checkpoint where one was asked for."""
 
 
-class GoneError(NoCheckpointError):
+class CheckpointReplacedError(NoCheckpointError):
     """A checkpoint that another process replaced or removed while it was read."""
 
 
@@ -27,7 +27,7 @@ class TagExistsError(HoldfastError, FileExistsError):
     """The tag is taken; a checkpoint is never overwritten by accident."""
 
 
-class UnstorableError(HoldfastError, TypeError):
+class UnsupportedValueError(HoldfastError, TypeError):
     """Values that have no place in a checkpoint, each named by its path in the tree."""
 
 
@@ -51,11 +51,11 @@ class ReplicaMismatchError(HoldfastError, ValueError):
     """Ranks that should hold the same tensor hold different values."""
 
 
-class TornError(HoldfastError, RuntimeError):
+class TornSnapshotError(HoldfastError, RuntimeError):
     """What was saved changed while it was copied. That save failed; nothing of it is left."""
 
 
-class DisagreementError(HoldfastError, ValueError):
+class RankMismatchError(HoldfastError, ValueError):
     """Ranks called with different arguments, or see different files."""
 
 
@@ -63,7 +63,7 @@ class RankFailedError(HoldfastError, RuntimeError):
     """One rank failed for a reason of its own; every rank raises this, naming it."""
 
 
-class AbandonedError(RankFailedError):
+class PeerFailedError(RankFailedError):
     """A rank stopped because another one failed; where that one's error is known, it is raised instead."""
 
 
@@ -75,15 +75,15 @@ class StorageError(HoldfastError, OSError):
     """The file system refused: no space, no permission, an input or output error."""
 
 
-class DamagedError(HoldfastError, ValueError):
+class CorruptCheckpointError(HoldfastError, ValueError):
     """Bytes that are not what was saved. Names the file and, where it is one, the tensor."""
 
 
-class BudgetError(DamagedError):
+class ReadBudgetError(CorruptCheckpointError):
     """A file asks for more work than its bytes can: its values name each other again and again."""
 
 
-class UnsafeNameError(DamagedError):
+class UnsafeNameError(CorruptCheckpointError):
     """A name inside a checkpoint that leads out of its folder."""
 
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers.trainer_callback import ExportableState
 
+from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
-from holdfast.functions import finalize, has_checkpoint, restore, save_checkpoint
-from holdfast.retention import KeepLast, KeepTags, Retention
-from holdfast.state.companions import has_adapters
-from holdfast.storage.local import exists, local_path, write_small
+from holdfast.run.retention import KeepLast, KeepTags, Retention
+from holdfast.state.model.hf_config import has_adapters
+from holdfast.storage.posix import local_path, path_exists, write_small
 
 #: What the ``Trainer`` calls a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE = "checkpoint-{}", "trainer_state.json"
@@ -35,7 +35,7 @@ else:
     _Base = object
 
 
-class Checkpoints(_Base):
+class CheckpointMixin(_Base):
     """For a ``Trainer`` of another library: ``class MyTrainer(Checkpoints, SFTTrainer): pass``.
 
     Raises ``InvalidArgumentError`` with DeepSpeed, which has checkpoints of its own, if each checkpoint is to be pushed
@@ -119,7 +119,7 @@ class Checkpoints(_Base):
     def _note(self, run: Path) -> None:
         """What the ``Trainer`` notes when it saves: its best checkpoint, and the state of its callbacks."""
         best = self.state.best_global_step
-        if best and (best == self.state.global_step or exists(run / _TAG.format(best))):
+        if best and (best == self.state.global_step or path_exists(run / _TAG.format(best))):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
         for one in (*self.callback_handler.callbacks, self.control):
             if isinstance(one, ExportableState):
@@ -167,5 +167,5 @@ class Checkpoints(_Base):
             super()._load_best_model()
 
 
-class Trainer(Checkpoints, transformers.Trainer):
+class Trainer(CheckpointMixin, transformers.Trainer):
     """transformers' ``Trainer`` with holdfast's checkpoints: the same arguments, and ``async_save``."""

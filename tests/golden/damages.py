@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import (
-    DamagedError,
+    CorruptCheckpointError,
     FormatError,
     HoldfastError,
     MismatchError,
@@ -210,49 +210,79 @@ def add_beside(folder: Path) -> None:
 
 DAMAGES = {
     # Bits, in every kind of file
-    "a bit of a model": Damage(flip(MODEL, -1), DamagedError, "model tensor 'mask' in .*/model.safetensors is damaged"),
-    "a bit of an optimizer": Damage(flip(OPTIMIZER, -9), DamagedError, "optimizer tensor '.*' in .* is damaged"),
-    "a bit of values": Damage(flip("state.safetensors", -1), DamagedError, "state tensor 'user_content.* is damaged"),
+    "a bit of a model": Damage(
+        flip(MODEL, -1), CorruptCheckpointError, "model tensor 'mask' in .*/model.safetensors is damaged"
+    ),
+    "a bit of an optimizer": Damage(
+        flip(OPTIMIZER, -9), CorruptCheckpointError, "optimizer tensor '.*' in .* is damaged"
+    ),
+    "a bit of values": Damage(
+        flip("state.safetensors", -1), CorruptCheckpointError, "state tensor 'user_content.* is damaged"
+    ),
     "a bit of a rank's": Damage(flip("ranks.safetensors", -1)),
-    "a bit of a header": Damage(flip(MODEL, 200), DamagedError, "the header of .*model.safetensors does not match"),
+    "a bit of a header": Damage(
+        flip(MODEL, 200), CorruptCheckpointError, "the header of .*model.safetensors does not match"
+    ),
     "a bit of padding": Damage(
-        flip(OPTIMIZER, 4090), DamagedError, "the header of .*optimizer.safetensors does not match"
+        flip(OPTIMIZER, 4090), CorruptCheckpointError, "the header of .*optimizer.safetensors does not match"
     ),
-    "a bit of a length": Damage(flip(MODEL, 0, 0), DamagedError, "the header of .*model.safetensors does not match"),
-    "a bit of state.json": Damage(flip(STATE, 700), DamagedError, "state.json does not match the manifest"),
-    "a bit of ranks.json": Damage(flip(RANKS, 30), DamagedError, "ranks.json does not match the manifest"),
+    "a bit of a length": Damage(
+        flip(MODEL, 0, 0), CorruptCheckpointError, "the header of .*model.safetensors does not match"
+    ),
+    "a bit of state.json": Damage(flip(STATE, 700), CorruptCheckpointError, "state.json does not match the manifest"),
+    "a bit of ranks.json": Damage(flip(RANKS, 30), CorruptCheckpointError, "ranks.json does not match the manifest"),
     "a bit of config.json": Damage(
-        flip("model/config.json", 9), DamagedError, "config.json does not match the manifest", of="files"
+        flip("model/config.json", 9), CorruptCheckpointError, "config.json does not match the manifest", of="files"
     ),
-    "a bit of an index": Damage(flip(INDEX, 40), DamagedError, "index.json does not match the manifest", of="files"),
-    "a bit of the manifest": Damage(flip(MANIFEST, 52, 0), DamagedError, "manifest.json does not match its own CRC"),
-    "a bit of the version": Damage(flip(MANIFEST, 39, 1), DamagedError, "manifest.json does not match its own CRC"),
-    "a bit of its CRC": Damage(flip(MANIFEST, -10, 0), DamagedError, "manifest.json does not match its own CRC"),
+    "a bit of an index": Damage(
+        flip(INDEX, 40), CorruptCheckpointError, "index.json does not match the manifest", of="files"
+    ),
+    "a bit of the manifest": Damage(
+        flip(MANIFEST, 52, 0), CorruptCheckpointError, "manifest.json does not match its own CRC"
+    ),
+    "a bit of the version": Damage(
+        flip(MANIFEST, 39, 1), CorruptCheckpointError, "manifest.json does not match its own CRC"
+    ),
+    "a bit of its CRC": Damage(
+        flip(MANIFEST, -10, 0), CorruptCheckpointError, "manifest.json does not match its own CRC"
+    ),
     # Files that are not what the manifest says
-    "data cut short": Damage(cut(MODEL), DamagedError, "has 4566 bytes, the manifest says 4567"),
-    "data of no bytes": Damage(empty(OPTIMIZER), DamagedError, "optimizer.safetensors has 0 bytes, the manifest says"),
-    "values cut short": Damage(cut(STATE), DamagedError, "state.json does not match the manifest"),
-    "a manifest cut short": Damage(cut(MANIFEST), DamagedError, "manifest.json does not end in its CRC"),
-    "a manifest of no bytes": Damage(empty(MANIFEST), DamagedError, "manifest.json is not the JSON that it should be"),
+    "data cut short": Damage(cut(MODEL), CorruptCheckpointError, "has 4566 bytes, the manifest says 4567"),
+    "data of no bytes": Damage(
+        empty(OPTIMIZER), CorruptCheckpointError, "optimizer.safetensors has 0 bytes, the manifest says"
+    ),
+    "values cut short": Damage(cut(STATE), CorruptCheckpointError, "state.json does not match the manifest"),
+    "a manifest cut short": Damage(cut(MANIFEST), CorruptCheckpointError, "manifest.json does not end in its CRC"),
+    "a manifest of no bytes": Damage(
+        empty(MANIFEST), CorruptCheckpointError, "manifest.json is not the JSON that it should be"
+    ),
     "bytes to spare": Damage(
-        rewrite(MODEL, lambda raw: raw + b"\0"), DamagedError, "has 4568 bytes, the manifest says"
+        rewrite(MODEL, lambda raw: raw + b"\0"), CorruptCheckpointError, "has 4568 bytes, the manifest says"
     ),
     "a hole of zeros": Damage(
-        rewrite(MODEL, lambda raw: raw[:4096] + bytes(len(raw) - 4096)), DamagedError, "model tensor .* is damaged"
+        rewrite(MODEL, lambda raw: raw[:4096] + bytes(len(raw) - 4096)),
+        CorruptCheckpointError,
+        "model tensor .* is damaged",
     ),
     "line ends of another system": Damage(
         rewrite(MANIFEST, lambda raw: raw.replace(b"\n", b"\r\n")),
-        DamagedError,
+        CorruptCheckpointError,
         "manifest.json does not end in its CRC",
     ),
-    "data missing": Damage(remove(MODEL), DamagedError, "model.safetensors is missing; the manifest names it"),
-    "a folder missing": Damage(
-        lambda folder: shutil.rmtree(folder / "model"), DamagedError, "model.safetensors is missing"
+    "data missing": Damage(
+        remove(MODEL), CorruptCheckpointError, "model.safetensors is missing; the manifest names it"
     ),
-    "values missing": Damage(remove(STATE), DamagedError, "state.json is missing; the manifest names it"),
+    "a folder missing": Damage(
+        lambda folder: shutil.rmtree(folder / "model"), CorruptCheckpointError, "model.safetensors is missing"
+    ),
+    "values missing": Damage(remove(STATE), CorruptCheckpointError, "state.json is missing; the manifest names it"),
     "the manifest missing": Damage(remove(MANIFEST), NoCheckpointError, "there is no checkpoint 'step_1'"),
-    "files of one size swapped": Damage(swap(*ALIKE), DamagedError, "the header of .* does not match", of="files"),
-    "data of another save": Damage(other_save, DamagedError, "the header of .*model.safetensors does not match"),
+    "files of one size swapped": Damage(
+        swap(*ALIKE), CorruptCheckpointError, "the header of .* does not match", of="files"
+    ),
+    "data of another save": Damage(
+        other_save, CorruptCheckpointError, "the header of .*model.safetensors does not match"
+    ),
     # Names that lead out
     "a name with two dots": Damage(
         also("../x"), UnsafeNameError, r"'\.\./x', which is not a plain path inside its folder"
@@ -269,55 +299,78 @@ DAMAGES = {
     "another format": Damage(
         manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a manifest of holdfast"
     ),
-    "no files": Damage(manifest(lambda table: table["files"].clear()), DamagedError, "does not name state.json"),
-    "no sequence": Damage(manifest(lambda table: table.pop("sequence")), DamagedError, "manifest.json .*`sequence`"),
+    "no files": Damage(
+        manifest(lambda table: table["files"].clear()), CorruptCheckpointError, "does not name state.json"
+    ),
+    "no sequence": Damage(
+        manifest(lambda table: table.pop("sequence")), CorruptCheckpointError, "manifest.json .*`sequence`"
+    ),
     "no CRC of a header": Damage(
         manifest(lambda table: table["files"][MODEL].pop("header_crc64nvme")),
-        DamagedError,
+        CorruptCheckpointError,
         "header of .* does not match",
     ),
     "another tag": Damage(manifest(lambda table: table.update(tag="step_9")), sound=True),
     # Headers
-    "a length beyond the file": Damage(length(2**40), DamagedError, "the header of .*model.safetensors claims"),
-    "a length of nothing": Damage(length(0), DamagedError, "the header of .*model.safetensors is not the JSON"),
-    "a length inside the header": Damage(
-        length(100), DamagedError, "the header of .*model.safetensors is not the JSON"
+    "a length beyond the file": Damage(
+        length(2**40), CorruptCheckpointError, "the header of .*model.safetensors claims"
     ),
-    "an overlap": Damage(entry(data_offsets=[0, 9]), DamagedError, "leaves a hole or overlaps another"),
-    "a hole": Damage(entry(data_offsets=[463, 472]), DamagedError, "leaves a hole or overlaps another"),
-    "another shape": Damage(entry(shape=[9, 9]), DamagedError, r"'mask' has 9 bytes, not those of BOOL \[9, 9\]"),
+    "a length of nothing": Damage(
+        length(0), CorruptCheckpointError, "the header of .*model.safetensors is not the JSON"
+    ),
+    "a length inside the header": Damage(
+        length(100), CorruptCheckpointError, "the header of .*model.safetensors is not the JSON"
+    ),
+    "an overlap": Damage(entry(data_offsets=[0, 9]), CorruptCheckpointError, "leaves a hole or overlaps another"),
+    "a hole": Damage(entry(data_offsets=[463, 472]), CorruptCheckpointError, "leaves a hole or overlaps another"),
+    "another shape": Damage(
+        entry(shape=[9, 9]), CorruptCheckpointError, r"'mask' has 9 bytes, not those of BOOL \[9, 9\]"
+    ),
     "an unknown dtype": Damage(entry(dtype="B1"), FormatError, "'mask': dtype 'B1' is not one", falls_back=False),
     "another dtype of that width": Damage(
         entry(dtype="U8"), MismatchError, "mask: dtype U8 in the checkpoint", sound=True, falls_back=False
     ),
-    "a tensor twice": Damage(text(MODEL, '"none"', '"mask"'), DamagedError, "header of .* a key stands twice"),
+    "a tensor twice": Damage(
+        text(MODEL, '"none"', '"mask"'), CorruptCheckpointError, "header of .* a key stands twice"
+    ),
     "a tensor in two files": Damage(
-        text(SECOND, '"body.0.weight"', '"embed.weight"'), DamagedError, "hold a tensor of the same name", of="files"
+        text(SECOND, '"body.0.weight"', '"embed.weight"'),
+        CorruptCheckpointError,
+        "hold a tensor of the same name",
+        of="files",
     ),
     "CRCs of other bytes": Damage(
-        text(MODEL, '(nvme":")....', r"\g<1>0000"), DamagedError, "model tensor .* is damaged"
+        text(MODEL, '(nvme":")....', r"\g<1>0000"), CorruptCheckpointError, "model tensor .* is damaged"
     ),
-    "a CRC too few": Damage(text(MODEL, '(nvme":").{16}', r"\1"), DamagedError, "has 6 CRCs for 7 blocks"),
-    "no CRCs": Damage(header(lambda table: table["__metadata__"].clear()), DamagedError, "has no holdfast.crc64nvme"),
-    "a tie to nothing": Damage(text(MODEL, r':\\"embed', r':\\"absent'), DamagedError, "names a tensor that is not in"),
+    "a CRC too few": Damage(text(MODEL, '(nvme":").{16}', r"\1"), CorruptCheckpointError, "has 6 CRCs for 7 blocks"),
+    "no CRCs": Damage(
+        header(lambda table: table["__metadata__"].clear()), CorruptCheckpointError, "has no holdfast.crc64nvme"
+    ),
+    "a tie to nothing": Damage(
+        text(MODEL, r':\\"embed', r':\\"absent'), CorruptCheckpointError, "names a tensor that is not in"
+    ),
     "a tie of another tensor": Damage(
-        text(MODEL, r'"head\.weight', '"mask'), DamagedError, "is that of another tensor"
+        text(MODEL, r'"head\.weight', '"mask'), CorruptCheckpointError, "is that of another tensor"
     ),
     # Values
     "an unknown tag": Damage(
-        text(STATE, r"\$uuid", "$uuid9"), DamagedError, r"state.json: the tag '\$uuid9' is not known"
+        text(STATE, r"\$uuid", "$uuid9"), CorruptCheckpointError, r"state.json: the tag '\$uuid9' is not known"
     ),
-    "a tag that is not alone": Damage(text(STATE, r'"\$uuid"', '"a":1,"$uuid"'), DamagedError, "is not alone"),
+    "a tag that is not alone": Damage(
+        text(STATE, r'"\$uuid"', '"a":1,"$uuid"'), CorruptCheckpointError, "is not alone"
+    ),
     "a key twice": Damage(
-        text(STATE, '"eps"', '"lr"'), DamagedError, "state.json .*: a key stands twice in one object"
+        text(STATE, '"eps"', '"lr"'), CorruptCheckpointError, "state.json .*: a key stands twice in one object"
     ),
-    "no number": Damage(text(STATE, r"65536\.0", "NaN"), DamagedError, "state.json .*: NaN is not JSON"),
-    "half a character": Damage(text(STATE, r"\\ude00", ""), DamagedError, "state.json .* surrogates not allowed"),
+    "no number": Damage(text(STATE, r"65536\.0", "NaN"), CorruptCheckpointError, "state.json .*: NaN is not JSON"),
+    "half a character": Damage(
+        text(STATE, r"\\ude00", ""), CorruptCheckpointError, "state.json .* surrogates not allowed"
+    ),
     "a tensor that is not there": Damage(
-        text(STATE, r"content\.tensors\.U8", "nowhere"), DamagedError, "'user_nowhere'"
+        text(STATE, r"content\.tensors\.U8", "nowhere"), CorruptCheckpointError, "'user_nowhere'"
     ),
     "values that are no table": Damage(
-        sealed(rewrite(STATE, lambda _: b"[]")), DamagedError, "state.json is no object"
+        sealed(rewrite(STATE, lambda _: b"[]")), CorruptCheckpointError, "state.json is no object"
     ),
     # No damage
     "what a later writer adds to the manifest": Damage(manifest(grow), sound=True),

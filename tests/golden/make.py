@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.layout.manifest import Provenance
+from holdfast.ondisk.manifest import Provenance
 from tests.golden.damages import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
-from tests.pool import Ranks
+from tests.helpers.pool import Ranks
 
 HERE = Path(__file__).parent
 V1, DAMAGED = HERE / "v1", HERE / "damaged"
@@ -38,9 +38,11 @@ def fixed(name: str) -> Iterator[None]:
     """What a save draws or looks up is always the same."""
     drawn = (hashlib.sha256(f"{name} {n}".encode()).hexdigest()[:16] for n in itertools.count())
     with (
-        mock.patch("holdfast.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
-        mock.patch("holdfast.saving.time", SimpleNamespace(time=lambda: 1767225600.25)),
-        mock.patch("holdfast.saving.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])),
+        mock.patch("holdfast.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
+        mock.patch("holdfast.save.operation.time", SimpleNamespace(time=lambda: 1767225600.25)),
+        mock.patch(
+            "holdfast.save.operation.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
+        ),
     ):
         yield
 
@@ -50,7 +52,7 @@ def save(name: str, path: str, **options: Any) -> None:
     golden = GOLDEN[name]()
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = golden.own[rank]
-    mine = {"rank_content": own.get("content"), "dataloader": Keeping(own["dataloader"]) if own else None}
+    mine = {"per_rank_content": own.get("content"), "dataloader": Keeping(own["dataloader"]) if own else None}
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     with fixed(name):

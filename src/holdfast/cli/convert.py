@@ -7,22 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.completing import FORMATS, checkpoints, dtypes, formats
+from holdfast.cli.completion import FORMATS, complete_checkpoints, complete_dtypes, complete_formats
 from holdfast.cli.output import print_json
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.target import Tag, named_path
 from holdfast.errors import InvalidArgumentError
-from holdfast.events import Event, Progress
-from holdfast.storage.local import files_of, local_path, size_of
-from holdfast.terminal import bar, clean, console
-from holdfast.units import format_size
+from holdfast.observe.events import Event, Progress
+from holdfast.observe.terminal import escape_control_characters, progress_bar, terminal_console
+from holdfast.observe.units import format_size
+from holdfast.storage.posix import local_path, size_of, walk_files
 
 #: What a file's ending says of its format; anything else is Lightning's.
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 _Source = Annotated[
     str,
-    typer.Argument(metavar="SRC", help="A checkpoint of any format, or a run: its latest.", autocompletion=checkpoints),
+    typer.Argument(
+        metavar="SRC", help="A checkpoint of any format, or a run: its latest.", autocompletion=complete_checkpoints
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model.")]
@@ -31,7 +33,7 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Nothing but the model
 def convert(  # noqa: PLR0917 - the options of a command
     src: _Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="A path where there is nothing yet.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help=", ".join(FORMATS) + ".", autocompletion=formats)],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help=", ".join(FORMATS) + ".", autocompletion=complete_formats)],
     tag: Tag = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Parameters to take. May be repeated.")
@@ -44,7 +46,9 @@ def convert(  # noqa: PLR0917 - the options of a command
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="Of the model: bfloat16, float16, float32, …", autocompletion=dtypes),
+        typer.Option(
+            metavar="DTYPE", help="Of the model: bfloat16, float16, float32, …", autocompletion=complete_dtypes
+        ),
     ] = None,
     model_only: _Only = False,
     key: Annotated[
@@ -102,18 +106,18 @@ def _convert(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) ->
     with leave_on_interrupt():
         from holdfast.conversion.convert import convert as work  # noqa: PLC0415 - torch takes its time, --help does not
 
-    with bar(f"converting {src.name}") as show:
+    with progress_bar(f"converting {src.name}") as show:
 
         def tell(event: Event) -> None:
             if isinstance(event, Progress):
                 show(event.done, event.total)
 
         work(src, dst, on_event=tell, **options)
-    size = sum(map(size_of, files_of(dst)))
+    size = sum(map(size_of, walk_files(dst)))
     if as_json:
         print_json({"path": str(dst), "to": options["to"], "bytes": size})
     else:
-        console().print(f"{clean(str(dst))}  {options['to']}, {format_size(size)}")
+        terminal_console().print(f"{escape_control_characters(str(dst))}  {options['to']}, {format_size(size)}")
 
 
 def _keys(given: list[str] | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from holdfast.cli.commands import COMMANDS, SETTINGS, Lazily, on_terminal
+from holdfast.cli.commands import COMMANDS, SETTINGS, LazyCommands, is_on_terminal
 from holdfast.cli.process import (
     INTERRUPTED,
     UNREAD,
@@ -35,7 +35,7 @@ class Commands(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = Lazily()
+        self.commands: Any = LazyCommands()
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names, none of them imported."""
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """``--help``: in colour on a terminal, with a stand-in for each command, none of them imported."""
-        if not on_terminal():
+        if not is_on_terminal():
             super().format_help(ctx, formatter)
             return
         from typer.rich_utils import rich_format_help  # noqa: PLC0415 - rich takes its time, and pipes need none of it

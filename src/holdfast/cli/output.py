@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from holdfast.errors import FormatError, NoCheckpointError
-from holdfast.terminal import clean, console
+from holdfast.observe.terminal import escape_control_characters, terminal_console
 
 _HINTS = {
     NoCheckpointError: "Name a checkpoint's folder or file, or the folder of a run that has one.",
@@ -18,7 +18,9 @@ _HINTS = {
 
 def human_metrics(metrics: Mapping[str, float | None]) -> str:
     """``val_loss=2.31``; a metric that was not finite has no number."""
-    return clean(" ".join(f"{name}={'n/a' if value is None else f'{value:.5g}'}" for name, value in metrics.items()))
+    return escape_control_characters(
+        " ".join(f"{name}={'n/a' if value is None else f'{value:.5g}'}" for name, value in metrics.items())
+    )
 
 
 def human_time(seconds: float) -> str:
@@ -29,7 +31,7 @@ def human_time(seconds: float) -> str:
         return str(seconds)
 
 
-def count(n: int, noun: str) -> str:
+def format_count(n: int, noun: str) -> str:
     """``1 file``, ``2,000 files``."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
@@ -39,7 +41,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
-def message(error: Exception) -> str:
+def format_error_message(error: Exception) -> str:
     """What an error says, without the number that an ``OSError`` puts before it."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
@@ -48,10 +50,10 @@ def message(error: Exception) -> str:
 
 def print_error(error: Exception | str, hint: str = "") -> None:
     """An error and what to do about it, on stderr."""
-    text = message(error) if isinstance(error, Exception) else error
+    text = format_error_message(error) if isinstance(error, Exception) else error
     hint = hint or next((hint for kind, hint in _HINTS.items() if isinstance(error, kind)), "")
-    err = console(stderr=True)
+    err = terminal_console(stderr=True)
     err.print("error:", style="bold red", end=" ")
-    err.print("\n".join(clean(line) for line in text.splitlines()))
+    err.print("\n".join(escape_control_characters(line) for line in text.splitlines()))
     if hint:
         err.print(hint, style="dim")

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from holdfast.catalog import Leftover, leftovers
-from holdfast.cli.output import count, print_json
+from holdfast.cli.output import format_count, print_json
 from holdfast.cli.target import check_run
 from holdfast.errors import InvalidArgumentError
-from holdfast.retention import KeepLast
-from holdfast.storage.local import local_path
-from holdfast.survey import CheckpointInfo
-from holdfast.terminal import clean, console
-from holdfast.units import format_size
-from holdfast.upkeep import clean_up, outdated, retire
+from holdfast.observe.terminal import escape_control_characters, terminal_console
+from holdfast.observe.units import format_size
+from holdfast.run.catalog import StaleDirectory, list_stale_directories
+from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from holdfast.run.retention import KeepLast
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.posix import local_path
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Found:
     """What there is to remove; of leftovers, those of living saves are left where they are."""
 
     checkpoints: list[CheckpointInfo]
-    leftovers: list[Leftover]
+    leftovers: list[StaleDirectory]
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,10 @@ def prune(
         raise InvalidArgumentError("say what to remove: --keep N for old checkpoints, --leftovers for dead saves")
     if keep is not None and keep < 1:
         raise InvalidArgumentError(f"--keep takes a number above 0, not {keep}: the newest checkpoint always stays")
-    found = _Found(outdated(path, None, KeepLast(keep)) if keep is not None else [], leftovers(path) if remains else [])
+    found = _Found(
+        expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else [],
+        list_stale_directories(path) if remains else [],
+    )
     if not dry_run:
         found = _remove(path, found)
     if as_json:
@@ -63,14 +66,14 @@ def prune(
 
 
 def _remove(path: Path, found: _Found) -> _Found:
-    gone = list(retire(found.checkpoints))
+    gone = list(delete_checkpoints(found.checkpoints))
     cleaned = {folder.name for folder in clean_up(path, None)} if found.leftovers else set()
     return _Found(gone, [one for one in found.leftovers if one.name in cleaned])
 
 
 def _print(found: _Found, did: str) -> None:
-    out = console()
+    out = terminal_console()
     for name in (*(info.tag for info in found.checkpoints), *(one.name for one in found.leftovers)):
-        out.print(f"{did} {clean(name)}")
-    total = count(len(found.checkpoints), "checkpoint"), count(len(found.leftovers), "leftover")
+        out.print(f"{did} {escape_control_characters(name)}")
+    total = format_count(len(found.checkpoints), "checkpoint"), format_count(len(found.leftovers), "leftover")
     out.print(f"{did} {total[0]} and {total[1]}, {format_size(found.nbytes)}", style="dim")

@@ -10,24 +10,24 @@ from typing import Annotated
 
 import typer
 
-from holdfast.catalog import (
-    checkpoint_path,
-    is_run,
-    list_checkpoints,
-    name_ignored,
-    open_latest,
-    whereabouts,
-)
-from holdfast.cli.described import Describing
-from holdfast.errors import DamagedError, InvalidArgumentError, NoCheckpointError
+from holdfast.cli.placeholders import PlaceholderCodec
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint, open_reader
-from holdfast.formats.indexed.inspect import inspect
 from holdfast.formats.native import NativeReader
-from holdfast.formats.reader import Reader, Values, as_opened
-from holdfast.layout.files import TensorInfo
-from holdfast.layout.manifest import Manifest
-from holdfast.storage import local
-from holdfast.survey import CheckpointInfo
+from holdfast.formats.reader import CheckpointValues, Reader, detect_replacement
+from holdfast.formats.sharded.inspect import inspect_shards
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.manifest import Manifest
+from holdfast.run.catalog import (
+    checkpoint_path,
+    describe_ignored_files,
+    is_run_directory,
+    list_checkpoints,
+    open_latest,
+    resolve_checkpoint_path,
+)
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage import posix
 
 #: The option of every command that reads one checkpoint of a run.
 Tag = Annotated[
@@ -36,7 +36,7 @@ Tag = Annotated[
 
 
 @dataclass(frozen=True)
-class Target:
+class InspectedCheckpoint:
     """One checkpoint, its metadata read; ``manifest`` where it is one of ours; ``notes`` on what lies beside it."""
 
     path: Path
@@ -64,19 +64,19 @@ class Target:
         """Its files and their sizes."""
         if self.manifest:
             return {self.path / name: record.size for name, record in self.manifest.files.items()}
-        return {file: local.size_of(file) for file in sorted(self.reader.files)}
+        return {file: posix.size_of(file) for file in sorted(self.reader.files)}
 
-    def describing(self, group: str) -> Describing:
+    def describing(self, group: str) -> PlaceholderCodec:
         """Puts descriptions in the place of the tensors of a group, which are inside of values."""
-        return Describing(self.reader.groups.get(group, {}))
+        return PlaceholderCodec(self.reader.groups.get(group, {}))
 
-    def values(self) -> Values:
-        """Its values, with those of the first rank. Raises ``DamagedError``, or ``GoneError`` where it was replaced."""
-        with as_opened(self.reader):
+    def values(self) -> CheckpointValues:
+        """Its values, with those of the first rank. Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` where it was replaced."""
+        with detect_replacement(self.reader):
             return self.reader.values(0, self.describing("state"), self.describing("ranks"))
 
 
-def not_read(reader: Reader) -> list[str]:
+def raise_not_read(reader: Reader) -> list[str]:
     """What there is in a checkpoint that is not among its tensors and values, in words."""
     return [f"{one.group} {one.name}: {one.why}" for one in reader.unread]
 
@@ -89,13 +89,13 @@ def check_run(path: Path) -> None:
     """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""
     if is_checkpoint(path) and not list_checkpoints(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
-    if not local.is_folder(path):
+    if not posix.is_directory(path):
         raise NoCheckpointError(f"there is no folder {path}")
 
 
-def checkpoints(path: Path) -> list[CheckpointInfo]:
+def list_targets(path: Path) -> list[CheckpointInfo]:
     """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or no folder."""
-    return list_checkpoints(path) if is_run(path) or not is_checkpoint(path) else []
+    return list_checkpoints(path) if is_run_directory(path) or not is_checkpoint(path) else []
 
 
 def named_path(path: str, tag: str | None) -> Path:
@@ -103,38 +103,40 @@ def named_path(path: str, tag: str | None) -> Path:
 
     Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
     """
-    place = local.local_path(path)
+    place = posix.local_path(path)
     return place if tag is None else checkpoint_path(place, tag)
 
 
-def load(path: Path) -> Target:
+def inspect_path(path: Path) -> InspectedCheckpoint:
     """Read the metadata of a checkpoint, or of a run's latest; no tensors, and without torch.
 
-    Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``.
+    Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``.
     """
-    found = checkpoints(path)
+    found = list_targets(path)
     if not found:
         notes = _inspect(path)
         return _target(open_latest(path), notes)
     if found[-1].status != "complete":
-        raise DamagedError(f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}")
-    ignored = name_ignored(path)
+        raise CorruptCheckpointError(
+            f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}"
+        )
+    ignored = describe_ignored_files(path)
     return _target(open_latest(path), (ignored,) if ignored else ())
 
 
-def load_itself(path: Path) -> Target:
+def inspect_exact_path(path: Path) -> InspectedCheckpoint:
     """The same of a checkpoint, also if there are other checkpoints in it."""
     notes = _inspect(path)
-    return _target(open_reader(whereabouts(path)), notes)
+    return _target(open_reader(resolve_checkpoint_path(path)), notes)
 
 
 def _inspect(path: Path) -> tuple[str, ...]:
-    noticed = inspect(path)
+    noticed = inspect_shards(path)
     if noticed.faults:
-        raise DamagedError("\n".join(noticed.faults))
+        raise CorruptCheckpointError("\n".join(noticed.faults))
     return noticed.notes
 
 
-def _target(reader: Reader, notes: tuple[str, ...]) -> Target:
+def _target(reader: Reader, notes: tuple[str, ...]) -> InspectedCheckpoint:
     manifest = reader.manifest if isinstance(reader, NativeReader) else None
-    return Target(reader.path, reader, manifest, (*notes, *not_read(reader)))
+    return InspectedCheckpoint(reader.path, reader, manifest, (*notes, *raise_not_read(reader)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.conversion.choice import Choice, Rename
-from holdfast.conversion.nxd_options import NxdOptions
-from holdfast.conversion.nxd_work import NxdConversion
-from holdfast.conversion.work import NXD, Conversion, Wish
-from holdfast.engine.ranks import Ranks
+from holdfast.conversion.pipeline import Conversion, ConversionRequest
+from holdfast.conversion.tensor_filter import Rename, TensorFilter
+from holdfast.engine.comm.session import RankGroup
 from holdfast.errors import InvalidArgumentError
-from holdfast.events import OnEvent, unheard
-from holdfast.formats.nxd.reader import LAYOUT
-from holdfast.layout.files import parse_size
-from holdfast.layout.names import check_keys
+from holdfast.formats.registry import LAYOUT, NXD, load_target
+from holdfast.observe.events import OnEvent, ignore_event
+from holdfast.ondisk.files import parse_size
+from holdfast.ondisk.validation import check_keys
 from holdfast.state.tensors import NAMES
-from holdfast.storage.local import local_path
+from holdfast.storage.posix import local_path
 
 
 def convert(
@@ -73,7 +70,7 @@ def convert(
         process_group: the ranks that share the work.
         timeout: seconds that ranks wait for each other.
         format_options: of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
-            ``master_weights``: see :class:`holdfast.conversion.nxd_options.NxdOptions`. There ``max_shard_size``,
+            ``master_weights``: see :class:`holdfast.compat.nxd.convert.options.NxdOptions`. There ``max_shard_size``,
             ``verify`` and ``on_event`` change nothing.
 
     Returns:
@@ -82,29 +79,23 @@ def convert(
     Raises:
         InvalidArgumentError: what cannot be done, such as writing into the source.
         TagExistsError: there is something at ``dst``.
-        DamagedError: the source is not what was saved, or the result not what was written.
+        CorruptCheckpointError: the source is not what was saved, or the result not what was written.
     """
     check_keys(keys)
     model_only = model_only or to in {"hf", "safetensors"}
-    choice = Choice(_listed(include), _listed(exclude), rename, _dtype(dtype), model_only)
+    choice = TensorFilter(_as_list(include), _as_list(exclude), rename, _dtype(dtype), model_only)
     known = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
-    wish = Wish(local_path(src), local_path(dst), to, choice, known, parse_size(max_shard_size))
+    wish = ConversionRequest(local_path(src), local_path(dst), to, choice, known, parse_size(max_shard_size))
     if to == NXD:
-        return NxdConversion(wish, Ranks(process_group).session(timeout), _nxd_options(layout, format_options)).run()
+        options = {**format_options, LAYOUT: None if layout is None else str(layout)}
+        path: Path = load_target(NXD)(wish, RankGroup(process_group).session(timeout), options)
+        return path
     if format_options:
         raise InvalidArgumentError(f"there are no options {', '.join(format_options)} for {to!r}")
-    return Conversion(wish, Ranks(process_group).session(timeout), on_event or unheard).run(verify=verify)
+    return Conversion(wish, RankGroup(process_group).session(timeout), on_event or ignore_event).run(verify=verify)
 
 
-def _nxd_options(layout: str | PathLike[str] | None, given: Mapping[str, Any]) -> NxdOptions:
-    names = {field.name for field in fields(NxdOptions)} - {LAYOUT}
-    unknown = given.keys() - names
-    if unknown:
-        raise InvalidArgumentError(f"for {NXD!r} there are {', '.join(sorted(names))}, and no {', '.join(unknown)}")
-    return NxdOptions(**given, layout=None if layout is None else str(layout))
-
-
-def _listed(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 

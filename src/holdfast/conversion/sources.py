@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.conversion.choice import Key
-from holdfast.conversion.target import Material
-from holdfast.engine.local import LocalPart
-from holdfast.engine.opened import Opened
-from holdfast.engine.stream import Heard, Streamed
-from holdfast.engine.transfer import Origin, OriginOf
-from holdfast.engine.woven import Source
+from holdfast.conversion.target import ConversionSource
+from holdfast.conversion.tensor_filter import Key
+from holdfast.engine.io.requests import ByteProvider, OriginOf
+from holdfast.engine.io.source_reader import SourceReader
+from holdfast.engine.io.sources import Source
+from holdfast.engine.io.stream import ReadFragments, StreamedTensor
+from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.state.tensors import DTYPES
 
 
-class Sources:
+class SourceTable:
     """Numbers the files, or what reads like one."""
 
-    def __init__(self, material: Material, heard: Heard) -> None:
+    def __init__(self, material: ConversionSource, heard: ReadFragments) -> None:
         self._material, self._heard = material, heard
         self.files: list[Source] = []
         self._numbers: dict[Source, int] = {}
@@ -27,17 +27,17 @@ class Sources:
                     self._numbers[extent.file] = len(self.files)
                     self.files.append(extent.file)
 
-    def parts(self, tensors: Sequence[Key], opened: Opened) -> OriginOf:
+    def parts(self, tensors: Sequence[Key], opened: SourceReader) -> OriginOf:
         """The tensors, by their numbers."""
 
-        def part_of(number: int) -> Origin:
+        def part_of(number: int) -> ByteProvider:
             key = tensors[number]
             source = self._material.chosen.sources.get(key)
             if source is None:
-                return LocalPart(self._material.carried.arrays[key[1]])
+                return TensorBytes(self._material.carried.arrays[key[1]])
             stored = DTYPES[self._material.reader.groups[source[0]][source[1]].dtype]
             dtype = DTYPES[self._material.chosen.infos[key].dtype]
-            return Streamed(number, stored, dtype, self._locate(source), opened, self._heard)
+            return StreamedTensor(number, stored, dtype, self._locate(source), opened, self._heard)
 
         return part_of
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from holdfast.data.course import Course, Position
-from holdfast.data.workers import born_shielded, shield_worker
-from holdfast.engine.ranks import Ranks
+from holdfast.data.batch_schedule import BatchSchedule, SchedulePosition
+from holdfast.data.workers import shield_worker, signals_blocked_in_children
+from holdfast.engine.comm.session import RankGroup
 from holdfast.errors import InvalidArgumentError, MismatchError, StateError
 from holdfast.state import rng
 
@@ -21,7 +21,7 @@ from holdfast.state import rng
 _OURS = frozenset({"batch_sampler", "sampler"})
 
 
-class _Draw(NamedTuple):
+class _BatchRequest(NamedTuple):
     """One rank's batch on its way to a worker: its samples, and a text that no other batch has."""
 
     about: str
@@ -70,20 +70,20 @@ class ResumableLoader:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        ranks = Ranks(process_group)
+        ranks = RankGroup(process_group)
         self._rank, self._batch = ranks.rank, batch_size
-        _check(batch_size, seed, options)
-        self._course = Course(_length(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
+        _check_loader(batch_size, seed, options)
+        self._course = BatchSchedule(_length_of(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
         if not self._course.batches():
             length, batch = self._course.length, self._course.batch
             raise InvalidArgumentError(f"a dataset of {length} samples has no batch of {batch} samples over all ranks")
-        self._at = Position()
+        self._at = SchedulePosition()
         #: The number of the iteration that moves the position.
         self._iteration = 0
         # Its own generator: the seed of workers must not be drawn from the global one, which a resume puts back.
         options.setdefault("generator", torch.Generator())
-        options["worker_init_fn"] = partial(_begin, options.get("worker_init_fn"))
-        self._loader = DataLoader(_Seeded(dataset), batch_sampler=_Draws(self._draws), **options)
+        options["worker_init_fn"] = partial(_start_epoch, options.get("worker_init_fn"))
+        self._loader = DataLoader(_SeededDataset(dataset), batch_sampler=_BatchRequests(self._draws), **options)
         self.dataset = dataset
 
     @property
@@ -98,7 +98,7 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         self._iteration += 1
         own = self._iteration
-        with born_shielded() if self._loader.num_workers else nullcontext():
+        with signals_blocked_in_children() if self._loader.num_workers else nullcontext():
             batches = iter(self._loader)
         for batch in batches:
             self._at = self._course.after(self._at)
@@ -113,11 +113,11 @@ class ResumableLoader:
                 "position; leave the loop, and iterate over the loader again to go on from there"
             )
 
-    def _draws(self) -> Iterator[_Draw]:
+    def _draws(self) -> Iterator[_BatchRequest]:
         mine = slice(self._rank * self._batch, (self._rank + 1) * self._batch)
         for at, samples in self._course.rest(self._at):
             about = f"{self._course.seed}/{at.epoch}/{at.consumed}/{self._rank}"
-            yield _Draw(about, samples[mine].tolist())
+            yield _BatchRequest(about, samples[mine].tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch given out, the same on all ranks."""
@@ -151,40 +151,40 @@ class ResumableLoader:
             )
 
 
-class _Draws(Sampler[Any]):
+class _BatchRequests(Sampler[Any]):
     """What a ``DataLoader`` draws from: anew from the current position each time."""
 
-    def __init__(self, draws: Callable[[], Iterator[_Draw]]) -> None:
+    def __init__(self, draws: Callable[[], Iterator[_BatchRequest]]) -> None:
         self._draws = draws
 
-    def __iter__(self) -> Iterator[_Draw]:
+    def __iter__(self) -> Iterator[_BatchRequest]:
         return self._draws()
 
 
-class _Seeded(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """A dataset asked for whole batches, in workers with the generators started anew for each."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, draw: _Draw) -> list[Any]:
+    def __getitems__(self, draw: _BatchRequest) -> list[Any]:
         if get_worker_info() is not None:
             for name in rng.EVERYWHERE:
-                rng.seed(name, f"{draw.about}/{name}")
+                rng.seed_generators(name, f"{draw.about}/{name}")
         several = getattr(self.dataset, "__getitems__", None)
         if callable(several):
             return list(several(draw.samples))
         return [self.dataset[sample] for sample in draw.samples]
 
 
-def _begin(own: Callable[[int], object] | None, worker: int) -> None:
+def _start_epoch(own: Callable[[int], object] | None, worker: int) -> None:
     """What a worker begins with."""
     shield_worker()
     if own is not None:
         own(worker)
 
 
-def _length(dataset: Any) -> int:
+def _length_of(dataset: Any) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InvalidArgumentError(
             f"a ResumableLoader takes a dataset with a length and an index; {type(dataset).__qualname__} has none. "
@@ -193,7 +193,7 @@ def _length(dataset: Any) -> int:
     return len(dataset)
 
 
-def _check(batch_size: object, seed: object, options: dict[str, Any]) -> None:
+def _check_loader(batch_size: object, seed: object, options: dict[str, Any]) -> None:
     taken = _OURS & options.keys()
     if taken:
         raise InvalidArgumentError(f"{min(taken)}: a ResumableLoader itself decides which samples come when")

@@ -47,7 +47,7 @@ def _take_signals(parent: BaseProcess) -> None:
 
 
 @contextmanager
-def born_shielded() -> Iterator[None]:
+def signals_blocked_in_children() -> Iterator[None]:
     """Processes that are started meanwhile have the signals blocked from their first moment, a fork server too."""
     # Its start unblocks signals, so it must not be later.
     resource_tracker.ensure_running()

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast.background import background_saves
-from holdfast.dcp.opened import Opened
+from holdfast.dcp.dcp_folder import DcpFolder
 from holdfast.errors import InvalidArgumentError, MismatchError
-from holdfast.storage import local
-from holdfast.upkeep import recover
+from holdfast.run.cleanup import finish_interrupted_replace
+from holdfast.save.background import background_saves
+from holdfast.storage import posix
 
 
 class FileSystemReader(StorageReader):
@@ -38,10 +38,10 @@ class FileSystemReader(StorageReader):
     """
 
     def __init__(self, path: str | PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
-        self.path = local.local_path(path)
+        self.path = posix.local_path(path)
         self._verify, self._weights_only = verify, weights_only
         self.load_id = str(uuid4())
-        self._opened: Opened | None = None
+        self._opened: DcpFolder | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -51,15 +51,15 @@ class FileSystemReader(StorageReader):
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """A new load begins."""
         if checkpoint_id:
-            self.path = local.local_path(checkpoint_id)
+            self.path = posix.local_path(checkpoint_id)
         self.load_id = str(uuid4())
         self._opened = None
 
     def read_metadata(self) -> Metadata:
-        """See torch's ``StorageReader``, here and below. Raises ``DamagedError`` where it is not whole."""
-        if not local.exists(self.path):
-            recover(self.path.parent)
-        self._opened = Opened.of(self.path, verify=self._verify)
+        """See torch's ``StorageReader``, here and below. Raises ``CorruptCheckpointError`` where it is not whole."""
+        if not posix.path_exists(self.path):
+            finish_interrupted_replace(self.path.parent)
+        self._opened = DcpFolder.of(self.path, verify=self._verify)
         found = self._opened.metadata()
         save_id = self._opened.found.save_id
         found.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id, load_id=self.load_id)
@@ -99,7 +99,7 @@ class FileSystemReader(StorageReader):
         return "://" not in str(checkpoint_id)
 
 
-def _fill(opened: Opened, item: ReadItem, planner: LoadPlanner) -> None:
+def _fill(opened: DcpFolder, item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     if target.size() != item.lengths:
         raise MismatchError(

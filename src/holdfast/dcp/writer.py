@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.dcp.draft import Draft, check_collective, draft_of
-from holdfast.dcp.results import Written, check_all, hashed, indices, records
-from holdfast.engine.ballot import Failure
-from holdfast.engine.streams import synchronize
+from holdfast.dcp.staging import DcpStaging, check_same_on_all_ranks, staging_path
+from holdfast.dcp.write_results import WrittenItem, check_all_written, checksum_records, hash_chunks, metadata_indices
+from holdfast.engine.comm.vote import RankFailure
+from holdfast.engine.io.device_streams import synchronize_devices
 from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA
-from holdfast.storage import local
-from holdfast.storage.readers import Readers
+from holdfast.storage import posix
+from holdfast.storage.reader_pool import ReaderPool
 
 
 class FileSystemWriter(StorageWriter, BlockingAsyncStager):
@@ -74,10 +74,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
                 f"serialization_format must be SerializationFormat.TORCH_SAVE, not {serialization_format}: torch's "
                 "FileSystemReader and holdfast's cannot read another one"
             )
-        self.path, self.overwrite = local.local_path(path), overwrite
+        self.path, self.overwrite = posix.local_path(path), overwrite
         self.single_file_per_rank, self.sync_files, self.thread_count = single_file_per_rank, sync_files, thread_count
         self.per_thread_copy_ahead, self.serialization_format = per_thread_copy_ahead, serialization_format
-        self._draft: Draft | None = None
+        self._draft: DcpStaging | None = None
         self.save_id = str(uuid4())
 
     @property
@@ -88,7 +88,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """A new save begins."""
         if checkpoint_id:
-            self.path = local.local_path(checkpoint_id)
+            self.path = posix.local_path(checkpoint_id)
         self.save_id = str(uuid4())
         self._discard()
 
@@ -104,7 +104,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch's ``StorageWriter``, here and below."""
         del is_coordinator, args
-        check_collective(use_collectives=kwargs.get("use_collectives", True))
+        check_same_on_all_ranks(use_collectives=kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing is to be done before all ranks have a plan."""
@@ -113,7 +113,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0: make the folder."""
         self._discard()  # torch calls reset() only if a save has a checkpoint_id
-        self._draft = Draft(self.path, overwrite=self.overwrite)
+        self._draft = DcpStaging(self.path, overwrite=self.overwrite)
         return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _discard(self) -> None:
@@ -126,14 +126,16 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's files, make them durable, and hash them."""
         found: Future[list[WriteResult]] = Future()
         try:
-            found.set_result(self._write(draft_of(self.path), plan, planner))
+            found.set_result(self._write(staging_path(self.path), plan, planner))
         except Exception as error:  # noqa: BLE001 - rank 0 is to hear of it, who has the folder to remove
-            found.set_result([WriteResult(MetadataIndex(""), 0, Failure.of(error))])
+            found.set_result([WriteResult(MetadataIndex(""), 0, RankFailure.of(error))])
         return found
 
     def _write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         data = (planner.resolve_data(item) for item in plan.items)
-        synchronize(tensor for tensor in data if isinstance(tensor, torch.Tensor))  # torch copies in threads, too
+        synchronize_devices(
+            tensor for tensor in data if isinstance(tensor, torch.Tensor)
+        )  # torch copies in threads, too
         writer = filesystem.FileSystemWriter(
             folder,
             single_file_per_rank=self.single_file_per_rank,
@@ -146,10 +148,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         if lost:
             name = min(index.fqn for index in lost)
             raise StorageError(f"{name!r} and {len(lost) - 1} more were not written to {folder}: a thread failed")
-        with Readers() as readers:
-            found = [hashed(folder, result, readers) for result in results]
+        with ReaderPool() as readers:
+            found = [hash_chunks(folder, result, readers) for result in results]
         for name in sorted({result.storage_data.relative_path for result in results}) if self.sync_files else ():
-            local.sync_tree(folder / name)
+            posix.sync_tree(folder / name)
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -158,7 +160,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             raise StorageError(f"the save to {self.path} was not begun")
         draft, self._draft = self._draft, None
         try:
-            check_all(results)
+            check_all_written(results)
             self._complete(draft.folder, metadata, {one.index: one.storage_data for row in results for one in row})
             draft.publish()
         except BaseException:
@@ -166,17 +168,17 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             raise
         draft.close()
 
-    def _complete(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, Written]) -> None:
-        lost = next((index for index in indices(metadata) if index not in written), None)
+    def _complete(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, WrittenItem]) -> None:
+        lost = next((index for index in metadata_indices(metadata) if index not in written), None)
         if lost is not None:
             raise StorageError(f"no rank has written {lost.fqn!r} at {list(lost.offset or ())}")
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {index: one.info for index, one in written.items()}
         raw = pickle.dumps(metadata)
-        local.write_small(folder / METADATA, raw)
-        local.write_small(folder / checksums.NAME, checksums.encode(raw, records(written)))
-        local.sync_folder(folder)
+        posix.write_small(folder / METADATA, raw)
+        posix.write_small(folder / checksums.NAME, checksums.encode_checksums(raw, checksum_records(written)))
+        posix.fsync_directory(folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import DamagedError, FormatError
-from holdfast.formats.indexed.index import read_index
-from holdfast.formats.native import check_form
-from holdfast.formats.reader import Extent, NotRead, Values
-from holdfast.formats.safetensors import FileGroup, SafetensorsFile, is_safetensors
-from holdfast.formats.within import check_file
-from holdfast.layout import blocks, values
-from holdfast.layout.files import TensorInfo
-from holdfast.layout.header import parse_json_object
-from holdfast.layout.values import ArrayCodec
-from holdfast.storage import local
+from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.formats.contained_paths import check_contained
+from holdfast.formats.native import check_native_form
+from holdfast.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
+from holdfast.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
+from holdfast.formats.sharded.index import read_index
+from holdfast.ondisk import blocks, values
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.header import parse_json_object
+from holdfast.ondisk.values import ArrayCodec
+from holdfast.storage import posix
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -34,7 +34,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 def is_huggingface(path: Path) -> bool:
     """Whether a folder holds weights in this layout, or a file is a safetensors file."""
-    if local.is_file(path):
+    if posix.is_file(path):
         return path.suffix == ".safetensors" or is_safetensors(path)
     return bool(kinds_in(path))
 
@@ -42,10 +42,10 @@ def is_huggingface(path: Path) -> bool:
 def kinds_in(folder: Path) -> list[str]:
     """What a folder holds in this layout: a model, an optimizer as we write it."""
     index, single = _OPTIMIZER
-    ours = local.is_taken(folder / single) or (
-        local.is_taken(folder / index) and not read_index(folder / index, folder).groups_file
+    ours = posix.is_taken(folder / single) or (
+        posix.is_taken(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    model = local.is_taken(folder / INDEX) or local.is_taken(folder / SINGLE)
+    model = posix.is_taken(folder / INDEX) or posix.is_taken(folder / SINGLE)
     return [kind for kind, there in ((MODEL, model), (OPTIMIZER, ours)) if there]
 
 
@@ -53,7 +53,7 @@ class HuggingFaceReader:
     """A folder of weights, or one safetensors file: a model, or an optimizer by itself as we write it, or both."""
 
     format = "huggingface"
-    unread: Sequence[NotRead] = ()
+    unread: Sequence[UnreadTensorNote] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,28 +62,28 @@ class HuggingFaceReader:
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {name: one.tensors for name, one in self._sets.items()}
         self.tied: Mapping[str, Mapping[str, str]] = {name: one.tied for name, one in self._sets.items()}
 
-    def _open(self) -> Iterator[tuple[str, FileGroup]]:
-        if local.is_file(self.path):
+    def _open(self) -> Iterator[tuple[str, SafetensorsFiles]]:
+        if posix.is_file(self.path):
             file = SafetensorsFile.open(self.path)
-            yield (OPTIMIZER if OPTIMIZER in self._told([file]) else MODEL), FileGroup([file])
+            yield (OPTIMIZER if OPTIMIZER in self._told([file]) else MODEL), SafetensorsFiles([file])
             return
         for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
             files = self._files(index, single)
             if files:
-                yield group, FileGroup([SafetensorsFile.open(file) for file in files])
+                yield group, SafetensorsFiles([SafetensorsFile.open(file) for file in files])
 
     def _files(self, index: str, single: str) -> list[Path]:
-        if local.is_taken(self.path / index) and not read_index(self.path / index, self.path).groups_file:
+        if posix.is_taken(self.path / index) and not read_index(self.path / index, self.path).groups_file:
             return [self._checked(self.path / name, index) for name in sorted(set(self._weight_map(index).values()))]
-        return [self._checked(self.path / single, index)] if local.is_taken(self.path / single) else []
+        return [self._checked(self.path / single, index)] if posix.is_taken(self.path / single) else []
 
     def _weight_map(self, name: str) -> dict[str, str]:
         return read_index(self.path / name, self.path).weight_map
 
     def _checked(self, file: Path, index: str) -> Path:
-        if not local.exists(file):
-            raise DamagedError(f"{file} is missing; {index} names it")
-        check_file(file, self.path)
+        if not posix.path_exists(file):
+            raise CorruptCheckpointError(f"{file} is missing; {index} names it")
+        check_contained(file, self.path)
         return file
 
     @property
@@ -98,7 +98,7 @@ class HuggingFaceReader:
         told = repr([self._texts(group.files) for group in self._sets.values()])
         return f"{blocks.crc64((text + told).encode()):016x}"
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.reader.Reader`."""
         if group not in self._sets:
             raise FormatError(f"{self.path} holds {' and '.join(self._sets)}, and no {group}")
@@ -108,17 +108,19 @@ class HuggingFaceReader:
         """The CRCs in files of ours; others have none."""
         return self._sets[group].home(name).crcs.get(name)
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
+    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
         """What the headers of files of ours tell beside the tensors; others have none."""
         del rank, own
         found = {}
         for name, group in self._sets.items():
             told = self._told(group.files)
             if name == OPTIMIZER and name not in told:
-                raise DamagedError(f"{self.path}: no file of the optimizer tells its groups")
+                raise CorruptCheckpointError(f"{self.path}: no file of the optimizer tells its groups")
             if name in told:
-                found[name] = check_form(name, values.decode(told[name], shared, str(self.path)), self.path)
-        return Values(found)
+                found[name] = check_native_form(
+                    name, values.decode_value(told[name], shared, str(self.path)), self.path
+                )
+        return CheckpointValues(found)
 
     def _told(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
         """The values in headers, encoded, by part."""
@@ -138,10 +140,12 @@ class HuggingFaceReader:
     def check_files(self) -> None:
         """There is nothing to check them against, but that an index names just the tensors that are there."""
         for name, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            if name in self._sets and local.is_taken(self.path / index):
+            if name in self._sets and posix.is_taken(self.path / index):
                 self._check_index(index, self._sets[name])
 
-    def _check_index(self, index: str, group: FileGroup) -> None:
+    def _check_index(self, index: str, group: SafetensorsFiles) -> None:
         for name, file in self._weight_map(index).items():
             if name not in group.tensors or group.home(name).path.name != file:
-                raise DamagedError(f"{self.path / index} says that tensor {name!r} is in {file}, where it is not")
+                raise CorruptCheckpointError(
+                    f"{self.path / index} says that tensor {name!r} is in {file}, where it is not"
+                )

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.engine.woven import Source
-from holdfast.errors import DamagedError, FormatError, GoneError, StorageError
-from holdfast.layout.files import TensorInfo
-from holdfast.layout.values import ArrayCodec
+from holdfast.engine.io.sources import Source
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.values import ArrayCodec
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """Bytes ``[start, stop)`` of a tensor lie in ``file``, or what reads like one, from byte ``offset`` on."""
 
     file: Source
@@ -27,7 +27,7 @@ class Extent(NamedTuple):
     stop: int
 
 
-class NotRead(NamedTuple):
+class UnreadTensorNote(NamedTuple):
     """What is there and holdfast does not read: a tensor of a group, or with ``is_value`` something among its values.
 
     ``why`` completes the name: ``is quantized``. Who asks for it gets an error of the type ``error``.
@@ -41,7 +41,7 @@ class NotRead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class CheckpointValues:
     """The plain values of a checkpoint. A part that was not saved is not in ``shared``.
 
     ``shared`` has the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``; ``own`` is what belongs to
@@ -83,26 +83,26 @@ class Reader(Protocol):
         """The files that make it up, but for those that every folder of its format may have besides."""
 
     @property
-    def unread(self) -> Sequence[NotRead]:
+    def unread(self) -> Sequence[UnreadTensorNote]:
         """What is there and holdfast does not read."""
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """Where bytes ``[start, stop)`` of a tensor lie, in their order; the same objects each time."""
 
     def crcs(self, group: str, name: str) -> Sequence[int] | None:
         """The CRC of each block of a tensor; ``None`` in formats without."""
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> Values:
+    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
         """The values, with those of one rank. Tensors in them are in the groups ``state`` and ``ranks``."""
 
     def check_files(self) -> None:
-        """Verify every file that holds no tensor data. Raises ``DamagedError`` naming the file."""
+        """Verify every file that holds no tensor data. Raises ``CorruptCheckpointError`` naming the file."""
 
     def is_current(self) -> bool:
         """Whether the path still holds the checkpoint that was opened, as far as the format tells one from another."""
 
 
-def check_read(reader: Reader, wanted: Callable[[NotRead], bool]) -> None:
+def check_read(reader: Reader, wanted: Callable[[UnreadTensorNote], bool]) -> None:
     """Raise ``FormatError``, or one of its kinds, naming the first thing that is wanted and not read."""
     for one in reader.unread:
         if wanted(one):
@@ -111,11 +111,13 @@ def check_read(reader: Reader, wanted: Callable[[NotRead], bool]) -> None:
 
 
 @contextmanager
-def as_opened(reader: Reader) -> Iterator[None]:
+def detect_replacement(reader: Reader) -> Iterator[None]:
     """What goes wrong where another process has replaced or removed the checkpoint is that, and no damage."""
     try:
         yield
-    except (DamagedError, StorageError) as error:
+    except (CorruptCheckpointError, StorageError) as error:
         if reader.is_current():
             raise
-        raise GoneError(f"{reader.path} was replaced or removed while it was read; open it again") from error
+        raise CheckpointReplacedError(
+            f"{reader.path} was replaced or removed while it was read; open it again"
+        ) from error

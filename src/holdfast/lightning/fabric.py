@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.formats.native import is_native
-from holdfast.lightning.published import published
-from holdfast.lightning.saves import Saves
-from holdfast.state.fsdp1 import wrapped
-from holdfast.storage.local import local_path
+from holdfast.lightning.atomic_output import atomic_output
+from holdfast.lightning.checkpoints import LightningCheckpoints
+from holdfast.state.model.fsdp1 import wrapped_modules
+from holdfast.storage.posix import local_path
 from holdfast.view import open as open_checkpoint
 
 #: By the key that the user gave it: tells of a name and a tensor whether it is saved.
@@ -35,7 +35,7 @@ Filter = dict[str, Callable[[str, Any], bool]]
 
 
 @dataclass(frozen=True)
-class _Sorted:
+class _SplitState:
     """A state, by kind."""
 
     models: dict[str, nn.Module]
@@ -43,7 +43,7 @@ class _Sorted:
     rest: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _Sorted:
+    def of(cls, state: Mapping[str, Any]) -> _SplitState:
         models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         rest = {key: value for key, value in state.items() if key not in models.keys() | optimizers.keys()}
@@ -55,7 +55,7 @@ class _Strategy(Strategy):
 
     def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._saves = Saves(checkpoint_format, async_save)
+        self._saves = LightningCheckpoints(checkpoint_format, async_save)
 
     def save_checkpoint(
         self,
@@ -69,10 +69,10 @@ class _Strategy(Strategy):
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
         path = local_path(self.broadcast(path))
         if not self._saves.native:
-            with published(path) as draft:
+            with atomic_output(path) as draft:
                 super().save_checkpoint(draft, state, filter=filter)
             return
-        found = _Sorted.of(state)
+        found = _SplitState.of(state)
         chosen = filter or {}
         if found.optimizers and chosen.keys() & found.models.keys():
             raise InvalidArgumentError("a filtered model is saved without optimizers, which need all of it")
@@ -80,7 +80,7 @@ class _Strategy(Strategy):
         rest = {key: _plain(value, chosen.get(key)) for key, value in found.rest.items()}
         keys = {"models": list(models), "optimizers": list(found.optimizers)}
         content = {"keys": keys, "state": rest}
-        self._saves.save(path, _alone(models), _alone(found.optimizers), content, None)
+        self._saves.save(path, _single_state(models), _single_state(found.optimizers), content, None)
 
     def load_checkpoint(
         self,
@@ -97,11 +97,14 @@ class _Strategy(Strategy):
             model, optimizer = (state, None) if isinstance(state, nn.Module) else (None, state)
             self._saves.restore(path, model, optimizer, strict=strict)
             return {}
-        given = _Sorted.of(state or {})
+        given = _SplitState.of(state or {})
         keys, rest = _contents(path, given)
         _check(given, keys, rest, path, strict=strict)
         self._saves.restore(
-            path, _again(given.models, keys["models"]), _again(given.optimizers, keys["optimizers"]), strict=strict
+            path,
+            _restore_structure(given.models, keys["models"]),
+            _restore_structure(given.optimizers, keys["optimizers"]),
+            strict=strict,
         )
         for key in given.rest.keys() & rest.keys():
             value = given.rest[key]
@@ -112,18 +115,18 @@ class _Strategy(Strategy):
         return rest
 
 
-def _alone(found: Mapping[str, Any]) -> Any:
+def _single_state(found: Mapping[str, Any]) -> Any:
     """One object as itself, several by their keys."""
     return next(iter(found.values())) if len(found) == 1 else dict(found) or None
 
 
-def _again(given: Mapping[str, Any], saved: list[str]) -> Any:
+def _restore_structure(given: Mapping[str, Any], saved: list[str]) -> Any:
     """What is given of what was saved, passed as it was then."""
     found = {key: value for key, value in given.items() if key in saved}
-    return _alone(found) if len(saved) == 1 else found or None
+    return _single_state(found) if len(saved) == 1 else found or None
 
 
-def _contents(path: Path, given: _Sorted) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
+def _contents(path: Path, given: _SplitState) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
     """The keys of models and optimizers, and all else. What Lightning wrote is taken by the keys that are asked for."""
     content = open_checkpoint(path).values.get("user_content") or {}
     if is_native(path):
@@ -131,7 +134,9 @@ def _contents(path: Path, given: _Sorted) -> tuple[Mapping[str, list[str]], dict
     return {"models": list(given.models), "optimizers": list(given.optimizers)}, dict(content)
 
 
-def _check(given: _Sorted, keys: Mapping[str, list[str]], rest: Mapping[str, Any], path: Path, *, strict: bool) -> None:
+def _check(
+    given: _SplitState, keys: Mapping[str, list[str]], rest: Mapping[str, Any], path: Path, *, strict: bool
+) -> None:
     asked = {*given.models, *given.optimizers, *given.rest}
     there = {*keys["models"], *keys["optimizers"], *rest}
     missing = sorted(asked - there)
@@ -140,7 +145,7 @@ def _check(given: _Sorted, keys: Mapping[str, list[str]], rest: Mapping[str, Any
 
 
 def _filtered(model: nn.Module, chosen: Callable[[str, Any], bool]) -> dict[str, Any]:
-    if wrapped(model):
+    if wrapped_modules(model):
         raise InvalidArgumentError("a filter needs the state dict, which FSDP1 would gather; save all of the model")
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return {name: value for name, value in inner.state_dict().items() if chosen(name, value)}
@@ -166,7 +171,7 @@ class FSDPStrategy(_Strategy, LightningFSDP):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """See Lightning's; FSDP1 must be told of the CPU."""
-        if self.root_device.type == "cpu" and not wrapped(module):
+        if self.root_device.type == "cpu" and not wrapped_modules(module):
             module = FullyShardedDataParallel(
                 module,
                 cpu_offload=self.cpu_offload,

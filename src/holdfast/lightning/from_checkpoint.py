@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from holdfast.conversion.shapes import lightning
-from holdfast.lightning.opened import Opened
-from holdfast.storage.local import local_path
+from holdfast.conversion.state_dict_schemas import lightning_schema
+from holdfast.lightning.checkpoint_dict import ResumedCheckpoint
+from holdfast.storage.posix import local_path
 
 _M = TypeVar("_M", bound=LightningModule | LightningDataModule)
 
@@ -29,11 +29,11 @@ def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options:
             hyper-parameters that take the place of those in the checkpoint. The weights are on the CPU without a
             ``map_location``.
 
-    Raises ``NoCheckpointError``, ``FormatError`` or ``DamagedError``, and what Lightning raises.
+    Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and what Lightning raises.
     """
-    opened = Opened.of(local_path(path))
+    opened = ResumedCheckpoint.of(local_path(path))
     file = io.BytesIO()
-    torch.save(lightning({"model": dict(opened.model)}, {"user_content": opened.content}), file)
+    torch.save(lightning_schema({"model": dict(opened.model)}, {"user_content": opened.content}), file)
     del opened
     file.seek(0)
     options.pop("weights_only", None)  # the file has just been made of tensors and plain values

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.drafts import draft_of
-from holdfast.storage.folders import remove_tree, rename
-from holdfast.storage.local import is_folder
+from holdfast.run.staging_dir import staging_path
+from holdfast.storage.directories import remove_tree, rename_path
+from holdfast.storage.posix import is_directory
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a folder, a file or a link; what is not there is fine."""
     hidden = path
-    if is_folder(path):
-        hidden = draft_of(path).with_suffix(".removed")
-        rename(path, hidden)
+    if is_directory(path):
+        hidden = staging_path(path).with_suffix(".removed")
+        rename_path(path, hidden)
     remove_tree(hidden)

@@ -16,15 +16,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.lightning.dumped import Dumped
-from holdfast.lightning.lazy import LazyDict
-from holdfast.lightning.loads import load_model, load_optimizers
-from holdfast.lightning.opened import Opened
-from holdfast.lightning.published import published
-from holdfast.lightning.removal import remove
-from holdfast.lightning.saves import Saves
-from holdfast.state.fsdp1 import wrapped
-from holdfast.storage.local import local_path
+from holdfast.lightning.atomic_output import atomic_output
+from holdfast.lightning.checkpoint_dict import ResumedCheckpoint
+from holdfast.lightning.checkpoints import LightningCheckpoints
+from holdfast.lightning.dumped_state import DumpedState
+from holdfast.lightning.lazy_state import LazyStateDict
+from holdfast.lightning.load_state import load_model, load_optimizers
+from holdfast.lightning.removal import remove_checkpoint as remove
+from holdfast.state.model.fsdp1 import wrapped_modules
+from holdfast.storage.posix import local_path
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -35,9 +35,9 @@ class _Strategy(Strategy):
 
     def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._saves = Saves(checkpoint_format, async_save)
-        self._dumped = Dumped()
-        self._opened: Opened | None = None
+        self._saves = LightningCheckpoints(checkpoint_format, async_save)
+        self._dumped = DumpedState()
+        self._opened: ResumedCheckpoint | None = None
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -58,16 +58,16 @@ class _Strategy(Strategy):
         """
         if not self._saves.native:
             return super().lightning_module_state_dict()
-        self._dumped = Dumped()  # a dump begins with it
-        if self.model is not None and wrapped(self.model):
-            return self._dumped.model(LazyDict(super().lightning_module_state_dict))
+        self._dumped = DumpedState()  # a dump begins with it
+        if self.model is not None and wrapped_modules(self.model):
+            return self._dumped.model(LazyStateDict(super().lightning_module_state_dict))
         return self._dumped.model(Strategy.lightning_module_state_dict(self))
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """For a native checkpoint, which takes the optimizer as it is, made where a hook looks into it."""
         if not self._saves.native:
             return super().optimizer_state(optimizer)
-        return self._dumped.optimizer(LazyDict(partial(super().optimizer_state, optimizer)))
+        return self._dumped.optimizer(LazyStateDict(partial(super().optimizer_state, optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save under a path, in one atomic step, over what is there: the model's state dict as hooks have left it."""
@@ -75,10 +75,10 @@ class _Strategy(Strategy):
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
         path = local_path(self.broadcast(filepath))
         if not self._saves.native:
-            with published(path) as draft:
+            with atomic_output(path) as draft:
                 super().save_checkpoint(checkpoint, draft)
             return
-        dumped, self._dumped = self._dumped, Dumped()
+        dumped, self._dumped = self._dumped, DumpedState()
         parts = dumped.parts(checkpoint, self.model, self.optimizers)
         self._saves.save(path, parts.model, parts.optimizer, parts.content, checkpoint.get("global_step"))
 
@@ -110,7 +110,7 @@ class _Strategy(Strategy):
         load_optimizers(opened, checkpoint["optimizer_states"], self.optimizers, model)
         self._opened = None
 
-    def _loading(self) -> tuple[Opened, nn.Module]:
+    def _loading(self) -> tuple[ResumedCheckpoint, nn.Module]:
         if self._opened is None or self.model is None:
             raise InvalidArgumentError("there is no checkpoint to load from: call load_checkpoint first")
         return self._opened, self.model
@@ -147,7 +147,7 @@ class FSDPStrategy(_Strategy, strategies.FSDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """See Lightning's; FSDP1 must be told of the CPU."""
-        if self.root_device.type == "cpu" and not wrapped(model):
+        if self.root_device.type == "cpu" and not wrapped_modules(model):
             model = FullyShardedDataParallel(
                 model,
                 cpu_offload=self.cpu_offload,

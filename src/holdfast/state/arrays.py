@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import DamagedError, UnsupportedTensorError
-from holdfast.layout.files import TensorInfo
-from holdfast.state.tensors import DTYPES, NAMES, check_present, describe
+from holdfast.errors import CorruptCheckpointError, UnsupportedTensorError
+from holdfast.ondisk.files import TensorInfo
+from holdfast.state.tensors import DTYPES, NAMES, check_present, view_of
 
 #: NumPy dtypes that come back as they were. Names, never objects: a file can name nothing else.
 _SCALARS = (
@@ -41,10 +41,10 @@ _TORCH_DTYPES = {
 _PARAMETERS = {True: "@parameter", False: "@frozen-parameter"}
 
 #: Tensors of at most so many bytes stay inside the values where those of several ranks are put together.
-INLINE = 64 * 2**10
+INLINE_BYTES = 64 * 2**10
 
 
-class ArraysOut:
+class ArrayEncoder:
     """Takes tensors and arrays out of a tree as it is encoded. :attr:`tensors` are those to be stored, by key.
 
     Small tensors stay in the tree under keys that begin with one of ``inline``.
@@ -55,7 +55,7 @@ class ArraysOut:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: object, key: str) -> Any:  # noqa: PLR0911 - one line for each kind
-        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        """See :class:`holdfast.ondisk.values.ArrayCodec`."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, key)
         if type(value) is np.ndarray:
@@ -82,9 +82,13 @@ class ArraysOut:
             raise UnsupportedTensorError(
                 f"a tensor of the class {type(tensor).__qualname__}, which would come back as a plain one"
             )
-        check_present(describe(tensor, "a tensor"), "a tensor")
+        check_present(view_of(tensor, "a tensor"), "a tensor")
         if key.startswith(self._inline):
-            return {"$inline": _inlined(tensor)} if tensor.nbytes <= INLINE else {"$tensor": self._store(tensor, key)}
+            return (
+                {"$inline": _inlined(tensor)}
+                if tensor.nbytes <= INLINE_BYTES
+                else {"$tensor": self._store(tensor, key)}
+            )
         is_parameter = type(tensor) is torch.nn.Parameter
         return {"$tensor": self._store(tensor, key, _PARAMETERS[tensor.requires_grad] if is_parameter else "")}
 
@@ -97,7 +101,7 @@ class ArraysOut:
         return name
 
 
-class ArraysIn:
+class ArrayDecoder:
     """Gives tensors and arrays back to a tree as it is decoded: allocated at once, in :attr:`tensors`, filled later."""
 
     def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
@@ -110,7 +114,7 @@ class ArraysIn:
         return NotImplemented
 
     def decode(self, tag: str, payload: Any) -> Any:
-        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        """See :class:`holdfast.ondisk.values.ArrayCodec`."""
         decoder = _DECODERS.get(tag)
         if decoder is not None:
             return decoder(payload)
@@ -123,7 +127,7 @@ class ArraysIn:
     def _info(self, key: object) -> TensorInfo:
         info = self.infos.get(key) if isinstance(key, str) else None
         if info is None:
-            raise DamagedError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
+            raise CorruptCheckpointError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
         return info
 
     def _allocate(self, key: object) -> torch.Tensor:
@@ -141,7 +145,7 @@ def _as_it_was(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-class ArraysSeen(ArraysIn):
+class ArrayComparer(ArrayDecoder):
     """Gives what is known of the bytes of tensors and arrays in their place: trees compare equal without being read.
 
     ``crcs`` tells those of a stored tensor's blocks.
@@ -152,7 +156,7 @@ class ArraysSeen(ArraysIn):
         self._crcs = crcs
 
     def decode(self, tag: str, payload: Any) -> Any:
-        """See :class:`holdfast.layout.values.ArrayCodec`."""
+        """See :class:`holdfast.ondisk.values.ArrayCodec`."""
         if tag not in {"$tensor", "$array"}:
             return super().decode(tag, payload)
         info, crcs = self._info(payload), self._crcs(payload)
@@ -185,7 +189,7 @@ def _encode_scalar(value: np.generic) -> Any:
 def _decode_scalar(payload: Any) -> np.generic:
     name, digits = payload
     if name not in _SCALARS:
-        raise DamagedError(f"{name!r} is no NumPy dtype that holdfast writes")
+        raise CorruptCheckpointError(f"{name!r} is no NumPy dtype that holdfast writes")
     (scalar,) = np.frombuffer(bytes.fromhex(digits), dtype=name)
     return scalar  # type: ignore[no-any-return]
 
@@ -196,11 +200,11 @@ def _decode_dtype(payload: Any) -> torch.dtype:
 
 def _decode_device(payload: Any) -> torch.device:
     if not isinstance(payload, str):
-        raise DamagedError(f"{payload!r} is no device")
+        raise CorruptCheckpointError(f"{payload!r} is no device")
     try:
         return torch.device(payload)
     except RuntimeError as error:
-        raise DamagedError(f"{payload!r} is no device") from error
+        raise CorruptCheckpointError(f"{payload!r} is no device") from error
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

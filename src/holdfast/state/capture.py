@@ -7,23 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.engine.layouts import Layout, Mesh
-from holdfast.engine.local import LocalPart
-from holdfast.engine.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.engine.splits import Splits
-from holdfast.errors import StateError, UnstorableError
-from holdfast.layout import order, values
-from holdfast.layout.names import check_text
-from holdfast.state import belongings, sources, stateful
-from holdfast.state import model as models
-from holdfast.state import optimizer as optimizers
+from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.plan.placements import MeshShape, PlacementLayout
+from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from holdfast.engine.plan.split_tensors import Splits
+from holdfast.errors import StateError, UnsupportedValueError
+from holdfast.ondisk import param_order, values
+from holdfast.ondisk.validation import check_utf8
+from holdfast.state import per_rank, stateful
 from holdfast.state import scheduler as schedulers
-from holdfast.state.arrays import INLINE, ArraysOut
-from holdfast.state.companions import companions
-from holdfast.state.groups import merge
-from holdfast.state.named import ModelView, check_twins
-from holdfast.state.splitting import split_group, split_handles, split_state
-from holdfast.state.tensors import Described, check_present, describe
+from holdfast.state.arrays import INLINE_BYTES, ArrayEncoder
+from holdfast.state.model import traversal as models
+from holdfast.state.model.hf_config import pretrained_files
+from holdfast.state.model.view import ModelView, check_duplicate_tensors
+from holdfast.state.optimizer import adapters
+from holdfast.state.optimizer import view as optimizers
+from holdfast.state.optimizer.param_groups import merge_groups
+from holdfast.state.split_parameters import split_group, split_refs, split_state
+from holdfast.state.tensors import TensorView, check_present, view_of
+from holdfast.state.training import TrainingObjects
 
 #: Groups of tensors, and so the folders or files that they are in.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
@@ -32,40 +34,11 @@ MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
 _MERGED = (MODEL, OPTIMIZER)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The objects of a training run, as the user passed them; what is ``None`` is not saved.
-
-    ``named_by`` is a model that is not saved or loaded, and tells the names of the optimizer's parameters. Without
-    ``state_dict_hooks`` a model is saved as it is, whatever its hooks would make of it.
-    """
-
-    model: Any = None
-    optimizer: Any = None
-    scheduler: Any = None
-    user_content: Any = None
-    rank_content: Any = None
-    stateful: Any = None
-    dataloader: Any = None
-    rng: bool = True
-    named_by: Any = None
-    state_dict_hooks: bool = True
-
-    def given(self) -> list[str]:
-        """Which were passed, by slot, but for what only one rank needs to pass."""
-        return [
-            *models.slots(self.model),
-            *sources.slots(self.optimizer),
-            *schedulers.slots(self.scheduler),
-            *(name for name in ("stateful", "dataloader") if getattr(self, name) is not None),
-        ]
-
-
 class Inventory:
     """Tensors that a rank has or wants, with a spec of them that does not depend on the rank."""
 
     def __init__(self) -> None:
-        self._meshes: dict[Mesh, int] = {}
+        self._meshes: dict[MeshShape, int] = {}
         self._layouts: dict[LayoutSpec, int] = {}
         self._tensors: list[TensorSpec] = []
         self.tied: dict[str, dict[str, str]] = {}
@@ -75,7 +48,7 @@ class Inventory:
         self,
         group: str,
         name: str,
-        tensor: Described,
+        tensor: TensorView,
         *,
         dtype: str | None = None,
         shared: bool = True,
@@ -85,7 +58,7 @@ class Inventory:
         layout = None if tensor.layout is None else self._layout(tensor.layout)
         self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits))
 
-    def _layout(self, layout: Layout) -> int:
+    def _layout(self, layout: PlacementLayout) -> int:
         mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
         return self._layouts.setdefault(LayoutSpec(mesh, layout.placements), len(self._layouts))
 
@@ -108,65 +81,65 @@ class Capture:
     """
 
     inventory: Inventory = field(default_factory=Inventory)
-    parts: dict[tuple[str, str], LocalPart] = field(default_factory=dict)
+    parts: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)
     own: bytes = b"{}"
     merged: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, group: str, name: str, tensor: Described, *, shared: bool = True, splits: Splits = ()) -> None:
+    def add(self, group: str, name: str, tensor: TensorView, *, shared: bool = True, splits: Splits = ()) -> None:
         """Take in one tensor, which is stored as ``splits`` tell, or under its name."""
         names = {name, *(split.name for split in splits)}
         for one in names:
-            check_text(one, "a name of a tensor")
+            check_utf8(one, "a name of a tensor")
         check_present(tensor, f"{group} tensor {name!r}")
         self.inventory.add(group, name, tensor, shared=shared, splits=splits)
-        self.parts |= dict.fromkeys(((group, one) for one in names), LocalPart(tensor.local))
+        self.parts |= dict.fromkeys(((group, one) for one in names), TensorBytes(tensor.local))
 
 
-def capture(training: Training, rank: int) -> Capture:
+def capture_training(training: TrainingObjects, rank: int) -> Capture:
     """Look at the training objects. Changes nothing in them.
 
-    What is equal on all ranks is taken from rank 0. Raises ``UnstorableError``,
+    What is equal on all ranks is taken from rank 0. Raises ``UnsupportedValueError``,
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
     tree: dict[str, Any] = {}
     views = {}
-    for slot, parts in models.slots(training.model).items():
-        views[slot] = models.view(parts, hooks=training.state_dict_hooks)
+    for slot, parts in models.model_components(training.model).items():
+        views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
         _add_model(captured, slot, views[slot])
         tree[slot] = views[slot].extra
-        captured.small.update((f"{slot}/{name}", data) for name, data in companions(parts))
-    for slot, parts in sources.slots(training.optimizer).items():
-        groups = optimizers.groups(parts, optimizers.handles_for(slot, views or _named(training)))
-        handles = split_handles(groups)
-        for name, tensor in optimizers.tensors(groups):
+        captured.small.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
+    for slot, parts in adapters.optimizer_components(training.optimizer).items():
+        groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _named(training)))
+        handles = split_refs(groups)
+        for name, tensor in optimizers.optimizer_tensors(groups):
             captured.add(slot, name, tensor, splits=split_state(name, tensor, handles))
-        tree[slot] = _by_part([split_group(group, handles) for group in optimizers.values(groups)])
+        tree[slot] = _by_part([split_group(group, handles) for group in optimizers.optimizer_values(groups)])
     of_all = _shared(training)
     shared = of_all if rank == 0 else {}
-    arrays = ArraysOut(_MERGED)
-    encoded = values.encode({**tree, **shared}, arrays)
+    arrays = ArrayEncoder(_MERGED)
+    encoded = values.encode_value({**tree, **shared}, arrays)
     captured.merged = {slot: _merged(slot, encoded[slot]) for slot in tree}
     captured.shared = {name: values.to_json(encoded[name]) for name in shared}
     if rank == 0:
         _add_arrays(captured, STATE, arrays)
-    own = ArraysOut()
-    belonging = belongings.capture(training.dataloader, training.rank_content, generators=training.rng)
-    captured.own = values.check_size(values.dumps(belonging, own, f"{rank}/"), values.RANKS_FILE)
+    own = ArrayEncoder()
+    belonging = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
+    captured.own = values.check_size(values.dump_values(belonging, own, f"{rank}/"), values.RANKS_FILE)
     _add_own_arrays(captured, own, f"{rank}/")
     return captured
 
 
-def _named(training: Training) -> dict[str, ModelView]:
+def _named(training: TrainingObjects) -> dict[str, ModelView]:
     """The models that only tell names, by slot."""
-    every = models.slots(training.named_by).items()
-    return {slot: models.view(parts, hooks=training.state_dict_hooks) for slot, parts in every}
+    every = models.model_components(training.named_by).items()
+    return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in every}
 
 
 def _add_model(captured: Capture, slot: str, view: ModelView) -> None:
-    check_twins(view)
+    check_duplicate_tensors(view)
     for name, tensor in view.tensors.items():
         captured.add(slot, name, tensor, shared=name not in view.buffers, splits=view.splits.get(name, ()))
     if view.tied:
@@ -185,7 +158,11 @@ def _by_part(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _merged(slot: str, encoded: Any) -> dict[str, Any]:
     """The values of one slot as the file has them: in the same order whichever part, or rank, brings what."""
-    return {"groups": merge(encoded)} if slot.startswith(OPTIMIZER) else values.table(values.members(encoded))
+    return (
+        {"groups": merge_groups(encoded)}
+        if slot.startswith(OPTIMIZER)
+        else values.as_table(values.iterate_members(encoded))
+    )
 
 
 def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,14 +170,14 @@ def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for slot in said[0]:
         if slot.startswith(OPTIMIZER):
-            found[slot] = {"groups": merge([one[slot]["groups"] for one in said])}
+            found[slot] = {"groups": merge_groups([one[slot]["groups"] for one in said])}
         else:
-            found[slot] = values.table(member for one in said for member in values.members(one[slot]))
+            found[slot] = values.as_table(member for one in said for member in values.iterate_members(one[slot]))
     beyond = sorted(_references(found) - _references(said[0]))
     if beyond:
         raise StateError(
             f"{beyond[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more than "
-            f"{INLINE} bytes; such values must be on rank 0, too"
+            f"{INLINE_BYTES} bytes; such values must be on rank 0, too"
         )
     return found
 
@@ -216,26 +193,26 @@ def _references(encoded: Any) -> set[str]:
 
 
 def state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
-    """The file of values that all ranks share; ``shared`` as JSON. Raises ``UnstorableError`` if it is too large."""
+    """The file of values that all ranks share; ``shared`` as JSON. Raises ``UnsupportedValueError`` if it is too large."""
     parts = {slot: values.to_json(_by_name(slot, value)) for slot, value in merged.items()}
     return _checked_file({**parts, **shared}, values.SHARED_FILE)
 
 
-def check_own(captured: Capture, merged: bytes) -> None:
-    """Raise ``UnstorableError`` if what a rank brings to a save is too large for the file of shared values already.
+def check_rank_state(captured: Capture, merged: bytes) -> None:
+    """Raise ``UnsupportedValueError`` if what a rank brings to a save is too large for the file of shared values already.
 
     ``merged`` are its :func:`merged_bytes`.
     """
-    if len(merged) + sum(map(len, captured.shared.values())) > values.LIMIT:
+    if len(merged) + sum(map(len, captured.shared.values())) > values.VALUES_LIMIT:
         state_file(captured.merged, captured.shared)
 
 
-def check_owns(sizes: Sequence[int]) -> None:
-    """Raise ``UnstorableError`` if what belongs to single ranks, of so many bytes each, is too large for its file."""
-    if sum(sizes) > values.LIMIT:
-        raise UnstorableError(
-            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers take {values.LIMIT:,} at most; rank "
-            f"{sizes.index(max(sizes))} brings the most, {max(sizes):,}. Store bytes in rank_content, and in states of "
+def check_rank_states(sizes: Sequence[int]) -> None:
+    """Raise ``UnsupportedValueError`` if what belongs to single ranks, of so many bytes each, is too large for its file."""
+    if sum(sizes) > values.VALUES_LIMIT:
+        raise UnsupportedValueError(
+            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers take {values.VALUES_LIMIT:,} at most; rank "
+            f"{sizes.index(max(sizes))} brings the most, {max(sizes):,}. Store bytes in per_rank_content, and in states of "
             "data loaders, as tensors"
         )
 
@@ -246,12 +223,14 @@ def _checked_file(parts: Mapping[str, bytes], file: str) -> bytes:
 
 
 def _by_name(slot: str, value: Any) -> Any:
-    return {**value, "groups": order.by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
+    return {**value, "groups": param_order.sort_by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
 
 
 def ranks_file(owns: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
     """The file of values that belong to single ranks, and of what is known of the order of optimizers' parameters."""
-    orders = {slot: order.order_of(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)}
+    orders = {
+        slot: param_order.order_names(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)
+    }
     kept = b',"order":' + values.to_json(orders) if orders else b""
     return values.check_size(b'{"ranks":[' + b",\n".join(owns) + b"]" + kept + b"}\n", values.RANKS_FILE)
 
@@ -261,26 +240,29 @@ def merged_bytes(captured: Capture) -> bytes:
     return json.dumps(captured.merged, separators=(",", ":")).encode()
 
 
-def _shared(training: Training) -> dict[str, Any]:
+def _shared(training: TrainingObjects) -> dict[str, Any]:
     shared: dict[str, Any] = {
-        slot: schedulers.values(parts) for slot, parts in schedulers.slots(training.scheduler).items()
+        slot: schedulers.scheduler_values(parts)
+        for slot, parts in schedulers.scheduler_components(training.scheduler).items()
     }
     if training.stateful is not None:
-        shared["stateful"] = {name: one.state_dict() for name, one in stateful.check(training.stateful).items()}
+        shared["stateful"] = {
+            name: one.state_dict() for name, one in stateful.check_stateful(training.stateful).items()
+        }
     if training.user_content is not None:
         shared["user_content"] = training.user_content
     return shared
 
 
-def _add_arrays(captured: Capture, group: str, arrays: ArraysOut) -> None:
+def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:
     """The tensors of encoded values become tensors of ``group``."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add(group, name, describe(tensor, f"{group} tensor {name!r}"))
-        captured.parts[group, name] = LocalPart(tensor)
+        captured.inventory.add(group, name, view_of(tensor, f"{group} tensor {name!r}"))
+        captured.parts[group, name] = TensorBytes(tensor)
 
 
-def _add_own_arrays(captured: Capture, arrays: ArraysOut, prefix: str) -> None:
+def _add_own_arrays(captured: Capture, arrays: ArrayEncoder, prefix: str) -> None:
     """Those of this rank's own values, in the spec without the rank."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add(OWN, name.removeprefix(prefix), describe(tensor, f"{PER_RANK} tensor {name!r}"))
-        captured.parts[PER_RANK, name] = LocalPart(tensor)
+        captured.inventory.add(OWN, name.removeprefix(prefix), view_of(tensor, f"{PER_RANK} tensor {name!r}"))
+        captured.parts[PER_RANK, name] = TensorBytes(tensor)

@@ -11,25 +11,28 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from holdfast.engine.spec import OWN, PER_RANK
+from holdfast.engine.plan.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
-from holdfast.layout.dtypes import FLOATING
-from holdfast.layout.files import TensorInfo
-from holdfast.layout.order import BY_NUMBER
-from holdfast.state import fsdp1, sources, stateful
-from holdfast.state import model as models
-from holdfast.state import optimizer as optimizers
+from holdfast.ondisk.dtypes import FLOATING
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.param_order import BY_NUMBER
 from holdfast.state import scheduler as schedulers
-from holdfast.state.arrays import ArraysIn
-from holdfast.state.belongings import LOADER, RANK_CONTENT, RNG, Own
-from holdfast.state.capture import STATE, Inventory, Training
-from holdfast.state.groups import Leeway
-from holdfast.state.lazy import LazyModels
-from holdfast.state.named import ModelView, is_extra
-from holdfast.state.numbered import by_number, by_order, check_order, has_names
-from holdfast.state.restoration import Restoration, put_settings
-from holdfast.state.splitting import split_handles, stored_names
-from holdfast.state.tensors import Described, describe, shares_elements
+from holdfast.state import stateful
+from holdfast.state.arrays import ArrayDecoder
+from holdfast.state.capture import STATE, Inventory
+from holdfast.state.meta_models import MetaModels
+from holdfast.state.model import fsdp1
+from holdfast.state.model import traversal as models
+from holdfast.state.model.view import ModelView, is_extra
+from holdfast.state.optimizer import adapters
+from holdfast.state.optimizer import view as optimizers
+from holdfast.state.optimizer.param_groups import MatchLeeway
+from holdfast.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
+from holdfast.state.optimizer.restore import OptimizerRestore, put_settings
+from holdfast.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
+from holdfast.state.split_parameters import split_refs, stored_names
+from holdfast.state.tensors import TensorView, shares_elements, view_of
+from holdfast.state.training import TrainingObjects
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
@@ -41,21 +44,21 @@ _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 _SHOWN = 20
 
 #: The kinds of parts that a checkpoint may lack.
-PARTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "rank_content")
+COMPONENTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "per_rank_content")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What must match: names if ``strict``, dtypes unless ``map_dtype``; and whether ``rng`` is put back.
+class RestorePolicy:
+    """What must match: names if ``strict``, dtypes unless ``cast_dtype``; and whether ``rng`` is put back.
 
-    ``rank_content``: whether each rank is to get back what it had of its own. ``allow_missing`` are the kinds of parts,
-    of :data:`PARTS`, that may be missing, wholly or partly, however strict.
+    ``per_rank_content``: whether each rank is to get back what it had of its own. ``allow_missing`` are the kinds of parts,
+    of :data:`COMPONENTS`, that may be missing, wholly or partly, however strict.
     """
 
     strict: bool
-    map_dtype: bool
+    cast_dtype: bool
     rng: bool
-    rank_content: bool = False
+    per_rank_content: bool = False
     allow_missing: frozenset[str] = frozenset()
 
     def may_lack(self, part: str) -> bool:
@@ -64,7 +67,7 @@ class Policy:
 
 
 @dataclass
-class Findings:
+class MismatchReport:
     """What did not match: names on one side only, and what is of another shape or dtype.
 
     ``reasons`` are the part of each thing that was asked for and is missing, and why, in words. ``incomplete`` are the
@@ -89,16 +92,16 @@ class Findings:
         self.unexpected.append(name)
         self.incomplete.add(part)
 
-    def refused(self, policy: Policy) -> list[str]:
+    def refused(self, policy: RestorePolicy) -> list[str]:
         """The parts that lack something, and may not."""
         parts = (part for part, _ in self.reasons if not policy.may_lack(part))
         return list(dict.fromkeys(part.partition("/")[0] for part in parts))
 
-    def tolerated(self, policy: Policy) -> list[str]:
+    def tolerated(self, policy: RestorePolicy) -> list[str]:
         """What was asked for and is missing where it may be, in words: as much of it as is told."""
         return [reason for part, reason in self.reasons if policy.may_lack(part)][: _SHOWN + 1]
 
-    def check(self, policy: Policy, source: str) -> None:
+    def check(self, policy: RestorePolicy, source: str) -> None:
         """Raise ``MismatchError`` that names everything at once."""
         refused = self.refused(policy)
         lines = self.different + [reason for part, reason in self.reasons if not policy.may_lack(part)]
@@ -107,7 +110,7 @@ class Findings:
         if lines:
             advice = "" if self.different or not policy.strict else f"\nPass {_ways_out(refused, self.unexpected)}."
             raise MismatchError(
-                f"{source} does not match what it is loaded into; nothing was changed:\n{listed(lines)}{advice}"
+                f"{source} does not match what it is loaded into; nothing was changed:\n{format_names(lines)}{advice}"
             )
 
 
@@ -119,13 +122,13 @@ def _ways_out(refused: Sequence[str], unexpected: Sequence[str]) -> str:
     return f"allow_missing={tuple(refused)!r} to load the rest without, or {strict}"
 
 
-def listed(lines: Sequence[str]) -> str:
+def format_names(lines: Sequence[str]) -> str:
     """The first of some lines, and how many more there are."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
 
 
-class Intake:
+class LoadTargets:
     """One load, before any byte of tensor data is read.
 
     :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name; :attr:`more` are further
@@ -135,53 +138,53 @@ class Intake:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingObjects,
         groups: Groups,
         tied: Mapping[str, Mapping[str, str]],
-        policy: Policy,
+        policy: RestorePolicy,
         joined: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """``joined`` are stored tensors, by group, that are seen as parts of others here, and maybe only here."""
         self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
         self._joined = joined
-        self.shared = ArraysIn(groups.get(STATE, {}))
-        self.targets: dict[tuple[str, str], Described] = {}
-        self.more: list[tuple[tuple[str, str], Described]] = []
+        self.shared = ArrayDecoder(groups.get(STATE, {}))
+        self.targets: dict[tuple[str, str], TensorView] = {}
+        self.more: list[tuple[tuple[str, str], TensorView]] = []
         self.filled: set[tuple[str, str]] = set()
-        self._lazy = LazyModels(training)
-        self.findings = Findings()
+        self._lazy = MetaModels(training)
+        self.findings = MismatchReport()
         #: What the parameters of each optimizer were found by: ``"model"``, ``"names"`` or ``"places"``.
         self.named_by: dict[str, str] = {}
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
-        self._restorations: dict[str, Restoration] = {}
+        self._restorations: dict[str, OptimizerRestore] = {}
         #: What buffers are to become that their modules resize, by slot and name.
         self._made: dict[str, dict[str, Tensor]] = {}
         self._values: Mapping[str, Any] = {}
-        self._own = Own()
+        self._own = RankState()
 
-    def match(self, shared: Mapping[str, Any], own: Own, own_arrays: ArraysIn) -> None:
+    def match(self, shared: Mapping[str, Any], own: RankState, own_arrays: ArrayDecoder) -> None:
         """Find a target for everything asked for. Raises ``OptimizerMismatchError``."""
         self._values, self._own = shared, own
-        for slot, parts in models.slots(self._training.model).items():
+        for slot, parts in models.model_components(self._training.model).items():
             self._match_model(slot, parts)
-        for slot, parts in sources.slots(self._training.optimizer).items():
+        for slot, parts in adapters.optimizer_components(self._training.optimizer).items():
             self._match_optimizer(slot, parts)
-        for slot, parts in schedulers.slots(self._training.scheduler).items():
+        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in shared:
-                self.findings.different += schedulers.differences(parts, shared[slot])
+                self.findings.different += schedulers.compare_schedulers(parts, shared[slot])
             else:
                 self.findings.lack(slot, slot)
         self._match_stateful()
         self._match_own()
         for group, arrays in ((STATE, self.shared), (PER_RANK, own_arrays)):
             for name, tensor in arrays.tensors.items():
-                self._aim((group, name), describe(tensor, f"{group} tensor {name!r}"))
+                self._aim((group, name), view_of(tensor, f"{group} tensor {name!r}"))
 
     def _match_stateful(self) -> None:
         """Objects by name."""
         saved = self._values.get("stateful", {})
-        wanted = () if self._training.stateful is None else stateful.check(self._training.stateful)
+        wanted = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
         for name in wanted:
             if name not in saved:
                 self.findings.lack("stateful", f"stateful object {name!r}")
@@ -199,10 +202,10 @@ class Intake:
                 findings.different.append(str(error))
         if self._policy.rng and not own.has_generators():
             findings.lack(RNG, RNG)
-        if RANK_CONTENT in own.lost and self._policy.rank_content:
-            findings.lack(RANK_CONTENT, RANK_CONTENT, own.lost[RANK_CONTENT])
-        elif RANK_CONTENT in own.lost:
-            findings.missing.append(RANK_CONTENT)
+        if PER_RANK_CONTENT in own.lost and self._policy.per_rank_content:
+            findings.lack(PER_RANK_CONTENT, PER_RANK_CONTENT, own.lost[PER_RANK_CONTENT])
+        elif PER_RANK_CONTENT in own.lost:
+            findings.missing.append(PER_RANK_CONTENT)
 
     def take_stock(self, rank: int) -> None:
         """Note in :attr:`inventory` what this rank wants, and knows the names of."""
@@ -242,7 +245,7 @@ class Intake:
         return self._values.get("user_content")
 
     @property
-    def rank_content(self) -> Any:
+    def per_rank_content(self) -> Any:
         """What the user saved for this rank."""
         return self._own.content
 
@@ -251,14 +254,14 @@ class Intake:
         own, findings = self._own, self.findings
         loaded = [part for part in self._training.given() if part != LOADER and part not in findings.incomplete]
         exact = [part for part in loaded if part not in findings.cast]
-        rederived = [part for part in loaded if part in findings.cast]
+        reconstructed = [part for part in loaded if part in findings.cast]
         if own.has_generators():
-            (rederived if own.seeds else exact).append(RNG)
+            (reconstructed if own.seeds else exact).append(RNG)
         if own.loader:
-            (rederived if own.split else exact).append(LOADER)
+            (reconstructed if own.split else exact).append(LOADER)
         exact += ["user_content"] if "user_content" in self._values else []
-        exact += [RANK_CONTENT] if own.content is not None else []
-        return exact, rederived
+        exact += [PER_RANK_CONTENT] if own.content is not None else []
+        return exact, reconstructed
 
     def _hint(self) -> None:
         """Where a checkpoint of another system has several of what was asked for, say which."""
@@ -286,7 +289,7 @@ class Intake:
             if isinstance(part, nn.Module):
                 fsdp1.reshard(part)
         stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
-        view = self._views[slot] = models.view_to_load(parts, stored.keys() | tied.keys())
+        view = self._views[slot] = models.build_load_view(parts, stored.keys() | tied.keys())
         aliases: dict[str, list[str]] = {}
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
@@ -307,36 +310,36 @@ class Intake:
         self._check_flattened(slot, view)
         self.inventory.names[f"{_KNOWN} {slot}"] = refused + sorted(self._joined.get(slot, ()))
 
-    def _resized(self, slot: str, name: str, tensor: Described, info: TensorInfo) -> Described | None:
+    def _resized(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
         """What a buffer of another shape becomes that code of its module may give the checkpoint's; to be filled."""
         view = self._views[slot]
         is_plain = name in view.buffers and tensor.layout is None and not tensor.local.is_meta
         if tensor.shape == info.shape or not is_plain or not any(one.may_resize(name) for one in view.loaders):
             return None
         made = self._made.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
-        return describe(made, f"model tensor {name!r}")
+        return view_of(made, f"model tensor {name!r}")
 
     def _check_flattened(self, slot: str, view: ModelView) -> None:
         """Load hooks that cannot be run are a difference, or make the model incomplete."""
         for loader in view.loaders:
-            problem = loader.flattened() if fsdp1.wrapped(loader.module) else None
+            problem = loader.flattened() if fsdp1.wrapped_modules(loader.module) else None
             if problem is not None and self._policy.strict:
                 self.findings.different.append(problem)
             elif problem is not None:
                 self.findings.lack(slot, f"load hooks: {problem}")
 
-    def _aim(self, source: tuple[str, str], tensor: Described) -> None:
+    def _aim(self, source: tuple[str, str], tensor: TensorView) -> None:
         """Several targets have one source where weights are tied in the checkpoint and separate here."""
         if self.targets.setdefault(source, tensor) is not tensor:
             self.more.append((source, tensor))
 
-    def _fits(self, slot: str, name: str, tensor: Described, info: TensorInfo) -> bool:
+    def _fits(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> bool:
         if tensor.shape != info.shape:
             self.findings.different.append(
                 f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
             )
-        elif tensor.dtype != info.dtype and not (self._policy.map_dtype and _may_cast(info.dtype, tensor.dtype)):
-            hint = "map_dtype=True casts" if _may_cast(info.dtype, tensor.dtype) else "no cast keeps these values"
+        elif tensor.dtype != info.dtype and not (self._policy.cast_dtype and _may_cast(info.dtype, tensor.dtype)):
+            hint = "cast_dtype=True casts" if _may_cast(info.dtype, tensor.dtype) else "no cast keeps these values"
             self.findings.different.append(
                 f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here ({hint})"
             )
@@ -355,7 +358,7 @@ class Intake:
             return True
         return False
 
-    def _every_target(self) -> Iterator[Described]:
+    def _every_target(self) -> Iterator[TensorView]:
         yield from self.targets.values()
         yield from (target for _, target in self.more)
 
@@ -370,23 +373,25 @@ class Intake:
         if slot not in self._values:
             self.findings.lack(slot, slot)
             return
-        handles = optimizers.handles_for(slot, self._views or self._named(slot))
-        groups = optimizers.groups(parts, handles)
+        handles = optimizers.refs_for(slot, self._views or self._named(slot))
+        groups = optimizers.view_groups(parts, handles)
         self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
-            groups = by_number(groups, self._values[slot]["groups"])
+            groups = match_by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
             self.named_by[slot] = "places"
         elif self.named_by[slot] == "places":
-            groups = by_order(groups, self._values[slot]["groups"])
+            groups = match_by_position(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
-        stored = {name for handle in split_handles(groups).values() for name in stored_names(handle)}
-        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.names(groups)))
+        stored = {name for handle in split_refs(groups).values() for name in stored_names(handle)}
+        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.parameter_names(groups)))
         with self._mismatch_noted():
             infos = {} if self._is_mismatched() else self._groups.get(slot, {})
             by_name = self.named_by[slot] != "places"
-            leeway = Leeway(is_partial=by_name and self._policy.may_lack(slot), by_name=by_name)
-            restoration = self._restorations[slot] = Restoration(groups, self._values[slot]["groups"], infos, leeway)
+            leeway = MatchLeeway(is_partial=by_name and self._policy.may_lack(slot), by_name=by_name)
+            restoration = self._restorations[slot] = OptimizerRestore(
+                groups, self._values[slot]["groups"], infos, leeway
+            )
             for name in restoration.missing:
                 self.findings.lack(slot, f"{slot}/{name}")
             for number in restoration.regrouped:
@@ -398,8 +403,8 @@ class Intake:
     def _named(self, slot: str) -> dict[str, ModelView]:
         """The models that only tell names, by slot."""
         stored = {name for group in self._values[slot]["groups"] for name in group["params"]}
-        every = models.slots(self._training.named_by).items()
-        return {name: models.view_to_load(parts, stored) for name, parts in every}
+        every = models.model_components(self._training.named_by).items()
+        return {name: models.build_load_view(parts, stored) for name, parts in every}
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
@@ -409,9 +414,9 @@ class Intake:
         put_settings([pair for restoration in restorations for pair in restoration.settings()])
         for restoration in restorations:
             restoration.apply()
-        for slot, parts in schedulers.slots(self._training.scheduler).items():
+        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in self._values:
-                schedulers.load(parts, self._values[slot])
+                schedulers.load_scheduler(parts, self._values[slot])
         for name, one in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
                 one.load_state_dict(self._values["stateful"][name])
@@ -424,7 +429,7 @@ class Intake:
             view.put_extra(name, value)
         others = {name: value for name, value in extra.items() if not is_extra(name)}
         for loader in view.loaders:
-            if not fsdp1.wrapped(loader.module):
+            if not fsdp1.wrapped_modules(loader.module):
                 loader.run(self._made.get(slot, {}) | others)
 
 
@@ -433,7 +438,7 @@ def _may_cast(stored: str, here: str) -> bool:
     return {stored, here} <= FLOATING
 
 
-def _with_memory(target: Described, made: Mapping[int, Tensor]) -> Described:
+def _with_memory(target: TensorView, made: Mapping[int, Tensor]) -> TensorView:
     local = made.get(id(target.local))
     return target if local is None else msgspec.structs.replace(target, local=local)
 

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.errors import DamagedError
+from holdfast.errors import CorruptCheckpointError
 
 #: The generators that every process has.
 PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 EVERYWHERE = (PYTHON, NUMPY, TORCH)
 
 
-def names() -> list[str]:
+def generator_names() -> list[str]:
     """The generators of this process; the accelerator's has the name of its kind."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [*EVERYWHERE, *([] if accelerator is None else [accelerator.type])]
 
 
-def capture() -> dict[str, Any]:
+def capture_generators() -> dict[str, Any]:
     """The state of every generator, as plain values and arrays."""
-    return {name: _state(name) for name in names()}
+    return {name: _state(name) for name in generator_names()}
 
 
 def _state(name: str) -> Any:
@@ -37,11 +37,11 @@ def _state(name: str) -> Any:
     return torch.get_rng_state() if name == TORCH else torch.get_device_module(name).get_rng_state()
 
 
-def check(state: Mapping[str, Any]) -> None:
-    """Raise ``DamagedError`` where a state is not of the form of :func:`capture`'s; arrays need not be filled yet."""
-    for name, own in capture().items():
+def check_generators(state: Mapping[str, Any]) -> None:
+    """Raise ``CorruptCheckpointError`` where a state is not of the form of :func:`capture_generators`'s; arrays need not be filled yet."""
+    for name, own in capture_generators().items():
         if name in state and not _alike(state[name], own):
-            raise DamagedError(f"the state of the random number generator {name!r} is not one")
+            raise CorruptCheckpointError(f"the state of the random number generator {name!r} is not one")
 
 
 def _alike(found: Any, own: Any) -> bool:
@@ -54,14 +54,14 @@ def _alike(found: Any, own: Any) -> bool:
     return type(found) is type(own) or {type(found), type(own)} == {float, type(None)}
 
 
-def restore(state: Mapping[str, Any]) -> None:
+def restore_generators(state: Mapping[str, Any]) -> None:
     """Put every generator that the state speaks of back; those of an accelerator that is not here are passed over."""
     try:
-        for name in names():
+        for name in generator_names():
             if name in state:
                 _put(name, state[name])
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise DamagedError(f"the state of a random number generator is damaged: {error}") from error
+        raise CorruptCheckpointError(f"the state of a random number generator is damaged: {error}") from error
 
 
 def _put(name: str, state: Any) -> None:
@@ -75,7 +75,7 @@ def _put(name: str, state: Any) -> None:
         torch.get_device_module(name).set_rng_state(state)
 
 
-def seed(name: str, text: str) -> None:
+def seed_generators(name: str, text: str) -> None:
     """Start a generator anew: from equal texts it draws equal numbers, from others others."""
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
     if name == PYTHON:

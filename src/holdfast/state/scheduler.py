@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.state.slots import by_slot
+from holdfast.state.components import name_components
 
 
-def slots(scheduler: object) -> dict[str, list[Any]]:
+def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
     """The schedulers passed, by slot; each a list of those that belong to parts of one model."""
-    return by_slot("scheduler", scheduler, lambda given: not given or not all(map(_is_scheduler, given.values())))
+    return name_components(
+        "scheduler", scheduler, lambda given: not given or not all(map(_is_scheduler, given.values()))
+    )
 
 
-def values(parts: Sequence[Any]) -> dict[str, Any] | list[dict[str, Any]]:
+def scheduler_values(parts: Sequence[Any]) -> dict[str, Any] | list[dict[str, Any]]:
     """The class's name, and what ``state_dict`` gives; of parts that differ, a list of these.
 
     Raises ``InvalidArgumentError`` for what is no scheduler.
@@ -34,8 +36,8 @@ def _values(scheduler: Any) -> dict[str, Any]:
     return {"class": type(scheduler).__qualname__, "state": scheduler.state_dict()}
 
 
-def differences(parts: Sequence[Any], saved: Any) -> Iterator[str]:
-    """Why saved :func:`values` do not go into schedulers: another class, or a chain of another length."""
+def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
+    """Why saved :func:`scheduler_values` do not go into schedulers: another class, or a chain of another length."""
     theirs = _spread(saved, len(parts))
     if len(theirs) != len(parts):
         yield f"scheduler: {len(theirs)} of them in the checkpoint, {len(parts)} here"
@@ -52,8 +54,8 @@ def differences(parts: Sequence[Any], saved: Any) -> Iterator[str]:
             )
 
 
-def load(parts: Sequence[Any], saved: Any) -> None:
-    """Put saved :func:`values` into schedulers."""
+def load_scheduler(parts: Sequence[Any], saved: Any) -> None:
+    """Put saved :func:`scheduler_values` into schedulers."""
     for scheduler, one in zip(parts, _spread(saved, len(parts)), strict=True):
         if isinstance(scheduler, dict):
             scheduler.clear()

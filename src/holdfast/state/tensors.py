@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.engine import layouts
-from holdfast.engine.layouts import Layout, Mesh
+from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
+from holdfast.engine.plan.placements import Placement as PlannedPlacement
 from holdfast.errors import UnsupportedTensorError
-from holdfast.layout.header import DIMENSIONS
+from holdfast.ondisk.header import DIMENSIONS
 
 #: The torch dtype of each safetensors dtype.
 DTYPES = {
@@ -44,15 +44,15 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: The ranks of meshes: torch works them out anew, for 0.2 ms, each time it is asked.
-_MESHES: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+_MESHES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
 
 
-class Described(msgspec.Struct, frozen=True):
+class TensorView(msgspec.Struct, frozen=True):
     """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's part."""
 
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout | None
+    layout: PlacementLayout | None
     local: torch.Tensor
 
     def is_divided(self) -> bool:
@@ -60,7 +60,7 @@ class Described(msgspec.Struct, frozen=True):
         return self.layout is not None and bool(self.layout.division)
 
 
-def check_present(tensor: Described, what: str) -> None:
+def check_present(tensor: TensorView, what: str) -> None:
     """Raise ``UnsupportedTensorError`` for a tensor that has no memory."""
     if tensor.local.is_meta:
         raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
@@ -93,7 +93,7 @@ def check_kind(tensor: torch.Tensor, what: str) -> None:
         raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
 
 
-def describe(tensor: torch.Tensor, what: str) -> Described:
+def view_of(tensor: torch.Tensor, what: str) -> TensorView:
     """Describe a tensor. Raises ``UnsupportedTensorError`` naming ``what`` where it cannot be stored."""
     layout = None
     local = tensor
@@ -106,39 +106,39 @@ def describe(tensor: torch.Tensor, what: str) -> Described:
     name = NAMES.get(tensor.dtype)
     if name is None:
         raise UnsupportedTensorError(f"{what} has dtype {tensor.dtype}, which safetensors files cannot hold")
-    return Described(name, tuple(tensor.shape), layout, local)
+    return TensorView(name, tuple(tensor.shape), layout, local)
 
 
-def _layout(tensor: DTensor, what: str) -> Layout:
+def _layout(tensor: DTensor, what: str) -> PlacementLayout:
     placements = tuple(_placement(placement, what) for placement in tensor.placements)
-    return Layout(_mesh(tensor.device_mesh), placements)
+    return PlacementLayout(_mesh(tensor.device_mesh), placements)
 
 
-def _mesh(mesh: DeviceMesh) -> Mesh:
+def _mesh(mesh: DeviceMesh) -> MeshShape:
     known = _MESHES.get(mesh)
     if known is None:
         ranks = mesh.mesh
-        known = _MESHES[mesh] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        known = _MESHES[mesh] = MeshShape(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
     return known
 
 
-def _placement(placement: Placement, what: str) -> layouts.Placement:
+def _placement(placement: Placement, what: str) -> PlannedPlacement:
     if isinstance(placement, Partial):
         raise UnsupportedTensorError(
             f"{what} has a Partial placement: its value is spread over ranks as a sum; redistribute it first"
         )
     if isinstance(placement, Replicate):
-        return layouts.Replicate()
+        return Replicated()
     if isinstance(placement, Shard):
-        return layouts.Shard(placement.dim, getattr(placement, "split_factor", 1))
+        return Sharded(placement.dim, getattr(placement, "split_factor", 1))
     split = getattr(placement, "split_factor", None)
     dim = getattr(placement, "dim", None)
     if isinstance(split, int) and isinstance(dim, int):
-        return layouts.Shard(dim, split)
+        return Sharded(dim, split)
     raise UnsupportedTensorError(f"{what} has the placement {placement}, which is not known here")
 
 
-def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+def find_shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """The names, in order, of each tensor that has several: tied weights.
 
     Tied are one parameter under two names and, among tensors of a state dict, one memory seen the same way.

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
+class ClosingMixin(ABC):
     """A context manager that closes itself."""
 
     @abstractmethod

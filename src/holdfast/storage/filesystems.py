@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from holdfast.storage.local import reported
+from holdfast.storage.posix import wrap_os_errors
 
 #: Of one host alone: its locks are seen by all who use it, and so is every byte (<linux/magic.h>).
 _LOCAL = {
@@ -44,10 +44,10 @@ _OTHERS = {
 _SIZE = 512
 
 
-def magic(path: Path) -> int:
+def filesystem_magic(path: Path) -> int:
     """The number of the kind of file system that a folder is on."""
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIZE)
-    with reported("look at", path):
+    with wrap_os_errors("look at", path):
         if libc.statfs(os.fsencode(path), buffer):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(path))
@@ -56,15 +56,15 @@ def magic(path: Path) -> int:
 
 def is_local(path: Path) -> bool:
     """Whether a folder is on a file system of this host alone, as far as its kind tells."""
-    return magic(path) in _LOCAL
+    return filesystem_magic(path) in _LOCAL
 
 
 def is_coherent(path: Path) -> bool:
     """Whether hosts that write into one page of a file there are known to lose nothing of each other's."""
-    return magic(path) in _LOCAL.keys() | _COHERENT.keys()
+    return filesystem_magic(path) in _LOCAL.keys() | _COHERENT.keys()
 
 
-def kind_of(path: Path) -> str:
+def filesystem_kind(path: Path) -> str:
     """What the file system of a folder is called; its number, if that is not known here."""
-    number = magic(path)
+    number = filesystem_magic(path)
     return (_LOCAL | _COHERENT | _OTHERS).get(number, f"of kind {number:#x}")

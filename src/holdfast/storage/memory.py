@@ -10,6 +10,9 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+#: Bytes, as memory that can be sliced without a copy.
+Bytes = npt.NDArray[np.uint8]
+
 #: Where the address of a large page begins, and its size, in bytes.
 _LARGE = 2 * 2**20
 
@@ -19,7 +22,7 @@ _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
-def aligned_buffer(size: int) -> npt.NDArray[np.uint8]:
+def aligned_buffer(size: int) -> Bytes:
     """Zeroed memory for ``size`` bytes that starts on a page; in large pages, where the system has them.
 
     A disk is told each page by itself: direct I/O of large ones took two thirds of the time (docs/performance.md).
@@ -50,13 +53,13 @@ def _advise(memory: mmap.mmap, advice: int | None) -> None:
             memory.madvise(advice)
 
 
-class Buffers:
+class BufferPool:
     """One aligned buffer for each thread, made when first needed and used again."""
 
     def __init__(self, size: int) -> None:
         self._size, self._own = size, threading.local()
 
-    def get(self) -> npt.NDArray[np.uint8]:
+    def get(self) -> Bytes:
         """The buffer of the calling thread."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = aligned_buffer(self._size)

@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.background import background_saves
-from holdfast.compat.colossalai.layouts import model_folder, optimizer_file, optimizer_folder, variant
-from holdfast.compat.colossalai.wrapped import plain_model, plain_optimizer
+from holdfast.compat.colossalai.file_layouts import file_variant, model_folder, optimizer_file, optimizer_folder
+from holdfast.compat.colossalai.unwrap import plain_model, plain_optimizer
+from holdfast.components import api
+from holdfast.components.component_view import ComponentView
+from holdfast.components.content import ComponentContent
+from holdfast.components.destination import Destination
+from holdfast.components.file_format import shard_bytes
+from holdfast.components.file_layouts import Layout, safetensors_file, torch_file
+from holdfast.components.files import FileSet
+from holdfast.components.request import ComponentRequest
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
-from holdfast.handle import SaveHandle
-from holdfast.parts import calls
-from holdfast.parts.content import Content
-from holdfast.parts.files import Shelf
-from holdfast.parts.forms import shard_bytes
-from holdfast.parts.layouts import Layout, safetensors_file, torch_file
-from holdfast.parts.place import Place
-from holdfast.parts.request import PartRequest
-from holdfast.parts.seen import Seen
-from holdfast.restored import Restored
-from holdfast.state.capture import Training
-from holdfast.state.hub import stored
-from holdfast.storage.local import is_file, is_folder, local_path
-from holdfast.warning import warn
+from holdfast.load.result import RestoreResult
+from holdfast.observe.warning import warn_caller
+from holdfast.save.background import background_saves
+from holdfast.save.handle import SaveHandle
+from holdfast.state.model.hf_layout import stored_layout
+from holdfast.state.training import TrainingObjects
+from holdfast.storage.posix import is_directory, is_file, local_path
 
 _Path = str | PathLike[str]
 
@@ -123,7 +123,7 @@ class Booster:
         """Save a model: see :func:`holdfast.save_model`. ``prefix`` is a variant of the names of a folder's files."""
         del gather_dtensor
         if use_async and not use_safetensors:
-            warn("use_async=True saves safetensors files, as ColossalAI does")
+            warn_caller("use_async=True saves safetensors files, as ColossalAI does")
             use_safetensors = True
         path = local_path(checkpoint)
         if not shard and use_safetensors and path.suffix != ".safetensors":
@@ -138,7 +138,7 @@ class Booster:
             use_safetensors = use_safetensors or path.suffix == ".safetensors"
             layout = partial(_file_of_model, name=path.name, use_safetensors=use_safetensors)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
-        return _save(path, Training(plain, rng=False), layout, text, shard=shard, use_async=use_async)
+        return _save(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, use_async=use_async)
 
     def load_model(
         self,
@@ -149,12 +149,12 @@ class Booster:
         num_threads: int = 1,
         *,
         prefix: str | None = None,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a model: see :func:`holdfast.load_model`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads
         plain = plain_model(model)
-        path = _chosen(calls.settled(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
-        return calls.load_part(Training(plain), path, Seen("model"), (None, _TIMEOUT), strict=strict)
+        path = _choose_path(api.wait_for_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
+        return api.load_component(TrainingObjects(plain), path, ComponentView("model"), (None, _TIMEOUT), strict=strict)
 
     #: The guide's name.
     load = load_model
@@ -182,7 +182,7 @@ class Booster:
             layout = partial(optimizer_folder, limit=shard_bytes(size_per_shard), prefix=prefix)
         else:
             layout = partial(optimizer_file, name=path.name)
-        training = Training(optimizer=plain, named_by=self._model(plain), rng=False)
+        training = TrainingObjects(optimizer=plain, named_by=self._model(plain), rng=False)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
         return _save(path, training, layout, text, shard=shard, use_async=use_async)
 
@@ -195,21 +195,21 @@ class Booster:
         *,
         prefix: str | None = None,
         size_per_shard: float = 1024,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load an optimizer: see :func:`holdfast.load_optimizer`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads, size_per_shard
         plain = plain_optimizer(optimizer)
-        path = _chosen(calls.settled(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
-        training = Training(optimizer=plain, named_by=self._model(plain))
-        return calls.load_part(training, path, Seen("optimizer"), (None, _TIMEOUT), strict=True)
+        path = _choose_path(api.wait_for_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
+        training = TrainingObjects(optimizer=plain, named_by=self._model(plain))
+        return api.load_component(training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
         """Save a scheduler's state dict as a file of ``torch.save``."""
-        calls.save_scheduler(lr_scheduler, checkpoint, (None, _TIMEOUT), as_torch=True)
+        api.save_scheduler_state(lr_scheduler, checkpoint, (None, _TIMEOUT), as_torch=True)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
         """Load a scheduler's state."""
-        calls.load_lr_scheduler(lr_scheduler, checkpoint)
+        api.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def _model(self, optimizer: Any) -> Any:
         """The model that an optimizer was boosted with, while that lives."""
@@ -219,26 +219,30 @@ class Booster:
 
 
 def _save(
-    path: Path, training: Training, layout: Layout, text: str, *, shard: bool, use_async: bool
+    path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, use_async: bool
 ) -> SaveHandle[Path]:
-    request = PartRequest(Place.of(path, folder=shard), training, layout, text)
-    return calls.saves.save(request, None, _TIMEOUT, use_async=use_async)
+    request = ComponentRequest(Destination.of(path, folder=shard), training, layout, text)
+    return api.saves.save(request, None, _TIMEOUT, use_async=use_async)
 
 
-def _folder_of_model(content: Content, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool) -> Shelf:
-    return model_folder(content.stored_as(partial(stored, model)), limit, prefix, use_safetensors=use_safetensors)
+def _folder_of_model(
+    content: ComponentContent, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool
+) -> FileSet:
+    return model_folder(
+        content.stored_as(partial(stored_layout, model)), limit, prefix, use_safetensors=use_safetensors
+    )
 
 
-def _file_of_model(content: Content, *, name: str, use_safetensors: bool) -> Shelf:
+def _file_of_model(content: ComponentContent, *, name: str, use_safetensors: bool) -> FileSet:
     return safetensors_file(content.untied(), name) if use_safetensors else torch_file(content, name)
 
 
-def _chosen(path: Path, prefix: str | None, stems: tuple[str, ...]) -> Path:
+def _choose_path(path: Path, prefix: str | None, stems: tuple[str, ...]) -> Path:
     """The index of a variant in a folder; without a prefix the reader finds what is there."""
-    if prefix is None or not is_folder(path):
+    if prefix is None or not is_directory(path):
         return path
     for stem in stems:
-        index = path / variant(f"{stem}.index.json", prefix)
+        index = path / file_variant(f"{stem}.index.json", prefix)
         if is_file(index):
             return index
     raise NoCheckpointError(f"{path} holds nothing with the prefix {prefix!r}")

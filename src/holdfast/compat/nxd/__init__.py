@@ -4,7 +4,7 @@ Saves are checkpoints of holdfast's, which any number of ranks load in any layou
 NxD's of them. Checkpoints that NxD has written are loaded as they are. Nothing here needs torch_xla.
 """
 
-from holdfast.compat.nxd.calls import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
-from holdfast.compat.nxd.layouts import layout_of
+from holdfast.compat.nxd.api import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from holdfast.compat.nxd.model_sharding import sharding_of
 
-__all__ = ["finalize_checkpoint", "has_checkpoint", "layout_of", "load_checkpoint", "save_checkpoint"]
+__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint", "sharding_of"]

@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from holdfast.engine.runs import Box
-from holdfast.errors import DamagedError, FormatError
-from holdfast.formats.arrange.scales import weigh
-from holdfast.formats.arrange.stored import Unreadable
-from holdfast.formats.arrange.trees import Path
-from holdfast.formats.pickles.machine import Maker, Record
-from holdfast.formats.pickles.plain import record
+from holdfast.engine.plan.ranges import IndexBox
+from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.formats.pickles.builtin_types import plain_record
 from holdfast.formats.pickles.unpickle import unpickle
+from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject
+from holdfast.formats.stored_tensor import UnreadableTensor
+from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.dtypes import DTYPES
-from holdfast.formats.torchfile.names import NAMES
-from holdfast.formats.torchfile.objects import Dtype, Size
-from holdfast.layout.budget import Budget
-from holdfast.layout.dtypes import WIDTHS
-from holdfast.layout.files import TensorInfo
-from holdfast.layout.keys import check_hashes
-from holdfast.layout.values import DEPTH
+from holdfast.formats.torchfile.objects import TorchDtype, TorchSize
+from holdfast.formats.tree.expanded_size import check_expanded_size
+from holdfast.formats.tree.traversal import Path
+from holdfast.ondisk.dtypes import WIDTHS
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.hash_limits import check_hashes
+from holdfast.ondisk.read_budget import ReadBudget
+from holdfast.ondisk.values import MAX_DEPTH
 
 _LARGEST = 2**63
 
@@ -47,13 +47,16 @@ _BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
 #: The allow-list of metadata.
 _NAMES: Mapping[str, object] = {
     **NAMES,
-    **{f"{_MODULE}.metadata.{name}": Maker(name, record(name)) for name in _CLASSES},
-    f"{_MODULE}.filesystem._StorageInfo": Maker("_StorageInfo", record("_StorageInfo")),
-    **{f"{_BEFORE}.{name}": Maker(name, record(name)) for name in ("MEM_FORMAT_ENCODING", "TensorProperties")},
+    **{f"{_MODULE}.metadata.{name}": AllowedCallable(name, plain_record(name)) for name in _CLASSES},
+    f"{_MODULE}.filesystem._StorageInfo": AllowedCallable("_StorageInfo", plain_record("_StorageInfo")),
+    **{
+        f"{_BEFORE}.{name}": AllowedCallable(name, plain_record(name))
+        for name in ("MEM_FORMAT_ENCODING", "TensorProperties")
+    },
 }
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where something lies: a file beside the metadata, and a range of it in bytes."""
 
     file: str
@@ -62,32 +65,34 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Tensor:
+class TensorMetadata:
     """A tensor, and where each of its chunks lies, by the box that it is."""
 
     info: TensorInfo
-    chunks: dict[Box, Place] = field(default_factory=dict)
+    chunks: dict[IndexBox, RecordLocation] = field(default_factory=dict)
 
 
 @dataclass
-class Metadata:
+class DcpMetadata:
     """What a checkpoint holds: tensors, other values, and tensors that holdfast does not read, by their flat names.
 
     ``paths`` has the path of each in a tree. ``save_id`` is what torch has told the save from others by.
     """
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Place] = field(default_factory=dict)
-    unreadable: dict[str, Unreadable] = field(default_factory=dict)
+    tensors: dict[str, TensorMetadata] = field(default_factory=dict)
+    values: dict[str, RecordLocation] = field(default_factory=dict)
+    unreadable: dict[str, UnreadableTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     save_id: str | None = None
 
-    def merge(self, other: Metadata, source: str) -> None:
+    def merge(self, other: DcpMetadata, source: str) -> None:
         """Take in what another rank has saved by itself; what both have is this one's."""
         for name, tensor in other.tensors.items():
             mine = self.tensors.setdefault(name, tensor)
             if mine.info != tensor.info or name in self.values:
-                raise DamagedError(f"{source}: tensor {name!r} is of another shape or dtype there than on another rank")
+                raise CorruptCheckpointError(
+                    f"{source}: tensor {name!r} is of another shape or dtype there than on another rank"
+                )
             mine.chunks = {**tensor.chunks, **mine.chunks}
         self.values = {**other.values, **self.values}
         self.unreadable = {**other.unreadable, **self.unreadable}
@@ -95,42 +100,42 @@ class Metadata:
         self.save_id = self.save_id or other.save_id
 
 
-def decode(raw: bytes, source: str, budget: Budget | None = None) -> Metadata:
+def decode_metadata(raw: bytes, source: str, budget: ReadBudget | None = None) -> DcpMetadata:
     """Read metadata, whose bytes ``budget`` earns.
 
-    Raises ``DamagedError`` or ``UnsafePickleError`` naming ``source``.
+    Raises ``CorruptCheckpointError`` or ``UnsafePickleError`` naming ``source``.
     """
-    paid = Budget() if budget is None else budget
+    paid = ReadBudget() if budget is None else budget
     paid.earn(len(raw))
     root = unpickle(raw, _NAMES, source, budget=paid, advice=DCP_LOAD)
     try:
-        weigh(root, paid)
+        check_expanded_size(root, paid)
         return _decode(_state(root, "Metadata"), source)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DamagedError | FormatError):
+        if isinstance(error, CorruptCheckpointError | FormatError):
             raise _naming(error, source) from error
-        raise DamagedError(f"{source} is no metadata of a distributed checkpoint: {error}") from error
+        raise CorruptCheckpointError(f"{source} is no metadata of a distributed checkpoint: {error}") from error
 
 
-def _naming(error: DamagedError | FormatError, source: str) -> DamagedError | FormatError:
+def _naming(error: CorruptCheckpointError | FormatError, source: str) -> CorruptCheckpointError | FormatError:
     return error if str(error).startswith(source) else type(error)(f"{source}: {error}")
 
 
-def _decode(state: Mapping[str, Any], source: str) -> Metadata:
+def _decode(state: Mapping[str, Any], source: str) -> DcpMetadata:
     if state["storage_data"] is None:
         raise ValueError("it does not say where anything lies")
     rows = list(_places(state["storage_data"], source))
     check_hashes([key for key, _ in rows])
     places = dict(rows)
-    found = Metadata()
+    found = DcpMetadata()
     for name, entry in _table(state["state_dict_metadata"]).items():
-        if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
+        if isinstance(entry, OpaqueObject) and entry.name == "BytesStorageMetadata":
             if (name, None) not in places:
-                raise DamagedError(f"{source}: nothing was saved of {name!r}: a rank failed to write it")
+                raise CorruptCheckpointError(f"{source}: nothing was saved of {name!r}: a rank failed to write it")
             found.values[name] = places[name, None]
         else:
             tensor = _tensor(name, entry, places, source)
-            if isinstance(tensor, Unreadable):
+            if isinstance(tensor, UnreadableTensor):
                 found.unreadable[name] = tensor
             else:
                 found.tensors[name] = tensor
@@ -143,34 +148,36 @@ def _decode(state: Mapping[str, Any], source: str) -> Metadata:
 
 def _save_id(meta: Any) -> str | None:
     """Checkpoints before torch 2.4 have none."""
-    known = _state(meta, "StorageMeta").get("save_id") if isinstance(meta, Record) else None
+    known = _state(meta, "StorageMeta").get("save_id") if isinstance(meta, OpaqueObject) else None
     return known if isinstance(known, str) else None
 
 
-def _tensor(name: str, entry: Any, places: Mapping[tuple[str, Any], Place], source: str) -> Tensor | Unreadable:
+def _tensor(
+    name: str, entry: Any, places: Mapping[tuple[str, Any], RecordLocation], source: str
+) -> TensorMetadata | UnreadableTensor:
     state = _state(entry, "TensorStorageMetadata")
     properties = state["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
-    if not isinstance(dtype, Dtype):
+    if not isinstance(dtype, TorchDtype):
         raise TypeError(f"tensor {name!r} has no dtype")
     if dtype.name not in DTYPES:
-        return Unreadable(f"has dtype {dtype.name}, which holdfast does not read")
-    found = Tensor(TensorInfo(DTYPES[dtype.name], _shape(state["size"])))
+        return UnreadableTensor(f"has dtype {dtype.name}, which holdfast does not read")
+    found = TensorMetadata(TensorInfo(DTYPES[dtype.name], _shape(state["size"])))
     if math.prod(size or 1 for size in found.info.shape) * WIDTHS[found.info.dtype] >= _LARGEST:
         raise ValueError(f"no tensor can have the shape {list(found.info.shape)} that {name!r} has")
     for chunk in state["chunks"]:
-        box = Box(*(_shape(_state(chunk, "ChunkStorageMetadata")[part]) for part in ("offsets", "sizes")))
+        box = IndexBox(*(_shape(_state(chunk, "ChunkStorageMetadata")[part]) for part in ("offsets", "sizes")))
         if not math.prod(box.shape):
             continue
         if (name, box.offset) not in places:
-            raise DamagedError(
+            raise CorruptCheckpointError(
                 f"{source}: nothing was saved of tensor {name!r} at {list(box.offset)}: a rank failed to write it"
             )
         found.chunks.setdefault(box, places[name, box.offset])
     return found
 
 
-def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], Place]]:
+def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], RecordLocation]]:
     for index, info in table.items():
         key, value = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         if value.get("transform_descriptors"):
@@ -178,7 +185,7 @@ def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], Place]]:
                 f"{source}: {key['fqn']!r:.100} was written by way of {value['transform_descriptors']!s:.100}, which "
                 "holdfast does not undo: load it with torch.distributed.checkpoint, and save it without extensions"
             )
-        place = Place(value["relative_path"], value["offset"], value["length"])
+        place = RecordLocation(value["relative_path"], value["offset"], value["length"])
         if not isinstance(place.file, str) or not all(type(one) is int and 0 <= one < _LARGEST for one in place[1:]):
             raise ValueError(f"the place of {key['fqn']!r} is none")
         offset = key.get("offset")
@@ -186,7 +193,7 @@ def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], Place]]:
 
 
 def _state(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Record) or value.name != name or not isinstance(value.state, dict):
+    if not isinstance(value, OpaqueObject) or value.name != name or not isinstance(value.state, dict):
         raise TypeError(f"where {name} should be is something else")
     return value.state
 
@@ -198,7 +205,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Size):
+    if not isinstance(value, TorchSize):
         raise TypeError("where a size should be is something else")
     return tuple(value)
 
@@ -206,6 +213,6 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _path(value: Any) -> Path:
     if not isinstance(value, tuple) or not value or not all(type(part) in {str, int} for part in value):
         raise TypeError("where a path should be is something else")
-    if len(value) > DEPTH:
+    if len(value) > MAX_DEPTH:
         raise ValueError(f"a path has {len(value)} parts")
     return value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from holdfast.engine.runs import Box, Run
-from holdfast.errors import BudgetError
-from holdfast.layout.budget import Budget
+from holdfast.engine.plan.ranges import ElementRange, IndexBox
+from holdfast.errors import ReadBudgetError
+from holdfast.ondisk.read_budget import ReadBudget
 
 #: Steps that there are for the chunks of a whole folder, beside those that its metadata earns.
 LEAST = 2**22
@@ -16,7 +16,7 @@ LEAST = 2**22
 _CHUNK = 4
 
 
-def run_of(box: Box, shape: tuple[int, ...]) -> Run | None:
+def contiguous_range(box: IndexBox, shape: tuple[int, ...]) -> ElementRange | None:
     """The run of elements that a box is in row-major order; ``None`` where it is several."""
     cut = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
     if any(box.shape[dim] != shape[dim] for dim in range(cut + 1, len(shape))):
@@ -24,10 +24,10 @@ def run_of(box: Box, shape: tuple[int, ...]) -> Run | None:
     start = 0
     for at, size in zip(box.offset, shape, strict=True):
         start = start * size + at
-    return Run(start, start + math.prod(box.shape))
+    return ElementRange(start, start + math.prod(box.shape))
 
 
-def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...], budget: Budget) -> None:
+def check_tiling(boxes: Sequence[IndexBox], shape: tuple[int, ...], budget: ReadBudget) -> None:
     """Raise ``ValueError`` where boxes of a tensor leave a gap, overlap or reach beyond it. No box is empty.
 
     ``budget`` is one for all tensors of a checkpoint.
@@ -38,16 +38,16 @@ def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...], budget: Budget) -
         )
         if not inside:
             raise ValueError(f"a chunk of shape {list(box.shape)} at {list(box.offset)} reaches beyond it")
-    runs = [run_of(box, shape) for box in boxes]
+    runs = [contiguous_range(box, shape) for box in boxes]
     if all(run is not None for run in runs):
         _check_runs(sorted(run for run in runs if run is not None), math.prod(shape))
     else:
         _Cells(budget).check(shape, list(boxes), ())
 
 
-def _check_runs(runs: Sequence[Run], size: int) -> None:
+def _check_runs(runs: Sequence[ElementRange], size: int) -> None:
     reached = 0
-    for start, stop in [*runs, Run(size, size)]:
+    for start, stop in [*runs, ElementRange(size, size)]:
         if start > reached:
             raise ValueError(f"there is nothing of its elements {reached} to {start}")
         if start < reached:
@@ -58,10 +58,10 @@ def _check_runs(runs: Sequence[Run], size: int) -> None:
 class _Cells:
     """Cuts a tensor along the edges of its boxes, dimension by dimension, until there is one in each cell."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: ReadBudget) -> None:
         self._budget = budget
 
-    def check(self, shape: tuple[int, ...], boxes: list[Box], place: tuple[int, ...]) -> None:
+    def check(self, shape: tuple[int, ...], boxes: list[IndexBox], place: tuple[int, ...]) -> None:
         """Raise ``ValueError`` where not exactly one box is at each index. ``place`` are the indices before these."""
         if not shape:
             if len(boxes) > 1:
@@ -70,14 +70,14 @@ class _Cells:
         for start, here in self._slabs(shape[0], boxes):
             if not here:
                 raise ValueError(f"there is nothing of it at {[*place, start, *(0 for _ in shape[1:])]}")
-            self.check(shape[1:], [Box(box.offset[1:], box.shape[1:]) for box in here], (*place, start))
+            self.check(shape[1:], [IndexBox(box.offset[1:], box.shape[1:]) for box in here], (*place, start))
 
-    def _slabs(self, size: int, boxes: list[Box]) -> Iterator[tuple[int, list[Box]]]:
+    def _slabs(self, size: int, boxes: list[IndexBox]) -> Iterator[tuple[int, list[IndexBox]]]:
         """Ranges of the first dimension in which the same boxes are, by where they start."""
         self._spend(_CHUNK * len(boxes))
-        rows: dict[Run, list[Box]] = {}
+        rows: dict[ElementRange, list[IndexBox]] = {}
         for box in boxes:
-            rows.setdefault(Run(box.offset[0], box.offset[0] + box.shape[0]), []).append(box)
+            rows.setdefault(ElementRange(box.offset[0], box.offset[0] + box.shape[0]), []).append(box)
         ordered = sorted(rows)
         if [0, *(row.stop for row in ordered)] == [*(row.start for row in ordered), size]:
             yield from ((row.start, rows[row]) for row in ordered)  # as any grid has them
@@ -89,5 +89,5 @@ class _Cells:
     def _spend(self, steps: int) -> None:
         try:
             self._budget.spend(steps)
-        except BudgetError as error:
+        except ReadBudgetError as error:
             raise ValueError("its chunks are cut in too many ways") from error

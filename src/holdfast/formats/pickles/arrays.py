@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.formats.pickles.machine import Maker, Record
-from holdfast.formats.pickles.plain import record
-from holdfast.layout.budget import Budget
+from holdfast.formats.pickles.builtin_types import plain_record
+from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject
+from holdfast.ondisk.read_budget import ReadBudget
 
 _DTYPE, _ARRAY, _SCALAR = "numpy.dtype", "numpy.ndarray", "numpy.generic"
 
@@ -34,22 +34,22 @@ _UNNAMED = ("c16",)
 _DIMENSIONS, _LARGEST = 64, 2**63
 
 
-def _buffered(_: Budget, data: Any, dtype: Any, shape: Any, order: Any) -> Record:
-    made = Record(_ARRAY, ())
+def _buffered(_: ReadBudget, data: Any, dtype: Any, shape: Any, order: Any) -> OpaqueObject:
+    made = OpaqueObject(_ARRAY, ())
     made.state = (1, shape, dtype, order == "F", data)
     return made
 
 
 #: The allow-list of NumPy's values.
 NUMPY: Mapping[str, object] = {
-    _DTYPE: Maker(_DTYPE, record(_DTYPE)),
-    _ARRAY: Maker(_ARRAY, record(_ARRAY)),
+    _DTYPE: AllowedCallable(_DTYPE, plain_record(_DTYPE)),
+    _ARRAY: AllowedCallable(_ARRAY, plain_record(_ARRAY)),
     **{
-        f"numpy.{core}.{name}": Maker(name, make)
+        f"numpy.{core}.{name}": AllowedCallable(name, make)
         for core in ("core", "_core")
         for name, make in {
-            "multiarray.scalar": record(_SCALAR),
-            "multiarray._reconstruct": lambda *_: Record(_ARRAY, ()),
+            "multiarray.scalar": plain_record(_SCALAR),
+            "multiarray._reconstruct": lambda *_: OpaqueObject(_ARRAY, ()),
             "numeric._frombuffer": _buffered,
         }.items()
     },
@@ -58,10 +58,10 @@ NUMPY: Mapping[str, object] = {
 
 def is_array(value: object) -> bool:
     """Whether it is a record of an array, a scalar or a dtype of NumPy."""
-    return isinstance(value, Record) and value.name in {_DTYPE, _ARRAY, _SCALAR}
+    return isinstance(value, OpaqueObject) and value.name in {_DTYPE, _ARRAY, _SCALAR}
 
 
-def make(found: Record) -> Any:
+def make_array(found: OpaqueObject) -> Any:
     """What was recorded. Raises ``ValueError`` where that is none whose elements are plain numbers."""
     import numpy as np  # noqa: PLC0415 - it takes a fifth of a second, and few checkpoints have any of it
 
@@ -76,13 +76,13 @@ def make(found: Record) -> Any:
     return flat.reshape(shape, order="F" if is_fortran else "C").copy()
 
 
-def nbytes(found: Record) -> int:
+def array_nbytes(found: OpaqueObject) -> int:
     """The bytes that are copied when it is made."""
     data = found.state[-1] if isinstance(found.state, tuple) and found.state else b""
     return len(data) if isinstance(data, bytes | bytearray) else 0
 
 
-def plain(found: Record) -> tuple[str, tuple[int, ...], bytes]:
+def as_plain_array(found: OpaqueObject) -> tuple[str, tuple[int, ...], bytes]:
     """The name of the dtype of an array, such as ``float32``, its shape and its elements in row-major order."""
     shape, dtype, is_fortran, data = _array(found)
     name = _NAMED.get(dtype[1:])
@@ -91,7 +91,7 @@ def plain(found: Record) -> tuple[str, tuple[int, ...], bytes]:
     return name, shape, data
 
 
-def _array(found: Record) -> tuple[tuple[int, ...], str, bool, bytes]:
+def _array(found: OpaqueObject) -> tuple[tuple[int, ...], str, bool, bytes]:
     """Shape, dtype, whether it is column-major, and the bytes."""
     if found.name != _ARRAY or not isinstance(found.state, tuple) or len(found.state) != 5:  # noqa: PLR2004 - NumPy's
         raise ValueError("an array without elements")
@@ -104,7 +104,7 @@ def _array(found: Record) -> tuple[tuple[int, ...], str, bool, bytes]:
 
 def _dtype(found: Any) -> str:
     """The name of a dtype such as ``<f8``."""
-    if not isinstance(found, Record) or found.name != _DTYPE or not found.args:
+    if not isinstance(found, OpaqueObject) or found.name != _DTYPE or not found.args:
         raise ValueError("an array whose dtype is none")
     name = found.args[0]
     order = found.state[1] if isinstance(found.state, tuple) and len(found.state) > 1 else "|"

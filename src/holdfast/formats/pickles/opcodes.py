@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
-from holdfast.formats.pickles.machine import Machine, Stop, kind
-from holdfast.layout.keys import is_safe
+from holdfast.formats.pickles.unpickler import SafeUnpickler, StopUnpickling, kind_of
+from holdfast.ondisk.hash_limits import is_safe
 
-Opcode = Callable[[Machine], None]
+Opcode = Callable[[SafeUnpickler], None]
 
 #: The longest integer in bytes: Python prints no number of more than 4300 digits.
 _INTEGER = 1251
@@ -29,87 +29,87 @@ _I32, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 _LAST_PROTOCOL = 5
 
 
-def _stop(machine: Machine) -> None:
+def _stop(machine: SafeUnpickler) -> None:
     if not machine.stack:
         raise IndexError
-    raise Stop
+    raise StopUnpickling
 
 
-def _refuse(machine: Machine) -> None:
+def _refuse(machine: SafeUnpickler) -> None:
     code = machine.raw[machine.at - 1]
     raise ValueError(f"no checkpoint has its opcode {code:#04x} at byte {machine.at - 1}")
 
 
-def _protocol(machine: Machine) -> None:
+def _protocol(machine: SafeUnpickler) -> None:
     if machine.take(1)[0] > _LAST_PROTOCOL:
         raise ValueError("it is of an unknown protocol")
 
 
-def _frame(machine: Machine) -> None:
+def _frame(machine: SafeUnpickler) -> None:
     machine.take(_U64.size)  # how long a part of the pickle is; all of it is here
 
 
-def _mark(machine: Machine) -> None:
+def _mark(machine: SafeUnpickler) -> None:
     machine.budget.spend(_MARK)
     machine.marks.append(machine.stack)
     machine.stack = []
 
 
-def _pop(machine: Machine) -> None:
+def _pop(machine: SafeUnpickler) -> None:
     machine.stack.pop() if machine.stack else machine.items()
 
 
-def _pop_mark(machine: Machine) -> None:
+def _pop_mark(machine: SafeUnpickler) -> None:
     machine.items()
 
 
-def _duplicate(machine: Machine) -> None:
+def _duplicate(machine: SafeUnpickler) -> None:
     machine.stack.append(machine.stack[-1])
 
 
-def _memoize(machine: Machine) -> None:
+def _memoize(machine: SafeUnpickler) -> None:
     machine.put(len(machine.memo) + len(machine.far))
 
 
-def _put_small(machine: Machine) -> None:
+def _put_small(machine: SafeUnpickler) -> None:
     machine.put(machine.raw[machine.at])
     machine.at += 1
 
 
-def _put(machine: Machine) -> None:
+def _put(machine: SafeUnpickler) -> None:
     machine.put(machine.number(_U32))
 
 
-def _get_small(machine: Machine) -> None:
+def _get_small(machine: SafeUnpickler) -> None:
     machine.get(machine.raw[machine.at])
     machine.at += 1
 
 
-def _get(machine: Machine) -> None:
+def _get(machine: SafeUnpickler) -> None:
     machine.get(machine.number(_U32))
 
 
 def _constant(value: Any) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         machine.stack.append(value)
 
     return push
 
 
 def _number(form: struct.Struct) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         machine.stack.append(machine.number(form))
 
     return push
 
 
-def _small(machine: Machine) -> None:
+def _small(machine: SafeUnpickler) -> None:
     machine.stack.append(machine.raw[machine.at])
     machine.at += 1
 
 
 def _integer(form: struct.Struct) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         size = machine.number(form)
         if size > _INTEGER:
             raise ValueError(f"it has an integer of {size} bytes")
@@ -119,14 +119,14 @@ def _integer(form: struct.Struct) -> Opcode:
 
 
 def _text(form: struct.Struct) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         machine.stack.append(machine.take(machine.number(form)).decode("utf-8", "surrogatepass"))
 
     return push
 
 
 def _bytes(form: struct.Struct, made: Callable[[bytes], Any] = bytes) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         machine.stack.append(made(machine.take(machine.number(form))))
 
     return push
@@ -135,25 +135,25 @@ def _bytes(form: struct.Struct, made: Callable[[bytes], Any] = bytes) -> Opcode:
 def _empty(made: type) -> Opcode:
     cost = _COSTS[made]
 
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         machine.budget.spend(cost)
         machine.stack.append(made())
 
     return push
 
 
-def _tuple(machine: Machine) -> None:
+def _tuple(machine: SafeUnpickler) -> None:
     machine.budget.spend(_TUPLE)
     items = machine.items()
     machine.stack.append(tuple(items))
 
 
-def _list(machine: Machine) -> None:
+def _list(machine: SafeUnpickler) -> None:
     items = machine.items()  # the mark has paid for the list that these are in
     machine.stack.append(items)
 
 
-def _dict(machine: Machine) -> None:
+def _dict(machine: SafeUnpickler) -> None:
     machine.budget.spend(_COSTS[dict])
     items = machine.items()
     table: dict[Any, Any] = {}
@@ -161,7 +161,7 @@ def _dict(machine: Machine) -> None:
     machine.stack.append(table)
 
 
-def _frozenset(machine: Machine) -> None:
+def _frozenset(machine: SafeUnpickler) -> None:
     machine.budget.spend(_FROZEN)
     items = machine.items()
     machine.keys.check_new(items)
@@ -169,7 +169,7 @@ def _frozenset(machine: Machine) -> None:
 
 
 def _tuple_of(size: int) -> Opcode:
-    def push(machine: Machine) -> None:
+    def push(machine: SafeUnpickler) -> None:
         stack = machine.stack
         if len(stack) < size:
             raise IndexError
@@ -179,17 +179,17 @@ def _tuple_of(size: int) -> Opcode:
     return push
 
 
-def _append(machine: Machine) -> None:
+def _append(machine: SafeUnpickler) -> None:
     item = machine.stack.pop()
     _target(machine, list | deque).append(item)
 
 
-def _appends(machine: Machine) -> None:
+def _appends(machine: SafeUnpickler) -> None:
     found = machine.items()
     _target(machine, list | deque).extend(found)
 
 
-def _set_item(machine: Machine) -> None:
+def _set_item(machine: SafeUnpickler) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     table = _target(machine, dict)
     if not is_safe(key):
@@ -200,12 +200,12 @@ def _set_item(machine: Machine) -> None:
     table[key] = value
 
 
-def _set_items(machine: Machine) -> None:
+def _set_items(machine: SafeUnpickler) -> None:
     found = machine.items()
     _set(machine, _target(machine, dict), found)
 
 
-def _set(machine: Machine, table: dict[Any, Any], flat: list[Any]) -> None:
+def _set(machine: SafeUnpickler, table: dict[Any, Any], flat: list[Any]) -> None:
     keys = flat[::2]
     if not table and keys:
         machine.budget.spend(_FIRST)
@@ -213,17 +213,17 @@ def _set(machine: Machine, table: dict[Any, Any], flat: list[Any]) -> None:
     table.update(zip(keys, flat[1::2], strict=True))
 
 
-def _add_items(machine: Machine) -> None:
+def _add_items(machine: SafeUnpickler) -> None:
     items = machine.items()
     table = _target(machine, set)
     machine.keys.check_new(items, table)
     table.update(items)
 
 
-def _target(machine: Machine, wanted: type | UnionType) -> Any:
+def _target(machine: SafeUnpickler, wanted: type | UnionType) -> Any:
     found = machine.stack[-1]
     if not isinstance(found, wanted):
-        raise TypeError(f"it puts items into {kind(found)}")
+        raise TypeError(f"it puts items into {kind_of(found)}")
     return found
 
 
@@ -278,7 +278,7 @@ OPCODES: dict[str, Opcode] = {
 }
 
 
-def table(more: dict[str, Opcode]) -> list[Opcode]:
+def opcode_table(more: dict[str, Opcode]) -> list[Opcode]:
     """What to do for each byte that may be an opcode."""
     known = OPCODES | more
     return [known.get(chr(code), _refuse) for code in range(256)]

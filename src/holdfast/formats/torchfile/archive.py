@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from holdfast.errors import DamagedError, FormatError
+from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.pickles.unpickle import unpickle
-from holdfast.formats.torchfile.dtypes import width
-from holdfast.formats.torchfile.names import NAMES
-from holdfast.formats.torchfile.objects import Storage, StorageType
-from holdfast.formats.torchfile.zips import Entry, Window, entries
-from holdfast.layout.blocks import crc64
-from holdfast.layout.budget import Budget
+from holdfast.formats.torchfile.allowed_globals import NAMES
+from holdfast.formats.torchfile.dtypes import dtype_width
+from holdfast.formats.torchfile.objects import TorchStorage, TorchStorageType
+from holdfast.formats.torchfile.zip_reader import FileWindow, ZipMember, read_members
+from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.read_budget import ReadBudget
 
 _PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
 
@@ -22,7 +22,7 @@ _PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
 _LITTLE = b"little"
 
 
-class Tree(NamedTuple):
+class ArchiveTree(NamedTuple):
     """What was in a file: the tree, the bytes that it was pickled as, and a digest of these."""
 
     root: Any
@@ -30,14 +30,14 @@ class Tree(NamedTuple):
     digest: int
 
 
-def read(window: Window, budget: Budget, names: Mapping[str, object] = NAMES) -> Tree:
+def read_archive(window: FileWindow, budget: ReadBudget, names: Mapping[str, object] = NAMES) -> ArchiveTree:
     """The tree in a zip file of ``torch.save``. No tensor is read; ``names`` is what its pickle may name.
 
     ``budget`` earns the bytes of the pickle, and pays for what is made of them.
 
-    Raises ``DamagedError``, ``UnsafePickleError``, or ``FormatError`` for what is none of its files.
+    Raises ``CorruptCheckpointError``, ``UnsafePickleError``, or ``FormatError`` for what is none of its files.
     """
-    found = entries(window)
+    found = read_members(window)
     root = next(iter(found), "").partition("/")[0]
     if f"{root}/{_PICKLE}" not in found or f"{root}/{_TORCHSCRIPT}" in found:
         kind = "a TorchScript program" if f"{root}/{_TORCHSCRIPT}" in found else "a zip file"
@@ -52,27 +52,29 @@ def read(window: Window, budget: Budget, names: Mapping[str, object] = NAMES) ->
     raw = _contents(pickled, window)
     storages = _storages(f"{root}/data", found, window)
     budget.earn(len(raw))
-    return Tree(unpickle(raw, names, window.label, storages, budget=budget, advice=window.advice), len(raw), crc64(raw))
+    return ArchiveTree(
+        unpickle(raw, names, window.label, storages, budget=budget, advice=window.advice), len(raw), crc64(raw)
+    )
 
 
-def _contents(entry: Entry, window: Window) -> bytes:
+def _contents(entry: ZipMember, window: FileWindow) -> bytes:
     raw = window.read(entry.data(window), entry.size)
     if entry.crc and zlib.crc32(raw) != entry.crc:  # torch can be told to write none
-        raise DamagedError(f"{window.path} is damaged: its entry {entry.name!r} does not match its CRC")
+        raise CorruptCheckpointError(f"{window.path} is damaged: its entry {entry.name!r} does not match its CRC")
     return raw
 
 
-def _storages(folder: str, found: Mapping[str, Entry], window: Window) -> Callable[[Any], Storage]:
+def _storages(folder: str, found: Mapping[str, ZipMember], window: FileWindow) -> Callable[[Any], TorchStorage]:
     """What persistent ids stand for: entries of the file."""
-    known: dict[str, Storage] = {}
+    known: dict[str, TorchStorage] = {}
 
-    def outside(given: Any) -> Storage:
+    def outside(given: Any) -> TorchStorage:
         dtype, key, size = storage_id(given)
         entry = found.get(f"{folder}/{key}")
         if entry is None:
             raise ValueError(f"its storage {key!r} is not in the file")
         if key not in known:
-            known[key] = Storage(dtype, entry.size, window, partial(entry.data, window))
+            known[key] = TorchStorage(dtype, entry.size, window, partial(entry.data, window))
         if size != entry.size or dtype != known[key].dtype:
             raise ValueError(f"its storage {key!r} has {entry.size} bytes in the file, and should have {size}")
         return known[key]
@@ -85,6 +87,6 @@ def storage_id(given: Any) -> tuple[str, str, int]:
     if not isinstance(given, tuple) or len(given) < 5 or given[0] != "storage":  # noqa: PLR2004 - as torch has it
         raise TypeError("it refers to what is no storage")
     _, kind, key, _, number = given[:5]
-    if not isinstance(kind, StorageType) or not isinstance(key, str) or type(number) is not int:
+    if not isinstance(kind, TorchStorageType) or not isinstance(key, str) or type(number) is not int:
         raise TypeError("it refers to a storage without a type, a key and a size")
-    return kind.dtype, key, number * width(kind.dtype)
+    return kind.dtype, key, number * dtype_width(kind.dtype)

@@ -1,6 +1,6 @@
 """Names of dtypes and of classes of storages: torch's, and those of safetensors."""
 
-from holdfast.layout.dtypes import WIDTHS
+from holdfast.ondisk.dtypes import WIDTHS
 
 #: The safetensors name of each dtype of torch that both have.
 DTYPES = {
@@ -69,6 +69,6 @@ STORAGES = {
 _OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quint4x2": 1, "quint8": 1}
 
 
-def width(dtype: str) -> int:
+def dtype_width(dtype: str) -> int:
     """The bytes of an element in a storage of such a dtype."""
     return WIDTHS[DTYPES[dtype]] if dtype in DTYPES else _OTHER_WIDTHS[dtype]

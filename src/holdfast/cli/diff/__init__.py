@@ -1,0 +1,1 @@
+"""The command ``holdfast diff``: compares two checkpoints."""

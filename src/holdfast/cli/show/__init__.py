@@ -1,0 +1,1 @@
+"""The command ``holdfast show``: lists what a checkpoint contains."""

@@ -1,0 +1,1 @@
+"""Writes checkpoints in NxD's format, and converts ZeRO-1 checkpoints offline."""

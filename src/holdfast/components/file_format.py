@@ -1,0 +1,64 @@
+"""The form of the files of a part, as the arguments and the path tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from holdfast.components.destination import Destination
+from holdfast.components.file_layouts import Layout, safetensors_file, safetensors_folder, torch_file, torch_folder
+from holdfast.errors import InvalidArgumentError
+from holdfast.state.model.hf_layout import stored_layout
+
+#: Extensions of files of torch.save.
+TORCH = frozenset({".pt", ".pth", ".bin"})
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How a part lies in files, and that in words."""
+
+    layout: Layout
+    text: str
+
+
+def model_file_format(place: Destination, size_per_shard: float, *, use_safetensors: bool, model: Any) -> FileFormat:
+    """The form of a model's files: in folders, transformers' models are stored as transformers does.
+
+    Raises ``InvalidArgumentError`` for a size that is none.
+    """
+    if place.folder:
+        limit = shard_bytes(size_per_shard)
+        kind = "safetensors" if use_safetensors else "torch"
+        layout = safetensors_folder if use_safetensors else torch_folder
+        first = model[0] if isinstance(model, list | tuple) and model else model
+        return FileFormat(
+            lambda content: layout(content.stored_as(partial(stored_layout, first)), limit),
+            f"a folder of {kind} files of {limit} bytes",
+        )
+    return _file(place, use_safetensors=use_safetensors)
+
+
+def optimizer_file_format(place: Destination, size_per_shard: float) -> FileFormat:
+    """The form of an optimizer's files. Raises ``InvalidArgumentError`` for a size that is none."""
+    if place.folder:
+        limit = shard_bytes(size_per_shard)
+        return FileFormat(lambda content: safetensors_folder(content, limit), f"a folder of files of {limit} bytes")
+    return _file(place, use_safetensors=True)
+
+
+def shard_bytes(size_per_shard: float) -> int:
+    """MiB in bytes."""
+    if not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
+        raise InvalidArgumentError(f"size_per_shard is a number of MiB above 0, not {size_per_shard!r}")
+    return max(1, int(size_per_shard * _MIB))
+
+
+def _file(place: Destination, *, use_safetensors: bool) -> FileFormat:
+    name, suffix = place.path.name, place.path.suffix
+    if suffix in TORCH or (suffix != ".safetensors" and not use_safetensors):
+        return FileFormat(lambda content: torch_file(content, name), "a file of torch.save")
+    return FileFormat(lambda content: safetensors_file(content, name), "a safetensors file")

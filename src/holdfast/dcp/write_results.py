@@ -1,0 +1,67 @@
+"""What ranks tell rank 0 of what they have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import structs
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from holdfast.engine.comm.vote import RankFailure
+from holdfast.formats.dcp.checksums import ChecksumRecord
+from holdfast.ondisk import blocks
+from holdfast.storage.reader_pool import ReaderPool
+
+
+@dataclass(frozen=True)
+class WrittenItem:
+    """What a rank tells of a record: what torch keeps of it, and its CRCs."""
+
+    info: _StorageInfo
+    crcs: str
+
+
+def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
+    """Raise the error of the first rank that failed."""
+    for rank, row in enumerate(results):
+        for one in row:
+            if isinstance(one.storage_data, RankFailure):
+                failure = one.storage_data
+                raise structs.replace(failure, message=f"rank {rank} of {len(results)}: {failure.message}").rebuild()
+
+
+def metadata_indices(metadata: Metadata) -> Sequence[MetadataIndex]:
+    """All that the metadata names."""
+    return [
+        index
+        for name, entry in metadata.state_dict_metadata.items()
+        for index in (
+            [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+            if isinstance(entry, TensorStorageMetadata)
+            else [MetadataIndex(name)]
+        )
+    ]
+
+
+def checksum_records(written: Mapping[MetadataIndex, WrittenItem]) -> dict[str, list[ChecksumRecord]]:
+    """What the checksums tell of each file."""
+    found: dict[str, list[ChecksumRecord]] = {}
+    for one in written.values():
+        found.setdefault(one.info.relative_path, []).append(ChecksumRecord(one.info.offset, one.info.length, one.crcs))
+    return found
+
+
+def hash_chunks(folder: Path, result: WriteResult, readers: ReaderPool) -> WriteResult:
+    """A result with the CRCs of what is in the file."""
+    info = result.storage_data
+    crcs = []
+    for block in range(blocks.count_blocks(info.length)):
+        start, stop = blocks.block_range(block, info.length)
+        data = memoryview(bytearray(stop - start))
+        readers.read(folder / info.relative_path, info.offset + start, data)
+        crcs.append(blocks.crc64(data))
+    return replace(result, storage_data=WrittenItem(info, blocks.to_hex(crcs)))

@@ -1,0 +1,1 @@
+"""Checksums: combined across ranks, compared between replicas, verified on load."""

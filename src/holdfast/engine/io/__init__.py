@@ -1,0 +1,1 @@
+"""Moves bytes between tensors, files and ranks, as a plan says."""

@@ -1,0 +1,77 @@
+"""What a dict looks like: the state of a model, or of an optimizer. Each one is looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.formats.stored_tensor import is_tensor
+from holdfast.formats.tree.optimizer_states import GROUPS, STATE, is_flattened
+from holdfast.formats.tree.traversal import is_extra
+from holdfast.ondisk.read_budget import ReadBudget
+
+#: Steps for an entry of a model's state.
+_ENTRY = 4
+
+
+class TreeClassifier:
+    """Answers, remembered for each dict or list of one tree; what it takes to find them is paid from ``budget``."""
+
+    def __init__(self, budget: ReadBudget) -> None:
+        self._budget = budget
+        self._tensors: dict[int, int] = {}
+        self._states: dict[int, bool] = {}
+        self._optimizers: dict[int, bool] = {}
+
+    def tensors(self, node: Any) -> int:
+        """How many tensors there are in a dict and the dicts in it, by the names of a model's state."""
+        if not isinstance(node, dict):
+            return 0
+        if id(node) not in self._tensors:
+            self._budget.spend(_ENTRY * len(node))
+            self._tensors[id(node)] = sum(
+                self.tensors(value) if _is_inner(key, value) else is_tensor(value) for key, value in node.items()
+            )
+        return self._tensors[id(node)]
+
+    def is_state(self, node: Mapping[Any, Any]) -> bool:
+        """Whether a dict has names of tensors, and nothing else but extra state."""
+        if id(node) not in self._states:
+            self._budget.spend(_ENTRY * len(node))
+            self._states[id(node)] = all(
+                self.is_state(value)
+                if _is_inner(key, value)
+                else isinstance(key, str) and (is_tensor(value) or is_extra(key) or value == {})
+                for key, value in node.items()
+            )
+        return self._states[id(node)]
+
+    def is_optimizer(self, node: Any) -> bool:
+        """Whether a tree is the state of an optimizer."""
+        if not isinstance(node, dict) or not node:
+            return False
+        if id(node) not in self._optimizers:
+            self._optimizers[id(node)] = self._is_optimizer(node)
+        return self._optimizers[id(node)]
+
+    def are_optimizers(self, node: Any) -> bool:
+        """Whether a tree is a list of states of optimizers."""
+        if not isinstance(node, list) or not node:
+            return False
+        if id(node) not in self._optimizers:
+            self._budget.spend(len(node))
+            self._optimizers[id(node)] = all(map(self.is_optimizer, node))
+        return self._optimizers[id(node)]
+
+    def _is_optimizer(self, node: Mapping[Any, Any]) -> bool:
+        groups = node.get(GROUPS)
+        if isinstance(groups, list):
+            self._budget.spend(len(groups))
+            return all(isinstance(group, dict) for group in groups) and isinstance(node.get(STATE, {}), dict)
+        self._budget.spend(len(node))
+        return is_flattened(node)
+
+
+def _is_inner(key: object, value: object) -> bool:
+    """Whether names go on inside of a value."""
+    return isinstance(value, dict) and bool(value) and not is_extra(key)

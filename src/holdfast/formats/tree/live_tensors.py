@@ -1,0 +1,58 @@
+"""What values become that a pickle had and that are neither plain nor containers: tensors, dtypes, arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import FormatError, ReadBudgetError
+from holdfast.formats.pickles import arrays
+from holdfast.formats.pickles.builtin_types import BYTES_IO, count_bytes
+from holdfast.formats.pickles.unpickler import OpaqueObject
+from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor, UnreadTensor
+from holdfast.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
+from holdfast.formats.tree.traversal import Path, show_path
+from holdfast.ondisk.read_budget import ReadBudget
+from holdfast.ondisk.values import ArrayCodec
+
+_TORCH: Mapping[type, Callable[[ArrayCodec, Any], Any]] = {
+    TorchSize: lambda codec, value: codec.decode("$size", list(value)),
+    TorchDtype: lambda codec, value: codec.decode("$dtype", value.name),
+    TorchDevice: lambda codec, value: codec.decode("$device", value.text),
+    TorchLayout: lambda _, value: value.text,
+    UnreadableTensor: lambda _, value: UnreadTensor(value.why),
+    UnreadTensor: lambda _, value: value,
+}
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """Makes them: tensors by their names in ``inside``, other objects by ``codec``, and arrays paid from ``budget``."""
+
+    codec: ArrayCodec
+    inside: Mapping[object, str]
+    budget: ReadBudget
+
+    def __call__(self, path: Path, value: Any) -> Any:
+        """See :data:`holdfast.formats.tree.traversal.Leaf`. Raises ``FormatError`` naming what nobody can make."""
+        if isinstance(value, StoredTensor):
+            return self.codec.decode("$tensor", self.inside[value.identity])
+        if type(value) in _TORCH:
+            return _TORCH[type(value)](self.codec, value)
+        if isinstance(value, OpaqueObject):
+            return self._object(path, value)
+        raise FormatError(f"{show_path(path)} holds {type(value).__name__}, which is no plain value")
+
+    def _object(self, path: Path, record: OpaqueObject) -> Any:
+        try:
+            if record.name == BYTES_IO:
+                return count_bytes(record)
+            if arrays.is_array(record):
+                self.budget.spend_memory(arrays.array_nbytes(record))
+                return arrays.make_array(record)
+        except ReadBudgetError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{show_path(path)} is {error}") from error
+        raise FormatError(f"{show_path(path)} holds {record.name}, which is no plain value")

@@ -1,0 +1,120 @@
+"""State dicts of a Lightning checkpoint that cost nothing until a hook looks into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cached_property
+from typing import Any
+
+from holdfast.formats.reader import Reader
+from holdfast.view import Checkpoint
+
+
+class LazyStateDict(MutableMapping[str, Any]):
+    """A dict that is made when it is first looked into."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _entries(self) -> dict[str, Any]:
+        made = self._make()
+        self._as_made = _containers(made)
+        return made
+
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody has looked into it."""
+        return "_entries" in self.__dict__
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything in it is another object than when it was made."""
+        return self.is_made and not _is_same(self._entries, self._as_made)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entries[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        """Copies and pickles are plain dicts."""
+        return dict, (dict(self),)
+
+
+class StoredModelState(MutableMapping[str, Any]):
+    """The model of a checkpoint. Each tensor is read when it is first asked for, as a whole and by this rank alone."""
+
+    def __init__(self, reader: Reader, values: dict[str, Any]) -> None:
+        """``values`` are the entries that are not tensors."""
+        self._checkpoint = Checkpoint(reader)
+        self._unread = {name: name for name in reader.groups.get("model", {})} | dict(reader.tied.get("model", {}))
+        self._read: dict[str, Any] = {}
+        self._entries: dict[str, Any] = {**dict.fromkeys(self._unread), **values}
+        self.is_touched = False
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The entries that lie where they were, with the names of their tensors in the checkpoint."""
+        return {name: stored for name, stored in self._unread.items() if stored not in self._read}
+
+    def __getitem__(self, name: str) -> Any:
+        self.is_touched |= name in self._entries
+        if name in self._unread:
+            stored = self._unread.pop(name)
+            if stored not in self._read:
+                self._read[stored] = self._checkpoint[f"model/{stored}"]
+            self._entries[name] = self._read[stored]
+        return self._entries[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.is_touched = True
+        self._unread.pop(name, None)
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+        self._unread.pop(name, None)
+        self.is_touched = True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def copy(self) -> dict[str, Any]:
+        """A plain dict, for which all is read."""
+        return dict(self)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        """Copies and pickles are plain dicts."""
+        return dict, (dict(self),)
+
+
+def _containers(value: Any) -> Any:
+    """A copy of the dicts and lists of a tree, with the same leaves in them."""
+    if isinstance(value, dict):
+        return {key: _containers(one) for key, one in value.items()}
+    return [_containers(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same(value[key], other[key]) for key in value)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    return value is other

@@ -1,0 +1,1 @@
+"""Loads a checkpoint: selects one, plans the reads, fills the tensors, reports the result."""

@@ -1,0 +1,1 @@
+"""Logs, events, progress bars and warnings."""

@@ -1,0 +1,133 @@
+"""The header of a safetensors file: 8 bytes of length, then JSON, then spaces up to the data.
+
+Source: the safetensors format, https://github.com/huggingface/safetensors. Its invariants are
+checked in full: tensors tile the data area, without holes or overlaps, to its last byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.ondisk import strict_json
+from holdfast.ondisk.dtypes import dtype_width
+
+#: Data starts at a multiple of this many bytes in files of ours, so that it can be moved by direct I/O.
+ALIGNMENT = 4096
+
+#: The largest header that the format allows, in bytes.
+HEADER_LIMIT = 100_000_000
+
+LENGTH_BYTES = 8
+
+#: The most dimensions of a tensor, and the most bytes: NumPy's and torch's limits.
+DIMENSIONS, LARGEST = 64, 2**63 - 1
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+
+class HeaderEntry(msgspec.Struct, frozen=True):
+    """One tensor of a file: dtype, shape, and its byte range within the data area."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """A parsed header. ``size`` is where the data area starts in the file, in bytes."""
+
+    entries: dict[str, HeaderEntry]
+    metadata: dict[str, str]
+    size: int
+
+
+def encode_header(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its data, padded to :data:`ALIGNMENT`."""
+    text = b"".join(_text(entries, metadata))
+    size = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
+    return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
+
+
+def _text(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    yield b'{"__metadata__":' + msgspec.json.encode(dict(metadata))
+    encode_json = msgspec.json.Encoder().encode
+    for name, entry in entries.items():
+        yield b"," + encode_json(name) + b":" + encode_json(entry)
+    yield b"}"
+
+
+def header_length(prefix: bytes, file_size: int, file: str) -> int:
+    """Where the data of ``file`` starts, from its first 8 bytes; checked before anything is allocated."""
+    if len(prefix) < LENGTH_BYTES:
+        raise CorruptCheckpointError(f"{file} is {file_size} bytes, too short for a safetensors file")
+    size = int.from_bytes(prefix, "little") + LENGTH_BYTES
+    if size > min(file_size, HEADER_LIMIT + LENGTH_BYTES):
+        raise CorruptCheckpointError(
+            f"the header of {file} claims {size} bytes, the file has {file_size}: it is damaged or cut short"
+        )
+    return size
+
+
+def decode_header(raw: bytes, file_size: int, file: str) -> SafetensorsHeader:
+    """Parse and check the bytes before the data of ``file``. Raises ``CorruptCheckpointError`` naming it."""
+    parsed = strict_json.parse_json(raw[LENGTH_BYTES:], f"the header of {file}")
+    try:
+        table = msgspec.convert(parsed, dict[str, Any])
+        metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, str])
+        entries = msgspec.convert(table, dict[str, HeaderEntry])
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(f"the header of {file} is damaged: {error}") from error
+    _check(entries, file_size - len(raw), file)
+    return SafetensorsHeader(entries, metadata, len(raw))
+
+
+def _check(entries: Mapping[str, HeaderEntry], data: int, file: str) -> None:
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if start != reached or stop < start:
+            raise CorruptCheckpointError(
+                f"{file}: tensor {name!r} at bytes {start} to {stop} leaves a hole or overlaps another"
+            )
+        if _nbytes(entry, name, file) != stop - start:
+            raise CorruptCheckpointError(
+                f"{file}: tensor {name!r} has {stop - start} bytes, not those of {entry.dtype} {list(entry.shape)}"
+            )
+        reached = stop
+    if reached != data:
+        raise CorruptCheckpointError(
+            f"{file}: its tensors end at byte {reached} of the data, the file at {data}: it is damaged or cut short"
+        )
+
+
+def _nbytes(entry: HeaderEntry, name: str, file: str) -> int:
+    """The bytes that a tensor of such dtype and shape has."""
+    try:
+        size = dtype_width(entry.dtype)
+    except FormatError as error:
+        raise FormatError(f"{file}: tensor {name!r}: {error}") from None
+    numel = math.prod(entry.shape)
+    # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
+    if (numel or math.prod(dim or 1 for dim in entry.shape)) * size > LARGEST:
+        raise CorruptCheckpointError(f"{file}: no tensor can have the shape {list(entry.shape)} that {name!r} has")
+    return numel * size
+
+
+def parse_json_object(text: str, what: str) -> dict[str, object]:
+    """A JSON object out of a header's metadata. Raises ``CorruptCheckpointError`` naming ``what``."""
+    value = strict_json.parse_json(text.encode(), what)
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{what} is not a JSON object")
+    return value

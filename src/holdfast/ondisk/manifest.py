@@ -1,0 +1,124 @@
+"""``manifest.json``: what a checkpoint consists of, schema-checked, its own CRC last.
+
+The manifest is the commit record: a folder with its final name has one, and it names every file
+with its size and CRC.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.ondisk import strict_json
+from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.validation import check_relative_path
+
+NAME = "manifest.json"
+VERSION = 1
+
+#: The largest integer that a manifest may have.
+LARGEST = 2**63 - 1
+
+#: The length is limited, too: in Python ``$`` also matches before a line break at the end.
+Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$", max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+
+_TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file: its size in bytes and the CRC of all of it; of a data file also those of its header."""
+
+    size: Count
+    crc64nvme: Hex64
+    header_size: Count = 0
+    header_crc64nvme: Hex64 | None = None
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """What wrote the checkpoint, as far as it says. For people; nothing depends on it."""
+
+    holdfast: str = ""
+    torch: str = ""
+    python: str = ""
+    world_size: Count = 0
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of ``manifest.json``, but for its last line, the CRC of all bytes before it.
+
+    ``sequence`` counts the saves into a run's folder, and with ``time`` (seconds since 1970) and ``id``
+    decides which checkpoint is the latest. ``run`` is drawn at the first save of a run.
+    A metric that was not finite is ``None``. Members that are not known here are passed over: what a reader must
+    know about raises the version.
+    """
+
+    format: str
+    version: int
+    tag: str
+    id: Hex64
+    run: Hex64
+    sequence: Count
+    time: float
+    step: Step | float | None
+    metrics: dict[str, float | None]
+    provenance: Provenance
+    files: dict[str, FileRecord]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files that the manifest names."""
+        return sum(record.size for record in self.files.values())
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    body = text.removesuffix(b"\n}")
+    return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
+
+
+def decode_manifest(raw: bytes, file: str) -> Manifest:
+    """Parse and check a manifest.
+
+    Raises ``FormatError`` for a newer version or another format, ``CorruptCheckpointError`` for all else.
+    """
+    table = strict_json.parse_json(raw, file)
+    tail = _TAIL.search(raw)
+    if tail is not None and crc64(raw[: tail.start()]) != int(tail[1], 16):
+        raise CorruptCheckpointError(f"{file} does not match its own CRC: it is damaged")
+    if not isinstance(table, dict):
+        raise CorruptCheckpointError(f"{file} is damaged: it is no JSON object")
+    _check_version(table.get("format"), table.get("version"), file)
+    if tail is None:
+        raise CorruptCheckpointError(f"{file} does not end in its CRC: it is damaged or cut short")
+    del table["crc64nvme"]
+    try:
+        manifest = msgspec.convert(table, Manifest)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(f"{file} is damaged: {error}") from error
+    for name in manifest.files:
+        check_relative_path(name, file)
+    return manifest
+
+
+def _check_version(form: object, version: object, file: str) -> None:
+    number = version if isinstance(version, int) else VERSION
+    if form != "holdfast" or number < 1:
+        raise FormatError(f"{file} is not a manifest of holdfast")
+    if number > VERSION:
+        raise FormatError(f"{file} is of format version {number}; this holdfast reads up to {VERSION}: update holdfast")
+
+
+def manifest_schema() -> bytes:
+    """The JSON Schema of ``manifest.json``, as it is published in the package."""
+    described = msgspec.json.schema(Manifest)
+    fields = described["$defs"]["Manifest"]
+    fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
+    fields["required"].append("crc64nvme")
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return msgspec.json.format(msgspec.json.encode(dialect | described), indent=2) + b"\n"

@@ -1,0 +1,1 @@
+"""Saves a checkpoint: checks the request, agrees on a plan, writes, commits; in the background if asked."""

@@ -1,0 +1,1 @@
+"""Models: their tensors by name, for every kind of sharding."""

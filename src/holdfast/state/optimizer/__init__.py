@@ -1,0 +1,1 @@
+"""Optimizers: their states by parameter name, and their parameter groups."""

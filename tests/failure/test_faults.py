@@ -1,0 +1,58 @@
+"""Every call to the file system goes wrong, a few of them here: the short form of ``campaigns.faults``."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from campaigns.faults import bench
+from campaigns.faults.bench import Tally
+from campaigns.faults.cases import SETTINGS, Setting
+from campaigns.kit import trial
+from holdfast.errors import StorageError
+from tests.helpers.pool import Ranks
+
+
+def tried(path: str, setting: Setting, every: int) -> Tally:
+    return bench.tried(None, Path(path) / "scratch", setting, every)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: Setting) -> None:
+    tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 149)
+    assert tally.violations == []
+    assert tally.outcomes["StorageError"] >= 1
+    assert tally.outcomes["done"] >= 5  # signals at least
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What looks at them would see it if something were wrong
+
+
+def tried_with(path: str, end: Any) -> Tally:
+    """The first fault of a load alone, and signals, where loads end otherwise than they do."""
+    alone = next(setting for setting in SETTINGS if not setting.how and setting.ranks == 1)
+    load = trial.load
+
+    def otherwise(*arguments: Any) -> int:
+        with suppress(StorageError):
+            load(*arguments)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    with mock.patch.object(trial, "load", otherwise):
+        return tried(path, alone, 10**6)
+
+
+def test_a_load_that_gives_the_older_checkpoint_for_no_reason_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    (tally,) = ranks(1, tried_with, str(tmp_path), 1)
+    assert len(tally.violations) == 6
+    assert all(one.endswith("step 1 was loaded, not the newest") for one in tally.violations)
+
+
+def test_an_error_that_does_not_say_where_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    (tally,) = ranks(1, tried_with, str(tmp_path), StorageError(5, "Input/output error"))
+    assert "the error names no path in the run: " in tally.violations[0]

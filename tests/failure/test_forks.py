@@ -1,0 +1,200 @@
+"""What a process that is forked during a save has of it: nothing."""
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+import holdfast.errors
+from holdfast.engine.io.write import write_pieces
+from holdfast.process.gc_pause import gc_paused
+from holdfast.storage.directories import DirectoryLock
+
+FORK = multiprocessing.get_context("fork")
+
+
+def run_in_fork(function: Callable[[], Any]) -> Any:
+    """What a function gives in a forked process, which has ten seconds."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=lambda: theirs.send(function()))
+    process.start()
+    try:
+        assert ours.poll(10), "the forked process hangs"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def writing_stopped() -> Iterator[threading.Event]:
+    """Writing goes on when the event is set."""
+    go_on = threading.Event()
+
+    def write(*arguments: Any) -> Any:
+        result = write_pieces(*arguments)
+        go_on.wait(30)
+        return result
+
+    with mock.patch("holdfast.save.shard_writer.write_pieces", write):
+        yield go_on
+
+
+def open_files_below(folder: Path) -> list[str]:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was open while the folder was listed only
+            links.append(str(descriptor.readlink()))
+    return [link for link in links if link.startswith(str(folder))]
+
+
+@contextmanager
+def files_open(folder: Path) -> Iterator[None]:
+    """A save whose files are open: it is in the middle of its writing."""
+    from holdfast.engine.io import write
+
+    fill, is_filling, go_on = write._fill, threading.Event(), threading.Event()
+
+    def stop(*arguments: Any) -> Any:
+        is_filling.set()
+        go_on.wait(30)
+        return fill(*arguments)
+
+    with mock.patch.object(write, "_fill", stop):
+        holdfast.save_checkpoint(folder, "s", {"w": torch.ones(2**20)}, async_save=True)
+        assert is_filling.wait(10)
+        try:
+            yield
+        finally:
+            go_on.set()
+            holdfast.finalize()
+
+
+def test_a_forked_worker_has_no_file_of_the_save_open(tmp_path: Path) -> None:
+    with files_open(tmp_path):
+        assert open_files_below(tmp_path)
+        assert run_in_fork(lambda: open_files_below(tmp_path)) == []
+        assert open_files_below(tmp_path)
+    assert holdfast.open(tmp_path)["model/w"].sum() == 2**20
+
+
+def test_a_forked_worker_does_not_hold_the_lock_and_does_not_release_it(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    pause = FORK.Event()
+    worker = FORK.Process(target=pause.wait, args=(30,))
+    worker.start()
+    try:
+        with pytest.raises(BlockingIOError):
+            DirectoryLock(tmp_path)
+        lock.close()
+        DirectoryLock(tmp_path).close()
+    finally:
+        pause.set()
+        worker.join()
+
+
+def test_a_lock_is_released_though_another_process_has_its_descriptor(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    copy = os.dup(lock._fd)  # as a process that is started by other means than Python's may have
+    lock.close()
+    DirectoryLock(tmp_path).close()
+    os.close(copy)
+
+
+def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_waiting(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    from holdfast.engine.io import staging
+
+    copy, is_copying, go_on = staging._copy, threading.Event(), threading.Event()
+
+    def stop(*arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_copying.set()
+            go_on.wait(30)
+        copy(*arguments)
+
+    def step() -> str:
+        own = torch.nn.Linear(2, 2)
+        own(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
+        holdfast.finalize()
+        return "stepped"
+
+    with mock.patch.object(staging, "_copy", stop):
+        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        assert is_copying.wait(10)
+        try:
+            assert run_in_fork(step) == "stepped"
+        finally:
+            go_on.set()
+    holdfast.finalize()
+    assert holdfast.has_checkpoint(tmp_path)
+
+
+def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", async_save=True)
+
+    def save() -> list[str]:
+        checkpointer.save("forked", {"w": torch.zeros(3)}).wait()
+        return [info.tag for info in checkpointer.list()]
+
+    with writing_stopped() as go_on:
+        checkpointer.save("own", {"w": torch.ones(3)})
+        time.sleep(0.1)
+        with mock.patch("holdfast.save.shard_writer.write_pieces", write_pieces):
+            assert run_in_fork(save) == ["forked"]
+        go_on.set()
+        checkpointer.finalize()
+    assert sorted(info.tag for info in checkpointer.list()) == ["forked", "own"]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_process_that_a_listener_forks_and_ends_leaves_the_save_alone(tmp_path: Path, mode: str) -> None:
+    code = """
+import os, sys, torch, holdfast
+forked = []
+def listen(event):
+    if not forked and isinstance(event, holdfast.Progress):
+        forked.append(os.fork())
+        if not forked[0]:
+            sys.exit(0)  # which unwinds the save
+        os.waitpid(forked[0], 0)
+state, in_background = {"w": torch.ones(100)}, sys.argv[2] == "asynchronous"
+holdfast.save_checkpoint(sys.argv[1], "s", state, on_event=listen, async_save=in_background)
+holdfast.finalize()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path), mode]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert job.returncode == 0, job.stderr
+    assert holdfast.open(tmp_path)["model/w"].sum() == 100
+
+
+def test_a_forked_process_cannot_wait_for_the_save_and_collects_garbage_again(tmp_path: Path) -> None:
+    def look() -> tuple[str, bool]:
+        try:
+            handle.wait()
+        except holdfast.errors.StateError as error:
+            return str(error), gc.isenabled()
+        return "", gc.isenabled()
+
+    with writing_stopped() as go_on:
+        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, async_save=True)
+        with gc_paused():
+            message, collects = run_in_fork(look)
+        go_on.set()
+        handle.wait()
+    assert "goes on in the process that this one was forked from" in message
+    assert collects

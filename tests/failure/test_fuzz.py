@@ -1,0 +1,53 @@
+"""A short form of ``python -m campaigns.fuzz``: changed checkpoints are read, or refused by errors of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from campaigns.fuzz.campaign import Fuzzer
+from campaigns.fuzz.judge import Judge
+from holdfast.errors import CorruptCheckpointError
+
+
+def test_changed_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
+    fuzzer = Fuzzer(tmp_path, seed=1)
+    cases = [violation for _, violation in islice(fuzzer.cases(first=0), 1500)]
+    assert [violation for violation in cases if violation] == []
+    assert min(fuzzer.judge.read, fuzzer.judge.refused) > 100
+
+
+def test_what_is_changed_is_sound_before(tmp_path: Path) -> None:
+    """But for what would run code."""
+    fuzzer = Fuzzer(tmp_path, seed=1)
+    assert [fuzzer.judge.problem(path) for path in fuzzer.sound.values()] == [None] * len(fuzzer.sound)
+    assert (fuzzer.judge.read, fuzzer.judge.refused) == (len(fuzzer.sound) - 1, 1)
+
+
+def fail(error: BaseException) -> Callable[[Path], None]:
+    return mock.Mock(side_effect=error)
+
+
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (fail(KeyError("x")), "KeyError"),
+        (fail(MemoryError()), "MemoryError"),
+        (fail(CorruptCheckpointError("something is damaged")), "does not name the file"),
+        (fail(CorruptCheckpointError("c.pt in case is damaged")), None),
+        (lambda _: os.system("true"), "code was run: os.system"),  # noqa: S605
+        (lambda _: bytearray(2**31), "MemoryError"),
+        (lambda _: None, None),
+    ],
+)
+def test_what_the_campaign_calls_wrong(use: Any, problem: str | None) -> None:
+    with mock.patch("campaigns.fuzz.judge._use", use):
+        found = Judge().problem(Path("/case/c.pt"))
+    assert (found is None) == (problem is None)
+    assert (problem or "") in (found or "")

@@ -1,0 +1,102 @@
+"""How the processes of a job end: the exit status tells the truth, whatever they did last."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from campaigns.exit_status import ENDINGS, Ending, run_job
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+def test_the_exit_status_of_torchrun_tells_how_a_job_has_ended(ending: Ending) -> None:
+    assert not run_job(ending).violation
+
+
+def test_a_failure_that_nobody_asked_for_is_logged_and_is_the_exit_status(tmp_path: Path) -> None:
+    code = """
+import atexit, logging, sys, torch, holdfast, holdfast.save.shard_writer
+from holdfast.errors import StorageError
+def fail(*_):
+    raise StorageError(28, "the disk is full")
+holdfast.save.shard_writer.write_pieces = fail
+print("this is flushed", end="")
+holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True)
+atexit.register(lambda: print(", and this is called", end=""))
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert job.returncode == 1
+    assert job.stdout == "this is flushed, and this is called"
+    assert "the exit status is 1" in job.stderr
+    assert "the disk is full" in job.stderr
+
+
+SPAWNED = """
+import sys, torch, torch.multiprocessing as mp, torch.distributed as dist
+import holdfast, holdfast.save.shard_writer
+from holdfast.errors import StorageError
+def rank(number, path, port):
+    store = dist.TCPStore("127.0.0.1", port, 2, number == 0)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    holdfast.save_checkpoint(path, "a", {"w": torch.ones(4)})
+    holdfast.load_checkpoint(path, model={"w": torch.ones(4)})
+    if sys.argv[3] == "fail":
+        def fail(*_):
+            raise StorageError(28, "the disk is full")
+        holdfast.save.shard_writer.write_pieces = fail
+    holdfast.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
+if __name__ == "__main__":
+    mp.spawn(rank, (sys.argv[1], int(sys.argv[2])), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("outcome", ["succeed", "fail"])
+def test_spawned_ranks_commit_their_last_save_or_fail(tmp_path: Path, outcome: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    command = [sys.executable, str(script), str(tmp_path / "run"), str(port), outcome]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (job.returncode == 0) == (outcome == "succeed"), job.stderr
+    assert (tmp_path / "run/b").is_dir() == (outcome == "succeed")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "sys.stderr.close()",
+        "sys.stdout.close(); sys.stderr.close()",
+        "logging.getLogger('holdfast').addHandler(type('Broken', (logging.Handler,), {'emit': lambda *_: 1 / 0})())",
+        "logging.shutdown()",
+    ],
+)
+def test_an_unreported_failure_is_the_exit_status_whatever_became_of_the_log(tmp_path: Path, odd: str) -> None:
+    code = f"""
+import logging, sys, torch, holdfast, holdfast.save.shard_writer
+from holdfast.errors import StorageError
+def fail(*_):
+    raise StorageError(28, "the disk is full")
+holdfast.save.shard_writer.write_pieces = fail
+handle = holdfast.save_checkpoint(sys.argv[1], "s", {{"w": torch.ones(1)}}, async_save=True)
+while not handle.done():
+    pass
+{odd}
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+
+
+def test_a_save_in_an_early_function_of_atexit_is_committed(tmp_path: Path) -> None:
+    code = """
+import atexit, sys
+atexit.register(lambda: holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True))
+import torch, holdfast, holdfast.api
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True)
+    assert (tmp_path / "run/s/manifest.json").is_file()

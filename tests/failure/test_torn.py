@@ -1,0 +1,52 @@
+"""What changes right after an asynchronous save was begun is not in it: the short form of ``campaigns.torn``."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from campaigns.torn.layouts import LAYOUTS
+from campaigns.torn.subject import Subject
+from holdfast.engine.io.staging import StagedTensors
+from holdfast.engine.io.tensor_bytes import TensorBytes
+from tests.helpers.pool import Ranks
+
+ALONE = [layout for layout, made in LAYOUTS.items() if made.ranks == 1]
+
+
+def torn(path: str, layout: str, staging: str, number: int) -> list[str]:
+    run = Subject(layout)
+    return [name for step in range(number) for name in run.save_and_change(Path(path), step, staging)]
+
+
+@pytest.mark.parametrize("staging", ["eager", "overlapped"])
+@pytest.mark.parametrize("layout", ALONE)
+def test_everything_may_change_when_the_call_returns(tmp_path: Path, layout: str, staging: str) -> None:
+    assert torn(str(tmp_path), layout, staging, 8) == []
+
+
+@pytest.mark.parametrize("staging", ["eager", "overlapped"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ALONE])
+def test_on_ranks_too(ranks: Ranks, tmp_path: Path, layout: str, staging: str) -> None:
+    size = LAYOUTS[layout].ranks
+    assert ranks(size, torn, str(tmp_path), layout, staging, 8) == [[]] * size
+
+
+def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
+    """The campaign can fail."""
+
+    def no_copy(plan: Any, part_of: Any, *_: object) -> StagedTensors:
+        class Live(StagedTensors):
+            def part_of(self, tensor: int) -> TensorBytes:
+                return part_of(tensor)
+
+        parts = {piece.tensor: part_of(piece.tensor) for piece in plan.pieces}
+        part_of = parts.__getitem__
+        return Live(plan.pieces, np.empty(0, np.uint8), (), part_of)
+
+    with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
+        found = torn(str(tmp_path), "plain", "eager", 8)
+    assert any("model/" in name for name in found)
+    assert any("optimizer/" in name for name in found)

@@ -1,0 +1,189 @@
+"""Checkpoints of holdfast and of ``torch.distributed.checkpoint``, each loaded by the other, in any layout.
+
+What a state is, names tell (``tests/helpers/zoo.py``); what a run holds after a load, torch's own gathering of states tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from tests.helpers import zoo
+from tests.helpers.zoo import WIDTH, Zoo, assign, blank, clean, fill, mesh, parallel, shard, value
+
+Kind = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.125),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.125, momentum=0.5),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.125),
+}
+
+#: Numbers of ranks for each layout.
+SIZES = {
+    "plain": (1,),
+    "ddp": (1, 2, 3, 4),
+    "fsdp1": (1, 2, 3, 4),
+    "fsdp": (1, 2, 3, 4),
+    "hsdp": (2, 4),
+    "tp": (1, 2, 3, 4),
+    "fsdp_tp": (2, 4),
+}
+
+
+class Case(NamedTuple):
+    layout: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.layout}{self.ranks}"
+
+
+CASES = [Case(layout, n) for layout, sizes in SIZES.items() for n in sizes]
+
+
+class Net(zoo.Net):
+    """Each rank has a part of each parameter: where one has none, torch's FSDP1 loads nothing by DCP.
+
+    It says "Missing key in checkpoint state_dict: optim.param_groups." then, also of what it has saved itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.frozen = nn.Parameter(torch.ones(WIDTH, 3), requires_grad=False)
+
+
+def fsdp1() -> nn.Module:
+    model = Net()
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def hsdp() -> nn.Module:
+    return shard(Net(), mesh(2, dist.get_world_size() // 2, names=("replicate", "shard")))
+
+
+def fsdp_tp() -> nn.Module:
+    both = mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    return shard(parallel(Net(), both["tp"]), both["dp"])
+
+
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "ddp": lambda: DistributedDataParallel(Net()),
+    "fsdp1": fsdp1,
+    "fsdp": lambda: shard(Net()),
+    "hsdp": hsdp,
+    "tp": lambda: parallel(Net(), mesh(dist.get_world_size(), names=("tp",))),
+    "fsdp_tp": fsdp_tp,
+}
+
+#: FSDP1 has flat parameters, so which of them are matrices is told by names.
+MATRICES = {name for name, parameter in Net().named_parameters() if parameter.ndim > 1}
+
+
+def build(layout: str, kind: str) -> Zoo:
+    """A run in a layout, with two groups of parameters."""
+    model = LAYOUTS[layout]()
+    trained = {clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decay = [parameter for name, parameter in trained.items() if name in MATRICES]
+    rest = [parameter for name, parameter in trained.items() if name not in MATRICES]
+    optimizer = OPTIMIZERS[kind]([{"params": decay}, {"params": rest, "weight_decay": 0.0}])
+    return Zoo(model, optimizer, [model], [optimizer])
+
+
+def filled(run: Zoo, kind: str) -> Zoo:
+    """With the state that names tell."""
+    fill(run)
+    if kind == "sgd":
+        run.optimizer.state.clear()
+    if kind == "momentum":
+        names = {id(parameter): clean(name) for name, parameter in run.model.named_parameters()}
+        for parameter in list(run.optimizer.state):
+            buffer = torch.zeros_like(parameter, requires_grad=False)
+            whole = value(f"optimizer/{names[id(parameter)]}/momentum_buffer", parameter.shape, torch.float32)
+            assign(buffer, whole)
+            run.optimizer.state[parameter] = {"momentum_buffer": buffer}
+    return run
+
+
+def oracle(kind: str) -> dict[str, Any]:
+    return states(filled(build("plain", kind), kind), whole=True)
+
+
+def states(run: Zoo, *, whole: bool) -> dict[str, Any]:
+    model, optim = get_state_dict(run.model, run.optimizer, options=StateDictOptions(full_state_dict=whole))
+    return {"model": model, "optim": optim}
+
+
+def check(run: Zoo, kind: str) -> None:
+    """A run holds what names tell, to the bit."""
+    found, expected = states(run, whole=True), oracle(kind)
+    assert equal(found["model"], expected["model"])
+    assert equal(found["optim"]["state"], expected["optim"]["state"])
+    for mine, theirs in zip(found["optim"]["param_groups"], expected["optim"]["param_groups"], strict=True):
+        assert {**mine, "params": sorted(mine["params"])} == {**theirs, "params": sorted(theirs["params"])}
+
+
+def equal(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(equal(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    return bool(mine == theirs)
+
+
+def write_ours(path: str, layout: str, kind: str, seed: str) -> None:
+    """A run of this layout saves by holdfast; FSDP1's is filled by a load of what a single process saved."""
+    run = start(layout, kind, seed)
+    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"step": 3, "loss": torch.tensor(0.5)})
+
+
+def write_theirs(path: str, layout: str, kind: str, seed: str) -> None:
+    """The same by torch."""
+    run = start(layout, kind, seed)
+    dcp.save({**states(run, whole=False), "step": 3, "loss": torch.tensor(0.5)}, checkpoint_id=path)
+
+
+def start(layout: str, kind: str, seed: str) -> Zoo:
+    run = build(layout, kind)
+    if layout != "fsdp1":
+        return filled(run, kind)
+    holdfast.load_checkpoint(seed, model=run.model, optimizer=run.optimizer)
+    return run
+
+
+def write_seed(path: str, kind: str) -> None:
+    run = filled(build("plain", kind), kind)
+    holdfast.save_checkpoint(path, "seed", run.model, run.optimizer)
+
+
+def load_ours(path: str, layout: str, kind: str) -> None:
+    """holdfast loads into this layout."""
+    run = blank(build(layout, kind))
+    content = holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
+    assert equal(content, {"step": 3, "loss": torch.tensor(0.5)})
+    check(run, kind)
+
+
+def load_theirs(path: str, layout: str, kind: str) -> None:
+    """The same by torch."""
+    run = blank(build(layout, kind))
+    found = {**states(run, whole=False), "step": 0, "loss": torch.tensor(0.0)}
+    dcp.load(found, checkpoint_id=path)
+    assert equal({key: found[key] for key in ("step", "loss")}, {"step": 3, "loss": torch.tensor(0.5)})
+    optim = found["optim"] if found["optim"].get("state") or kind != "sgd" else {**found["optim"], "state": {}}
+    set_state_dict(run.model, run.optimizer, model_state_dict=found["model"], optim_state_dict=optim)
+    check(run, kind)

@@ -1,0 +1,123 @@
+"""A pool of ranks that starts once for a test session.
+
+Starting Python and torch costs seconds; a rank that is there already joins a process group of any size
+in milliseconds. Each task gets a fresh gloo group over a prefix of one store that the parent serves.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import random
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from campaigns.kit.forks import CONTEXT
+from holdfast import api
+from holdfast.components import api as components_api
+from holdfast.components.background import PendingSaves
+from holdfast.save.background import background_saves
+
+TIMEOUT = 120.0
+
+
+class Ranks:
+    """Runs functions on 1 to n ranks."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._tasks = itertools.count()
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(*args)`` returns on each rank. The first error is raised."""
+        results = self.outcomes(world_size, function, *args)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise AssertionError(f"rank {rank} of {world_size} raised") from result
+        return results
+
+    def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same, but errors are returned in place of results."""
+        self._grow(world_size)
+        task = f"task{next(self._tasks)}"
+        for rank in range(world_size):
+            self._workers[rank][1].send((task, rank, world_size, function, args))
+        results = []
+        for process, pipe in self._workers[:world_size]:
+            if not pipe.poll(TIMEOUT):
+                self.close()
+                raise TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")
+            results.append(pipe.recv())
+        return results
+
+    def _grow(self, size: int) -> None:
+        while len(self._workers) < size:
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_serve, args=(theirs, self._store.port), name=f"rank {len(self._workers)}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(10)
+            process.kill()
+        self._workers = []
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # or each collection goes through all that torch consists of
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            task, rank, world_size, function, args = pipe.recv()
+        except EOFError:
+            return
+        dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
+        result = _run(function, args)
+        # The default instances would keep the group, and each group has threads that wake up all the time.
+        api._defaults.clear()
+        while background_saves._flights:
+            with suppress(Exception):  # that of a save which the task did not wait for
+                api.finalize()
+        components_api.saves = PendingSaves()
+        gc.collect()
+        gc.freeze()  # what is left are modules, which the task has imported
+        # A group that one rank leaves while another still connects to it takes that one down.
+        dist.barrier()
+        pipe.send(result)
+        dist.destroy_process_group()
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+    try:
+        return _portable(function(*args))
+    except BaseException as error:  # noqa: BLE001 - handed to the test
+        error.add_note("".join(traceback.format_exception(error)))
+        return _portable(error)
+
+
+def _portable(result: Any) -> Any:
+    try:
+        pickle.loads(pickle.dumps(result))  # noqa: S301
+    except Exception as error:  # noqa: BLE001
+        return RuntimeError(f"cannot be sent to the test: {result!r} ({error})")
+    return result

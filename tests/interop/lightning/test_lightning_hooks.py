@@ -1,0 +1,427 @@
+"""What hooks and callbacks make of a checkpoint's dict is saved and loaded, as Lightning's own strategies do it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import InvalidArgumentError, MismatchError
+from tests.helpers.pool import Ranks
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch import strategies as theirs  # noqa: E402
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
+
+import holdfast.lightning as ours  # noqa: E402
+from tests.interop.lightning.test_lightning import Module, checkpoints, data, environment, strategy, trainer  # noqa: E402
+
+Hook = Callable[[dict[str, Any]], None]
+
+#: What the oracle saves and loads with, and what is tried.
+STRATEGIES = {
+    "theirs": lambda: theirs.SingleDeviceStrategy(torch.device("cpu")),
+    "native": lambda: ours.SingleDeviceStrategy(torch.device("cpu")),
+    "lightning": lambda: ours.SingleDeviceStrategy(torch.device("cpu"), checkpoint_format="lightning"),
+}
+
+
+class Hooked(Module):
+    """A module with the hooks it is given. Its weights differ from run to run, so that nothing is right by itself."""
+
+    def __init__(self, saving: Hook | None = None, loading: Hook | None = None, seed: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(seed)
+        for parameter in self.net.parameters():
+            nn.init.normal_(parameter)
+        self.saving, self.loading = saving, loading
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.saving is not None:
+            self.saving(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.loading is not None:
+            self.loading(checkpoint)
+
+
+def run(folder: Path, kind: str, steps: int, callbacks: list[Callback] | None = None) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=STRATEGIES[kind](),
+        plugins=[LightningEnvironment()],
+        max_steps=steps,
+        default_root_dir=folder,
+        callbacks=callbacks or [],
+        logger=False,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks or ()),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
+def saved(folder: Path, kind: str, hook: Hook | None = None, steps: int = 2) -> Path:
+    path = folder / f"{kind}.ckpt"
+    trained = run(folder, kind, steps)
+    trained.fit(Hooked(hook), data())
+    trained.save_checkpoint(path)
+    return path
+
+
+def loaded(path: Path, kind: str, hook: Hook | None = None, steps: int = 2, **options: Any) -> dict[str, Any]:
+    """All that a fit from a checkpoint has at the end, by name."""
+    module = Hooked(loading=hook, seed=5)
+    for name, value in options.items():
+        setattr(module, name, value)
+    resumed = run(path.parent, kind, steps)
+    resumed.fit(module, data(), ckpt_path=str(path))
+    optimizer = resumed.optimizers[0]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    moments = {(names[id(p)], key): value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {**module.state_dict(), **moments, "lr": optimizer.param_groups[0]["lr"], "step": resumed.global_step}
+
+
+def assert_equal(left: dict[Any, Any], right: dict[Any, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=0, atol=0, msg=str(name))
+
+
+def doubled(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"] = {name: value * 2 for name, value in checkpoint["state_dict"].items()}
+
+
+def one_replaced(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["net.3.bias"] = torch.full((3,), 7.0)
+
+
+def one_changed_in_place(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["net.3.bias"][1] = 9.0
+
+
+def swapped(checkpoint: dict[str, Any]) -> None:
+    state = checkpoint["state_dict"]
+    state["net.1.weight"], state["net.1.bias"] = state.pop("net.1.bias"), state.pop("net.1.weight")
+
+
+def only_looked_at(checkpoint: dict[str, Any]) -> None:
+    assert {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}["net.3.bias"] == (3,)
+    assert "net.3.bias" in checkpoint["state_dict"]
+    assert "net.9.bias" not in checkpoint["state_dict"]
+    assert len(checkpoint["state_dict"]) == len(list(checkpoint["state_dict"]))
+
+
+def other_dtype(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["net.3.bias"] = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64)
+
+
+def no_optimizer(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = []
+
+
+def other_rate(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.25
+    checkpoint["lr_schedulers"] = []
+
+
+def no_moments(checkpoint: dict[str, Any]) -> None:
+    for state in checkpoint["optimizer_states"][0]["state"].values():
+        state["exp_avg"].zero_()
+
+
+CHANGES = [doubled, one_replaced, swapped, only_looked_at, other_dtype, no_optimizer]
+
+
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+@pytest.mark.parametrize("hook", CHANGES)
+def test_what_a_hook_makes_of_it_is_saved(tmp_path: Path, kind: str, hook: Hook) -> None:
+    expected = torch.load(saved(tmp_path, "theirs", hook), weights_only=False)
+    path = saved(tmp_path, kind, hook)
+    found = holdfast.open(path)
+    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    assert_equal(model, expected["state_dict"])
+    assert_equal(loaded(path, kind), loaded(tmp_path / "theirs.ckpt", "theirs"))
+
+
+@pytest.mark.parametrize("source", ["native", "theirs"])
+@pytest.mark.parametrize("hook", [*CHANGES, one_changed_in_place, other_rate, no_moments])
+def test_what_a_hook_makes_of_it_is_loaded(tmp_path: Path, source: str, hook: Hook) -> None:
+    path, expected = saved(tmp_path, source), saved(tmp_path, "theirs")
+    assert_equal(loaded(path, "native", hook, steps=3), loaded(expected, "theirs", hook, steps=3))
+
+
+def test_an_entry_that_was_not_asked_for_is_not_read(tmp_path: Path) -> None:
+    """What hooks leave alone goes from the file into the model, and is not read on the way."""
+    seen = []
+
+    def hook(checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["net.3.bias"]
+        checkpoint["state_dict"]["net.3.bias"] = torch.zeros(3)
+        seen.append(dict(checkpoint["state_dict"].unread))
+
+    loaded(saved(tmp_path, "native"), "native", hook)
+    assert "net.0.weight" in seen[0]
+    assert "net.3.bias" not in seen[0]
+
+
+def without_head(checkpoint: dict[str, Any]) -> None:
+    for name in [name for name in checkpoint["state_dict"] if name.startswith("net.3")]:
+        checkpoint["state_dict"].pop(name)
+
+
+def more(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["teacher.weight"] = torch.ones(2)
+
+
+@pytest.mark.parametrize("hook", [without_head, more])
+@pytest.mark.parametrize("where", ["saving", "loading"])
+def test_names_must_match_unless_the_module_says_otherwise(tmp_path: Path, hook: Hook, where: str) -> None:
+    hooks = {"saving": (hook, None), "loading": (None, hook)}[where]
+    expected, path = saved(tmp_path, "theirs", hooks[0]), saved(tmp_path, "native", hooks[0])
+    with pytest.raises(RuntimeError, match=r"Missing|Unexpected"):
+        loaded(expected, "theirs", hooks[1])
+    with pytest.raises(MismatchError, match=r"net\.3|teacher"):
+        loaded(path, "native", hooks[1])
+    free = {"strict_loading": False}
+    assert_equal(loaded(path, "native", hooks[1], **free), loaded(expected, "theirs", hooks[1], **free))
+
+
+def test_a_frozen_teacher_is_dropped_and_put_back(tmp_path: Path) -> None:
+    def put_back(checkpoint: dict[str, Any]) -> None:
+        assert "net.3.bias" not in checkpoint["state_dict"]
+        checkpoint["state_dict"]["net.3.weight"] = torch.ones(3, 7)
+        checkpoint["state_dict"]["net.3.bias"] = torch.ones(3)
+
+    path, expected = saved(tmp_path, "native", without_head), saved(tmp_path, "theirs", without_head)
+    assert not [name for name in holdfast.open(path) if name.startswith("model/net.3")]
+    assert_equal(loaded(path, "native", put_back), loaded(expected, "theirs", put_back))
+
+
+class Resizing(Hooked):
+    """Takes in a buffer of any size, which no load in place could."""
+
+    def __init__(self, saving: Hook | None = None, loading: Hook | None = None, seed: int = 1) -> None:
+        super().__init__(saving, loading, seed)
+        self.register_buffer("seen", torch.arange(3 if seed == 1 else 0))
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        self.seen = torch.empty_like(state_dict["seen"])
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+def test_a_module_that_loads_by_itself_does_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("tests.interop.lightning.test_lightning_hooks.Hooked", Resizing)
+    path, expected = saved(tmp_path, kind), saved(tmp_path, "theirs")
+    found = loaded(path, kind, steps=3)
+    assert found["seen"].tolist() == [0, 1, 2]
+    assert_equal(found, loaded(expected, "theirs", steps=3))
+
+
+def other_state(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["state"] = {}
+
+
+def test_other_optimizer_states_cannot_be_saved_natively(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="optimizer_states"):
+        saved(tmp_path, "native", other_state)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+def test_averages_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
+    """The file has the average as the model, and the model that is trained beside it; both are resumed."""
+
+    def fit(name: str, steps: int, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
+        keep = ModelCheckpoint(tmp_path / name, filename="at", every_n_train_steps=2, save_top_k=-1)
+        module = Hooked()
+        run(tmp_path, name, steps, [EMAWeightAveraging(decay=0.5), keep]).fit(module, data(), ckpt_path=ckpt_path)
+        return dict(module.state_dict())
+
+    fit("theirs", 2)
+    fit(kind, 2)
+    expected = torch.load(tmp_path / "theirs/at.ckpt", weights_only=False)
+    found = holdfast.open(tmp_path / kind / "at.ckpt")
+    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    assert_equal(model, expected["state_dict"])
+    content = found.values["user_content"]
+    assert_equal(content["current_model_state"], dict(expected["current_model_state"]))
+    assert_equal(content["averaging_state"], expected["averaging_state"])
+    resumed = fit(kind, 4, str(tmp_path / kind / "at.ckpt"))
+    assert_equal(resumed, fit("theirs", 4, str(tmp_path / "theirs/at.ckpt")))
+    assert not torch.equal(resumed["net.3.bias"], model["net.3.bias"])
+
+
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+def test_hooks_come_when_lightnings_own_strategies_call_them(tmp_path: Path, kind: str) -> None:
+    def order(name: str) -> list[str]:
+        calls = []
+
+        class Told(Hooked):
+            def configure_optimizers(self) -> Any:
+                calls.append("configure_optimizers")
+                return super().configure_optimizers()
+
+            def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                calls.append(f"on_load_checkpoint {sorted(checkpoint)}")
+
+            def on_fit_start(self) -> None:
+                calls.append("on_fit_start")
+
+        path = saved(tmp_path, name)
+        run(tmp_path, name, 3).fit(Told(), data(), ckpt_path=str(path))
+        return calls
+
+    assert order(kind) == order("theirs")
+
+
+def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -> dict[str, torch.Tensor]:
+    """Saved after two steps under one hook, and loaded under another one into a model of other values."""
+    sharding = "fsdp2" if layout == "fsdp2" else "plain"
+    with environment():
+        first = trainer(folder, layout, 2, [])
+        first.fit(Hooked(hook, layout=sharding), data())
+        first.save_checkpoint(f"{folder}/a.ckpt")
+        module = Hooked(loading=loading, layout=sharding, seed=5)
+        again = trainer(folder, layout, 2, [])
+        again.fit(module, data(), ckpt_path=f"{folder}/a.ckpt")
+        again.save_checkpoint(f"{folder}/b.ckpt")
+    return {name: holdfast.open(f"{folder}/b.ckpt")[name] for name in holdfast.open(f"{folder}/b.ckpt")}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_hooks_see_sharded_models_and_what_they_make_of_them_counts(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    plain = ranks(1, sharded, str(tmp_path / "plain"), "plain", doubled, one_replaced)[0]
+    found = ranks(2, sharded, str(tmp_path / layout), layout, doubled, one_replaced)[0]
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        if not name.startswith("ranks/"):
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+
+
+def test_fsdp1_loads_what_hooks_make_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, sharded, str(tmp_path), "fsdp1", None, one_replaced)[0]
+    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+
+
+def refused(folder: str) -> None:
+    with environment():
+        run = trainer(folder, "fsdp1", 1, [])
+        run.fit(Hooked(more), data())
+        run.save_checkpoint(f"{folder}/a.ckpt")
+
+
+def test_fsdp1_refuses_to_save_another_state_dict(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.outcomes(2, refused, str(tmp_path)):
+        assert isinstance(error, InvalidArgumentError)
+        assert "ModelParallelStrategy" in str(error)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("states", [[], {}])
+def test_weights_that_were_handed_on_without_states_are_trained_on(tmp_path: Path, states: Any) -> None:
+    path = saved(tmp_path, "theirs")
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "optimizer_states": states, "lr_schedulers": []}, path)
+    assert_equal(loaded(path, "native", steps=3), loaded(path, "theirs", steps=3))
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "memory://run"])
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+def test_addresses_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = STRATEGIES[kind]()
+    for call in (
+        lambda: chosen.save_checkpoint({}, f"{address}/a.ckpt"),
+        lambda: chosen.load_checkpoint(f"{address}/a.ckpt"),
+        lambda: chosen.remove_checkpoint(f"{address}/a.ckpt"),
+    ):
+        with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["native", "lightning"])
+def test_a_folder_that_is_an_address_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With ``s3://`` Lightning itself asks for a package of its own first."""
+    monkeypatch.chdir(tmp_path)
+    trained = run(tmp_path, kind, 2, [ModelCheckpoint("memory://run", every_n_train_steps=1)])
+    with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
+        trained.fit(Hooked(), data())
+    assert trained.global_step == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+class Sized(Module):
+    def __init__(self, width: int = 7, names: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.extra = nn.Linear(width, 1)
+        self.seen: list[str] = list(names)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen += sorted(checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("kind", ["native", "theirs"])
+def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    module, path = Sized(5, ("a",)), tmp_path / "a.ckpt"
+    trained = run(tmp_path, kind, 2)
+    trained.fit(module, data())
+    trained.save_checkpoint(path)
+    found = ours.load_from_checkpoint(Sized, path)
+    assert type(found) is Sized
+    assert_equal(found.state_dict(), module.state_dict())
+    assert found.hparams == module.hparams
+    assert found.seen == ["a", *sorted(module.state_dict())]
+    other = ours.load_from_checkpoint(Sized, path, names=("b",), map_location="cpu", strict=True)
+    assert other.seen[0] == "b"
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ours.load_from_checkpoint(Sized, path, width=6)
+
+
+def test_of_several_ranks_any_may_look(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, sharded, str(tmp_path), "ddp", None, looked_at_on_rank_0)[0]
+    assert found["model/net.3.bias"].shape == (3,)
+
+
+def on_rank_0(checkpoint: dict[str, Any]) -> None:
+    if torch.distributed.get_rank() == 0:
+        doubled(checkpoint)
+
+
+def test_hooks_may_run_on_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Where ranks hold the same, Lightning writes what rank 0 has."""
+    found = ranks(2, sharded, str(tmp_path / "one"), "ddp", on_rank_0, None)[0]
+    expected = ranks(2, sharded, str(tmp_path / "all"), "ddp", doubled, None)[0]
+    assert_equal(found, expected)
+
+
+def test_a_dump_that_was_not_saved_does_not_count(tmp_path: Path) -> None:
+    trained = run(tmp_path, "native", 2)
+    trained.fit(Hooked(), data())
+    trained._checkpoint_connector.dump_checkpoint(weights_only=False)
+    trained.save_checkpoint(tmp_path / "a.ckpt")
+    assert [name for name in holdfast.open(tmp_path / "a.ckpt") if name.startswith("optimizer/")]
+
+
+def looked_at_on_rank_0(checkpoint: dict[str, Any]) -> None:
+    if torch.distributed.get_rank() == 0:
+        assert checkpoint["state_dict"]["net.3.bias"].isfinite().all()
+        assert checkpoint["optimizer_states"][0]["param_groups"]
+
+
+def test_strategies_of_all_layouts_take_no_address() -> None:
+    for layout in ("plain", "ddp", "fsdp1"):
+        with pytest.raises(InvalidArgumentError, match="object stores"):
+            strategy(layout).load_checkpoint("memory://a")

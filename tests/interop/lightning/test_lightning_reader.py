@@ -1,0 +1,159 @@
+"""Folders and files that Lightning 2.6.6 wrote, resumed without it on other numbers of ranks and in other layouts.
+
+``tests/interop/lightning/lightning.tar.xz`` has one of each kind; where Lightning is installed, it also writes them anew. What is in them
+is told by torch's own readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import holdfast
+from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
+from tests.helpers.lightning_net import build, contents
+from tests.helpers.pool import Ranks
+from tests.interop.torch.test_torch_files import assert_light, run, same
+from tests.unit.formats.test_pickles import EVIL
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+KINDS = {
+    "single": ["adamw"],
+    "ddp": ["adamw"],
+    "fsdp": ["adamw", "sgd"],
+    "fsdp2": ["adamw", "sgd"],
+    "fsdp2-full": ["adamw"],
+    "tp": ["adamw"],
+    "fabric": ["adamw"],
+}
+CASES = [(kind, optimizer) for kind, optimizers in KINDS.items() for optimizer in optimizers]
+READERS = [("plain", 1), ("ddp", 2), ("fsdp", 3), ("tp", 2)]
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lightning")
+    with tarfile.open(Path(__file__).parent / "lightning.tar.xz") as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+def expected(path: Path, scratch: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Tensors by FQN and state, and the groups of the optimizer, as torch reads them."""
+    if path.is_dir():
+        dcp_to_torch_save(path, scratch / "whole.pt")
+        found = torch.load(scratch / "whole.pt", weights_only=False)
+        optimizer = found.get("optimizer_0", found.get("opt"))
+    else:
+        found = torch.load(path, weights_only=False)
+        (optimizer,) = found["optimizer_states"]
+    model = found["model"] if "model" in found else found["state_dict"]
+    order = [key for group in optimizer["param_groups"] for key in group["params"]]
+    numbers = dict(zip(order, named([name for name in model if not name.endswith("scale")]), strict=True))
+    states = {
+        f"optimizer/{numbers[key] if isinstance(key, int) else key}/{state}": tensor
+        for key, own in optimizer.get("state", {}).items()
+        for state, tensor in own.items()
+    }
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]]
+    return {f"model/{name}": tensor for name, tensor in model.items()} | states, groups
+
+
+def named(parameters: list[str]) -> list[str]:
+    """In the order in which the run's optimizer has them: its two groups one after the other.
+
+    What numbers stand for is told by where they are listed: those of FSDP are places in the model.
+    """
+    return sorted(parameters, key=lambda name: not name.endswith("weight"))
+
+
+def load(path: str, layout: str, kind: str) -> Any:
+    module, optimizer, scheduler = build(layout, kind)
+    restored = holdfast.restore(path, model=module, optimizer=optimizer, scheduler=scheduler)
+    assert (restored.unexpected, restored.verified) == ((), False)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return contents(module, optimizer), groups, scheduler.state_dict(), restored.user_content
+
+
+def check(ranks: Ranks, path: Path, kind: str, scratch: Path) -> None:
+    tensors, groups = expected(path, scratch)
+    for layout, n in READERS:
+        for found, own, schedule, content in ranks(n, load, str(path), layout, kind):
+            assert found.keys() == tensors.keys()
+            assert all(same(tensor, tensors[name]) for name, tensor in found.items())
+            assert own == groups
+            assert schedule["last_epoch"] == 3
+            assert content["global_step"] == 3
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), CASES)
+def test_what_lightning_wrote_is_resumed(ranks: Ranks, golden: Path, tmp_path: Path, kind: str, optimizer: str) -> None:
+    """Also plain SGD from FSDP, which Lightning itself cannot load."""
+    check(ranks, golden / f"{kind}-{optimizer}.ckpt", optimizer, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), CASES)
+def test_what_lightning_writes_is_resumed(ranks: Ranks, tmp_path: Path, kind: str, optimizer: str) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    from tests.helpers.lightning_runs import KINDS as SIZES
+    from tests.helpers.lightning_runs import fit
+
+    ranks(SIZES[kind], fit, str(tmp_path), kind, optimizer)
+    check(ranks, tmp_path / "saved.ckpt", optimizer, tmp_path)
+
+
+def test_the_rest_is_user_content(golden: Path) -> None:
+    for kind in ("fsdp", "single"):
+        found = holdfast.open(golden / f"{kind}-adamw.ckpt").values["user_content"]
+        assert found.keys() == {
+            *("callbacks", "epoch", "global_step", "hparams_name", "hyper_parameters", "loops"),
+            "pytorch-lightning_version",
+        }
+        assert found["hyper_parameters"]["extra"] == Namespace(lr=0.1, path=Path("x"), parts=(1, {"a"}))
+        (callback,) = found["callbacks"].values()
+        assert callback["best_model_score"].shape == ()
+
+
+def test_parameters_known_by_number_are_refused_in_another_order(golden: Path) -> None:
+    module, _, _ = build("plain", "adamw")
+    for order in (list(module.parameters())[::-1], list(module.parameters())):
+        with pytest.raises(OptimizerMismatchError):
+            holdfast.load_checkpoint(golden / "ddp-adamw.ckpt", model=module, optimizer=torch.optim.AdamW(order))
+
+
+@pytest.mark.parametrize("kind", EVIL)
+def test_a_meta_file_that_runs_code(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    folder = tmp_path / "c.ckpt"
+    folder.mkdir()
+    for file in (golden / "fsdp-sgd.ckpt").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    torch.save({"epoch": 1, "callbacks": EVIL[kind]}, folder / "meta.pt")
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    with pytest.raises(UnsafePickleError, match=str(folder / "meta.pt")):
+        load(str(folder), "plain", "sgd")
+    assert sorted(folder.iterdir()) == before
+    torch.save([1], folder / "meta.pt")
+    with pytest.raises(CorruptCheckpointError, match=str(folder / "meta.pt")):
+        holdfast.open(folder)
+    os.truncate(folder / "meta.pt", 500)
+    with pytest.raises(CorruptCheckpointError, match=str(folder / "meta.pt")):
+        holdfast.open(folder)
+
+
+@pytest.mark.parametrize("name", ["fsdp-adamw.ckpt", "ddp-adamw.ckpt"])
+def test_the_commands_take_them(golden: Path, name: str) -> None:
+    table = json.loads(run("show", "--json", str(golden / name)).stdout)
+    assert table["format"] == "lightning"
+    assert table["values"]["user_content"]["global_step"] == 3
+    assert run("verify", str(golden / name)).returncode == 0
+    assert_light("show", str(golden / name))

@@ -1,0 +1,572 @@
+"""From any format to any other: the same tensors and values, checked by those who own the formats."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import closing
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import holdfast
+from campaigns.kit.forks import CONTEXT
+from holdfast.cli.main import app
+from holdfast.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    RankFailedError,
+    StorageError,
+    TagExistsError,
+)
+from holdfast.run.cleanup import clean_up
+from holdfast.storage import directories, posix
+from holdfast.storage.directories import DirectoryLock
+from tests.distributed.test_same_bytes import contents
+from tests.failure.test_side_by_side import once
+from tests.helpers.pool import Ranks
+from tests.helpers.training import assert_equal, start, trained, whole
+
+
+def save_some(folder: Path, scale: float = 1.0) -> Path:
+    """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
+    run = trained("plain")
+    for parameter in run.model.parameters():
+        parameter.data *= scale
+    content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
+    holdfast.save_checkpoint(
+        folder / "run",
+        "s",
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        content,
+        step=3,
+        per_rank_content={"own": 1},
+        overwrite=True,
+    )
+    return folder / "run/s"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_some(tmp_path)
+
+
+def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    """But for the manifest, which is of another checkpoint."""
+    holdfast.convert(saved, tmp_path / "other/t", to="native")
+    assert contents(tmp_path / "other/t") == contents(saved)
+    (info,) = holdfast.list_checkpoints(tmp_path / "other")
+    assert (info.tag, info.step) == ("t", 3)
+    assert (tmp_path / "other/t/ranks.json").read_bytes() == (saved / "ranks.json").read_bytes()
+
+
+def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    found = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
+    run = start("plain", seed=1)
+    run.model.load_state_dict(found["model"])
+    run.optimizer.load_state_dict(found["optimizer"])
+    run.scheduler.load_state_dict(found["scheduler"])
+    expected = trained("plain")
+    assert_equal(whole(run), whole(expected))
+    torch.manual_seed(0)
+    losses = [run.step(n) for n in (3, 4)]
+    torch.manual_seed(0)
+    assert losses == [expected.step(n) for n in (3, 4)]
+    assert found["user_content"]["step"] == 3
+    assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
+    assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
+    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+
+
+def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "all.pt") as found:
+        assert {name.partition("/")[0] for name in found.namelist()} == {"archive"}
+
+
+def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "model.pt", to="torch", model_only=True)
+    model = start("plain", seed=1).model
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(model.embed.weight, trained("plain").model.embed.weight)
+
+
+def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "hf", to="hf", max_shard_size=300)
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names[-1] == "model.safetensors.index.json"
+    assert len(names) > 2
+    found: dict[str, torch.Tensor] = {}
+    for name in names[:-1]:
+        found |= load_file(tmp_path / "hf" / name)
+    expected = trained("plain").model.state_dict()
+    assert found.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("way", [["torch"], ["lightning"], ["torch", "native"], ["lightning", "torch", "native"]])
+def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way: list[str]) -> None:
+    at = saved
+    for number, to in enumerate(way):
+        at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
+    run = start("plain", seed=1)
+    expected = trained("plain")
+    scheduler = run.scheduler if "lightning" not in way else None
+    holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+    assert_equal(whole(run), whole(expected))
+    if scheduler is not None:
+        assert scheduler.state_dict() == expected.scheduler.state_dict()
+
+
+#: What a user may have saved: names that are taken, and what is no dict.
+CONTENTS = [
+    {"step": 3, "tensor": torch.arange(3)},
+    {"user_content": {"user_content": 5}},
+    {"user_content": 1, "stateful": 2},
+    {"stateful": {"scaler": {"scale": 3.0}}},
+    {"model": "gpt", "scheduler": "cosine"},
+    [1, "two", {"three": 3.0}],
+    5,
+]
+
+
+def plain(value: Any) -> Any:
+    """Lists in the place of tensors, for which == is no answer."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=str)
+@pytest.mark.parametrize("to", ["torch", "dcp", "colossalai"])
+def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, content: Any) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content=content)
+    holdfast.convert(tmp_path / "run/s", tmp_path / "there", to=to)
+    holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
+    for name in ("there", "back"):
+        found = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
+        assert plain(found) == plain(content)
+
+
+def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content={"a": 1}, stateful={"scaler": scaler})
+    holdfast.convert(tmp_path / "run/s", tmp_path / "all.pt", to="torch")
+    assert torch.load(tmp_path / "all.pt", weights_only=True)["stateful"]["scaler"]["scale"] == 8.0
+    other = torch.amp.GradScaler("cpu")
+    result = holdfast.restore(tmp_path / "all.pt", model=nn.Linear(2, 2), stateful={"scaler": other})
+    assert other.get_scale() == 8.0
+    assert result.user_content == {"a": 1}
+
+
+def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:
+    run = trained("plain")
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "epoch": 7}
+    torch.save(state, tmp_path / "theirs.pt")
+    holdfast.convert(tmp_path / "theirs.pt", tmp_path / "ours", to="native")
+    other = start("plain", seed=1)
+    content = holdfast.load_checkpoint(tmp_path / "ours", model=other.model, optimizer=other.optimizer)
+    assert content == {"epoch": 7}
+    assert_equal(whole(other), whole(run))
+
+
+def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule
+
+    class Wrapper(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = trained("plain", steps=0).model
+
+    holdfast.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
+    found = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    assert torch.equal(found.net.embed.weight, trained("plain").model.embed.weight)
+    assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]) == 1
+
+
+def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(
+        saved,
+        tmp_path / "out",
+        to="native",
+        include=["body.*", "norm.*"],
+        exclude="*.bias",
+        rename={r"^body\.(\d)": r"layers.\1"},
+        dtype="bfloat16",
+    )
+    found = holdfast.open(tmp_path / "out")
+    model = trained("plain").model.state_dict()
+    names = {"model/layers.0.weight": "body.0.weight", "model/layers.2.weight": "body.2.weight"}
+    names["model/norm.weight"] = "norm.weight"
+    assert {name for name in found if name.startswith("model/")} == set(names)
+    for name, theirs in names.items():
+        assert torch.equal(found[name], model[theirs].bfloat16()), name
+    assert found["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
+    groups = found.values["optimizer"]["groups"]
+    assert sorted(name for group in groups for name in group["params"]) == sorted(
+        name.removeprefix("model/") for name in names
+    )
+
+
+def test_two_names_that_meet_are_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="would both be called"):
+        holdfast.convert(saved, tmp_path / "out", to="torch", rename=lambda _: "same")
+    with pytest.raises(InvalidArgumentError, match="nothing of"):
+        holdfast.convert(saved, tmp_path / "out", to="native", include="nobody", model_only=True)
+
+
+def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    for dst in (saved, saved / "inside", saved.parent):
+        with pytest.raises((InvalidArgumentError, TagExistsError)):
+            holdfast.convert(saved, dst, to="native")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(TagExistsError):
+        holdfast.convert(saved, tmp_path / "there", to="torch")
+    with pytest.raises(InvalidArgumentError, match="to is one of"):
+        holdfast.convert(saved, tmp_path / "x", to="onnx")
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "lightning", "colossalai"])
+def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path: Path, to: str) -> None:
+    file = saved / "model/model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is damaged"):
+        holdfast.convert(saved, tmp_path / "out", to=to, dtype="float16")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.conversion import pipeline
+
+    write = pipeline.write_pieces
+
+    def lossy(files: Any, *rest: Any) -> Any:
+        found = write(files, *rest)
+        with Path(files[0]).open("r+b") as file:
+            file.seek(-5, 2)
+            byte = file.read(1)
+            file.seek(-5, 2)
+            file.write(bytes([byte[0] ^ 4]))
+        return found
+
+    monkeypatch.setattr(pipeline, "write_pieces", lossy)
+    with pytest.raises(CorruptCheckpointError, match="as it was written"):
+        holdfast.convert(saved, tmp_path / "out", to="native")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+#: All formats but NxD's, whose files are planned otherwise.
+WRITTEN = ["native", "hf", "safetensors", "torch", "lightning", "dcp", "lightning-folder", "colossalai"]
+
+
+@pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
+def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: str) -> None:
+    """So that nobody takes it for what a dead conversion left."""
+    publish = directories.rename_noreplace
+
+    def look_and_publish(*paths: Path) -> None:
+        (draft,) = tmp_path.glob(".*")
+        assert clean_up(tmp_path) == []
+        with pytest.raises(BlockingIOError):
+            DirectoryLock(draft)
+        publish(*paths)
+
+    with mock.patch.object(directories, "rename_noreplace", side_effect=look_and_publish) as published:
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
+    assert published.call_count == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    from holdfast.conversion import pipeline
+
+    read = pipeline.read_pieces
+
+    def looked(*arguments: Any) -> Any:
+        (draft,) = tmp_path.glob(".*")
+        with pytest.raises(BlockingIOError):
+            DirectoryLock(draft)
+        return read(*arguments)
+
+    monkeypatch.setattr(pipeline, "read_pieces", looked)
+    holdfast.convert(saved, tmp_path / "out", to=to)
+
+
+def die_converting(src: str, dst: str, to: str) -> None:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), SIGKILL)
+
+    with (
+        mock.patch("holdfast.conversion.pipeline.read_pieces", side_effect=die),
+        mock.patch("holdfast.compat.nxd.convert.torch_files._finish", side_effect=die),
+    ):
+        holdfast.convert(src, dst, to=to)
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_what_a_killed_conversion_has_left_is_cleaned_up(saved: Path, tmp_path: Path, to: str) -> None:
+    process = CONTEXT.Process(target=die_converting, args=(str(saved), str(tmp_path / "out"), to))
+    process.start()
+    process.join()
+    assert process.exitcode == -SIGKILL
+    assert len(list(tmp_path.glob(".out.*"))) == 1
+    clean_up(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
+def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left(
+    saved: Path, tmp_path: Path, to: str
+) -> None:
+    process = CONTEXT.Process(target=die_converting, args=(str(saved), str(tmp_path / "out"), to))
+    process.start()
+    process.join()
+    (left,) = tmp_path.glob(".out.*")
+    others = [tmp_path / f".{tag}.fedcba9876543210.0123456789abcdef.partial" for tag in ("out", "other")]
+    for folder in others:
+        folder.mkdir()
+    with closing(DirectoryLock(others[0])):  # a conversion that is still under way
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=True)
+    assert {path.name for path in tmp_path.glob(".*")} == {folder.name for folder in others}
+    assert left not in others
+
+
+@pytest.mark.parametrize("to", ["hf", "native", "nxd"])
+def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_path: Path, to: str) -> None:
+    """Not into another one than the one that is converted, either."""
+    run = saved.parent
+    holdfast.save_checkpoint(run, "later", {"w": torch.zeros(1)})
+    before = contents(run)
+    for final in (saved / "x", saved / "model/x", saved / "new/x"):
+        with pytest.raises(InvalidArgumentError, match=f"lies in the checkpoint {saved}: choose"):
+            holdfast.convert(run, final, to=to, model_only=True)
+    assert contents(run) == before
+    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
+    holdfast.convert(run, tmp_path / "beside", to=to, model_only=True)
+
+
+#: Runs a command that writes each part of a tensor slowly.
+SLOWLY = """
+import time
+from holdfast.cli.entry import main
+from holdfast.conversion import planned
+from holdfast.engine import write
+def slowly(quick):
+    def work(*arguments):
+        time.sleep(0.3)
+        return quick(*arguments)
+    return work
+write._write, planned._write = slowly(write._write), slowly(planned._write)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
+@pytest.mark.parametrize("to", ["native", "dcp", "lightning", "nxd"])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, to: str, number: Signals) -> None:
+    model = {f"w{n}": torch.zeros(2**20) for n in range(24)}
+    holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", SLOWLY, "convert", str(tmp_path / "a"), str(tmp_path / "out/new"), "--to", to]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(number)
+        _, said = process.communicate()
+    assert process.returncode == 128 + number
+    assert said == ("error: interrupted\n" if number == SIGINT else "")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def convert_together(src: str, dst: str, to: str) -> None:
+    holdfast.convert(src, dst, to=to, max_shard_size=500)
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch", "colossalai"])
+def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Path, tmp_path: Path, to: str) -> None:
+    ranks(3, convert_together, str(saved), str(tmp_path / "three"), to)
+    convert_together(str(saved), str(tmp_path / "one"), to)
+    if to == "torch":
+        one, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
+        assert all(torch.equal(one[name], three[name]) for name in one)
+    else:
+        assert contents(tmp_path / "one") == contents(tmp_path / "three")
+
+
+def fail_on_the_last_rank(src: str, dst: str, to: str) -> None:
+    def rename(name: str) -> str:
+        if dist.get_rank() == 1:
+            raise KeyError(name)
+        return name
+
+    holdfast.convert(src, dst, to=to, rename=rename, timeout=20)
+
+
+@pytest.mark.parametrize("to", ["native", "torch"])
+def test_what_one_rank_fails_at_all_raise_at_once(ranks: Ranks, saved: Path, tmp_path: Path, to: str) -> None:
+    for error in ranks.outcomes(2, fail_on_the_last_rank, str(saved), str(tmp_path / "out"), to):
+        assert isinstance(error, RankFailedError)
+        assert "rank 1 of 2, reading the metadata: KeyError" in str(error)
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "nxd"])
+@pytest.mark.parametrize("when", ["reading the metadata", "converting"])
+def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
+    saved: Path, tmp_path: Path, to: str, when: str
+) -> None:
+    def replace() -> None:
+        save_some(tmp_path, 2.0)
+
+    where = (
+        "holdfast.conversion.pipeline.carry_values"
+        if when == "reading the metadata"
+        else "holdfast.storage.directories.DirectoryLock"
+    )
+    with once(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_regular_expression_that_is_none_is_named(saved: Path, tmp_path: Path) -> None:
+    for pattern, text in (("(", "x"), ("norm", r"\2"), ("norm", r"\g<name>")):
+        with pytest.raises(InvalidArgumentError, match=re.escape(repr(pattern))):
+            holdfast.convert(saved, tmp_path / "out", to="native", rename={pattern: text})
+    done = CliRunner().invoke(app, ["convert", str(saved), str(tmp_path / "out"), "--to", "hf", "--rename", "(=x"])
+    assert done.exit_code == 2
+    assert "rename takes regular expressions" in " ".join(done.stderr.split())
+
+
+def by_number(folder: Path) -> Path:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+@pytest.mark.parametrize("to", ["nxd", "lightning-folder"])
+def test_parameters_without_names_are_refused_where_names_are_needed(tmp_path: Path, to: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="by number only"):
+        holdfast.convert(by_number(tmp_path), tmp_path / "out", to=to)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
+
+
+def test_a_disk_that_fills_up_at_the_last_file_of_nxd_is_told_as_such(saved: Path, tmp_path: Path) -> None:
+    def full(path: Path, _: bytes) -> None:
+        raise StorageError(errno.ENOSPC, f"could not write {path}: no space left on device")
+
+    with (
+        mock.patch.object(posix, "write_small", full),
+        pytest.raises(StorageError, match=r"could not write .*scheduler.pt"),
+    ):
+        holdfast.convert(saved, tmp_path / "out", to="nxd")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
+    holdfast.convert(tmp_path / "w.safetensors", tmp_path / "w.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6.0).view(2, 3))
+
+
+MEMORY = """
+import sys, threading, time, torch, holdfast
+holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
+def resident():
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
+before, peak, running = resident(), 0, True
+def watch():
+    global peak
+    while running:
+        peak = max(peak, resident())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+holdfast.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
+running = False
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.parametrize("to", ["native", "torch", "colossalai"])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> None:
+    torch.save({"w": torch.zeros(10)}, tmp_path / "small")
+    torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path), to], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 64 * 2**20
+
+
+def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
+    holdfast.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
+    found = load_file(tmp_path / "one.safetensors")
+    assert torch.equal(found["embed.weight"], trained("plain").model.embed.weight)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["one", "one.pt", "one.bin", "one.ckpt", "pytorch_model.bin"])
+def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path: Path, name: str) -> None:
+    holdfast.convert(saved, tmp_path / name, to="safetensors")
+    found = holdfast.open(tmp_path / name)
+    assert torch.equal(found["model/embed.weight"], trained("plain").model.embed.weight)
+
+
+@pytest.mark.parametrize("to", ["torch", "lightning"])
+def test_no_other_file_is_called_one(saved: Path, tmp_path: Path, to: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"one.safetensors would be taken for .* such as \.pt"):
+        holdfast.convert(saved, tmp_path / "one.safetensors", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, check=False, cwd="/"
+    )
+
+
+def test_the_commands(saved: Path, tmp_path: Path) -> None:
+    done = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"to": "hf"' in done.stdout
+    assert load_file(tmp_path / "hf/model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    again = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf")
+    assert again.returncode == 2
+    assert "already" in again.stderr
+    assert "Traceback" not in again.stderr
+    done = command("holdfast.lightning.consolidate_checkpoint", saved)
+    assert done.returncode == 0, done.stderr
+    assert "embed.weight" in torch.load(f"{saved}.consolidated", weights_only=True)["state_dict"]
+    again = command("holdfast.lightning.consolidate_checkpoint", saved)
+    assert again.returncode == 2
+    assert "Traceback" not in again.stderr
+    done = command("holdfast", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
+    assert done.returncode == 0, done.stderr
+    assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)

@@ -1,0 +1,140 @@
+"""transformers opens the folders that save_model writes, and load_model those that save_pretrained writes.
+
+The oracle is the model's own output: the loaded one's logits are those of the one that was saved.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import holdfast
+from tests.helpers.pool import Ranks
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    )
+
+
+def mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2)
+    )
+
+
+def t5() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    )
+
+
+BUILDS: list[Callable[[], nn.Module]] = [llama, gpt2, mixtral, t5]
+LAYOUTS = [("plain", 1), ("fsdp", 4), ("tp", 4)]
+
+
+def built(build: Callable[[], nn.Module], dtype: torch.dtype, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return build().to(dtype).eval()
+
+
+def wrapped(model: nn.Module, layout: str) -> nn.Module:
+    if layout == "fsdp":
+        for module in [m for m in model.modules() if type(m).__name__ in {"LlamaDecoderLayer", "MixtralDecoderLayer"}]:
+            fully_shard(module)
+        return fully_shard(model)
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        cut: dict[int, nn.Parameter] = {}
+        for number, (path, one) in enumerate(list(model.named_parameters(remove_duplicate=False))):
+            placed = distribute_tensor(one.detach(), mesh, [Shard(number % one.ndim)], src_data_rank=None)
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, cut.setdefault(id(one), nn.Parameter(placed)))
+    return model
+
+
+def whole(model: nn.Module, build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A plain model with the values of a sharded one."""
+    plain = built(build, dtype, seed=2)
+    for name, one in model.state_dict().items():
+        plain.state_dict()[name].copy_(one.full_tensor() if isinstance(one, DTensor) else one)
+    return plain
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        if isinstance(model, transformers.T5ForConditionalGeneration):
+            return model(tokens, decoder_input_ids=tokens).logits
+        return model(tokens).logits
+
+
+def save(path: str, layout: str, build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    holdfast.save_model(wrapped(built(build, dtype), layout), path, shard=True, size_per_shard=0.004)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_from_pretrained_opens_what_save_model_writes(
+    ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module], dtype: torch.dtype, layout: str, n: int
+) -> None:
+    ranks(n, save, str(tmp_path / "m"), layout, build, dtype)
+    expected = built(build, dtype)
+    found, info = type(expected).from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert found.dtype == dtype
+    assert torch.equal(logits(found.eval()), logits(expected))
+    expected.save_pretrained(tmp_path / "theirs")
+    with safe_open(tmp_path / "theirs/model.safetensors", "pt") as theirs:
+        names = {name for file in (tmp_path / "m").glob("*.safetensors") for name in load_file(file)}
+        assert names == set(theirs.keys())
+
+
+def load(path: str, layout: str, build: Callable[[], nn.Module], dtype: torch.dtype) -> torch.Tensor:
+    model = wrapped(built(build, dtype, seed=7), layout)
+    holdfast.load_model(model, path)
+    return logits(whole(model, build, dtype))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_load_model_takes_what_save_pretrained_writes(
+    ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module], dtype: torch.dtype, layout: str, n: int
+) -> None:
+    expected = built(build, dtype)
+    expected.save_pretrained(tmp_path, max_shard_size="4KB")
+    for found in ranks(n, load, str(tmp_path), layout, build, dtype):
+        assert torch.equal(found, logits(expected))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_so_it_does_with_files_of_torch_save(ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    expected = built(build, torch.float32)
+    holdfast.save_model(expected, tmp_path / "m", shard=True, size_per_shard=0.004, use_safetensors=False)
+    found = type(expected).from_pretrained(tmp_path / "m")
+    assert torch.equal(logits(found.eval()), logits(expected))
+    other = built(build, torch.float32, seed=7)
+    holdfast.load_model(other, tmp_path / "m")
+    assert torch.equal(logits(other), logits(expected))

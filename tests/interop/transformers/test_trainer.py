@@ -1,0 +1,126 @@
+"""transformers' real Trainer, and Accelerate, with our checkpoints: compared with runs that were not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import holdfast
+from tests.helpers.pool import Ranks
+from tests.helpers.trainer_runs import accelerated, train
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def test_a_run_resumes_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path) -> None:
+    """Bit for bit, with dropout; in the middle of an epoch of eight steps."""
+    whole = ranks(2, train, tmp_path / "whole", 8, False, 0.1)[0]
+    ranks(2, train, tmp_path / "run", 5, False, 0.1)
+    resumed = ranks(2, train, tmp_path / "run", 8, str(tmp_path / "run/checkpoint-3"), 0.1)[0]
+    assert resumed["losses"] == whole["losses"]
+    assert same(resumed["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
+    whole = ranks(1, train, tmp_path / "whole", 6)[0]
+    ranks(before, train, tmp_path / "run", 3)
+    saved = holdfast.open(tmp_path / "run")
+    found = ranks(after, train, tmp_path / "run", 6, True)
+    assert found[0]["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    # The gradients of keys' biases are rounding errors, which Adam makes steps of.
+    for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
+        torch.testing.assert_close(found[0]["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
+    assert saved.values["user_content"]["trainer_state"]["global_step"] == 3
+
+
+FSDP = {1: "FullyShardedDataParallel", 2: "FSDPGPT2LMHeadModel"}
+
+
+def sharded(version: int, **options: Any) -> dict[str, Any]:
+    return {"fsdp": True, "fsdp_config": {"version": version}, **options}
+
+
+@pytest.mark.parametrize("version", FSDP)
+def test_under_fsdp_a_run_resumes_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    """Bit for bit, with dropout."""
+    whole = ranks(2, _train, tmp_path / "whole", 6, sharded(version, dropout=0.1))[0]
+    ranks(2, _train, tmp_path / "run", 3, sharded(version, dropout=0.1))
+    resumed = ranks(2, _train, tmp_path / "run", 6, sharded(version, dropout=0.1, resume=True))[0]
+    assert whole["kind"] == resumed["kind"] == FSDP[version]
+    assert resumed["losses"] == whole["losses"]
+    assert same(resumed["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize("version", FSDP)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_under_fsdp_it_resumes_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, version: int, before: int, after: int
+) -> None:
+    whole = ranks(1, train, tmp_path / "whole", 6)[0]
+    ranks(before, _train, tmp_path / "run", 3, sharded(version))
+    found = ranks(after, _train, tmp_path / "run", 6, sharded(version, resume=True))[0]
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
+        torch.testing.assert_close(found["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", FSDP)
+def test_under_fsdp_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    trained = ranks(2, _train, tmp_path, 3, sharded(version))[0]
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
+    assert same(found.state_dict(), trained["weights"])
+
+
+def test_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path) -> None:
+    trained = ranks(2, train, tmp_path, 3)[0]
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
+    assert same(found.state_dict(), trained["weights"])
+
+
+def test_arguments_mean_what_they_mean(ranks: Ranks, tmp_path: Path) -> None:
+    asynchronous = {"async_save": True, "save_total_limit": 2}
+    assert ranks(1, _train, tmp_path / "a", 12, asynchronous)[0]["tags"] == ["checkpoint-9", "checkpoint-12"]
+    only = ranks(1, _train, tmp_path / "b", 3, {"save_only_model": True})[0]
+    assert only["tags"] == ["checkpoint-3"]
+    assert not [name for name in holdfast.open(tmp_path / "b") if name.startswith("optimizer")]
+
+
+def test_a_checkpoint_of_transformers_own_is_left_to_it(ranks: Ranks, tmp_path: Path) -> None:
+    theirs = ranks(1, _theirs, tmp_path, 3)[0]
+    resumed = ranks(1, train, tmp_path, 6, True)[0]
+    assert resumed["losses"][:3] == theirs
+    assert len(resumed["losses"]) == 6
+    assert resumed["tags"] == ["checkpoint-6"]
+
+
+def test_what_accelerate_wraps_is_saved_as_what_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    weights = ranks(2, accelerated, tmp_path)[0]
+    plain = torch.nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    holdfast.load_checkpoint(tmp_path, None, plain, optimizer, scheduler)
+    assert same(dict(plain.state_dict()), weights)
+    assert optimizer.state[plain.weight]["step"] == 3
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 0.1
+
+
+def _train(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    return train(path, steps, **options)
+
+
+def _theirs(path: Path, steps: int) -> list[float]:
+    with mock.patch("tests.helpers.trainer_runs.Trainer", _plain):
+        return train(path, steps)["losses"]
+
+
+def _plain(*args: Any, async_save: bool, **options: Any) -> transformers.Trainer:
+    assert not async_save
+    return transformers.Trainer(*args, **options)

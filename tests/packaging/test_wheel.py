@@ -1,0 +1,93 @@
+"""What people install: the wheel, built from a tagged copy of this repository, and run from where it was unpacked."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message, message_from_bytes
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIST = "holdfast-1.2.3.dist-info"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, out = tmp_path_factory.mktemp("source") / "holdfast", tmp_path_factory.mktemp("out")
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source / name)
+    for name in ("src", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(source), "-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for arguments in (["init", "-q"], ["add", "--all"], ["commit", "-q", "-m", "all"], ["tag", "v1.2.3"]):
+        subprocess.run([*git, *arguments], check=True, capture_output=True)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder)
+    return folder
+
+
+def metadata(unpacked: Path) -> message.Message:
+    return message_from_bytes((unpacked / DIST / "METADATA").read_bytes())
+
+
+def test_its_version_is_of_the_tag(wheel: Path, unpacked: Path) -> None:
+    assert wheel.name == "holdfast-1.2.3-py3-none-any.whl"
+    assert metadata(unpacked)["Version"] == "1.2.3"
+
+
+def test_it_has_every_module_and_the_mark_of_types_and_nothing_else(unpacked: Path) -> None:
+    found = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    package = {path for path in found if not path.startswith(DIST)}
+    source = ROOT / "src"
+    assert package == {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert "holdfast/py.typed" in package
+    assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} <= {path.rpartition("/")[2] for path in found - package}
+    assert {path.name for path in (unpacked / DIST / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
+
+
+def test_it_asks_for_what_the_project_says(unpacked: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = metadata(unpacked)
+    assert found["Requires-Python"] == project["requires-python"]
+    assert found.get_all("Provides-Extra") == sorted(project["optional-dependencies"])
+    asked = found.get_all("Requires-Dist")
+    assert {one for one in asked or [] if "extra ==" not in one} == set(project["dependencies"])
+    for extra, wanted in project["optional-dependencies"].items():
+        assert {one for one in asked or [] if f"extra == '{extra}'" in one} == {
+            f"{one}; extra == '{extra}'" for one in wanted
+        }
+
+
+def test_its_command_runs(unpacked: Path, tmp_path: Path) -> None:
+    """From the wheel alone: the repository is not on the path."""
+    assert "holdfast = holdfast.cli.entry:main" in (unpacked / DIST / "entry_points.txt").read_text()
+    script = "from holdfast.cli.entry import main; main()"
+    for option, expected in (("--version", "holdfast 1.2.3\n"), ("--help", "Usage: holdfast [OPTIONS]")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, option],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(unpacked)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.startswith(expected)

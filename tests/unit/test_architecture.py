@@ -1,0 +1,57 @@
+"""What import-linter cannot check: who opens files, and what is imported by a process that needs little."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src/holdfast"
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__init__.py"]
+
+
+#: Methods of a path that ask or tell the file system something.
+ASKING = {"exists", "is_dir", "is_file", "is_symlink", "stat", "lstat", "iterdir", "glob", "rglob", "mkdir", "rmdir"}
+
+
+def test_only_storage_asks_the_file_system() -> None:
+    for file in FILES:
+        if file.parent.name == "storage":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKING:
+                assert ast.unparse(node.func.value) in {"posix", "storage", "directories"}, f"{file}:{node.lineno}"
+
+
+def test_only_storage_opens_files() -> None:
+    for file in FILES:
+        if file.parent.name == "storage":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                bare = node.func.id if isinstance(node.func, ast.Name) else ""
+                method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                assert bare != "open", file
+                assert method not in {"read_text", "write_text", "read_bytes", "write_bytes", "pwrite", "unlink"}, file
+
+
+def test_the_engine_knows_no_models() -> None:
+    for file in FILES:
+        if file.relative_to(SOURCE).parts[0] == "engine":
+            assert not {name for name in imports(file) if name.startswith(("torch.nn", "torch.optim"))}, file
+
+
+def test_importing_holdfast_imports_no_torch() -> None:
+    code = "import sys, holdfast; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
