@@ -38,7 +38,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/codespell --ignore-words-list caf,shwo src docs tests README.md CONTRIBUTING.md
+	$(BIN)/codespell
 
 ## docs: the site, in site/; any broken link is an error
 docs: .venv/docs

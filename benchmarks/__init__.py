@@ -1,1 +1,1 @@
-"""Side by side with PyTorch DCP and with the disk's own speed, in one run: ``make bench``."""
+"""Benchmarks against PyTorch DCP and the speed of the disk, in the same run: ``make bench``."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run cases, print their tables, keep them in ``benchmarks/results``."""
+"""``python -m benchmarks`` runs cases, prints their tables and stores them in ``benchmarks/results``."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run the cases that the command line names."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all when left out: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run (default: all): {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of a large state")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write; the disk that is measured")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, help="where tables and the plot are kept")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of a large state (default: 2)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="directory on the disk to measure")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="directory for tables and the plot")
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -1,7 +1,8 @@
-"""Bytes read for each byte of a checkpoint that four ranks load, by us and by PyTorch DCP.
+"""Read amplification: bytes read for each byte of a checkpoint that four ranks load, by holdfast and by PyTorch DCP.
 
-*Asked* is what all ranks together ask storage for (``rchar``), as if each were a host of its own: ours with an
-exchange between ranks. *Delivered* is what the disk gives to ranks of one host that begin with cold caches.
+*Asked* is the number of bytes that all ranks together request from storage (``rchar``), as if each rank were on a host
+of its own; holdfast then exchanges data between ranks. *Delivered* is the number of bytes that the disk delivers to
+ranks of one host that start with cold caches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.setting import Setting
 
 RANKS, TENSORS, COLUMNS = 4, 4, 4096
 
-#: How a state is saved, and how it is loaded.
+#: The layouts in which a state is saved and loaded.
 CASES: dict[str, tuple[Placement, Placement]] = {
     "the same layout": (Shard(0), Shard(0)),
     "Shard(0) to Shard(1)": (Shard(0), Shard(1)),
@@ -41,7 +42,7 @@ Target = Callable[[], State]
 
 
 def amplification(setting: Setting) -> Iterator[Table]:
-    """Each case, with a quarter of the size, as every rank may have all of it several times."""
+    """Measure each case with a quarter of the size, because each rank may hold all of it several times."""
     for case in CASES:
         yield from on_ranks(RANKS, setting, partial(_tables, case))
         raw.empty(setting.folder)
@@ -77,7 +78,7 @@ def _table(title: str, found: dict[str, float]) -> Table:
 
 
 def _shape(nbytes: int) -> tuple[int, int]:
-    """Of one tensor; ranks divide its rows evenly."""
+    """Return the shape of one tensor, whose rows the ranks divide evenly."""
     return max(1, nbytes // 4 // TENSORS // COLUMNS // RANKS) * RANKS, COLUMNS
 
 
@@ -93,8 +94,8 @@ def _state(shape: tuple[int, int], placement: Placement) -> State:
 
 
 def _asked(load: Load, target: Target) -> float:
-    """Bytes asked for by all ranks, for each byte of the state."""
-    load(target())  # what Python reads at first use
+    """Return the bytes that all ranks request, for each byte of the state."""
+    load(target())  # files that Python reads at first use
     state = target()
     before = _rchar()
     load(state)
@@ -104,7 +105,7 @@ def _asked(load: Load, target: Target) -> float:
 
 
 def _delivered(load: Load, target: Target, path: Path) -> float:
-    """Bytes that the disk delivered, for each byte of the state."""
+    """Return the bytes that the disk delivers, for each byte of the state."""
     state = target()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -126,7 +127,7 @@ def _rchar() -> int:
 
 
 def _device_bytes(path: Path) -> int:
-    """What the disk under a path has delivered since the machine started."""
+    """Return the bytes that the disk of a path has delivered since the machine started."""
     device = path.stat().st_dev
     for line in Path("/proc/diskstats").read_text().splitlines():
         fields = line.split()

@@ -1,4 +1,4 @@
-"""Work in a process of its own that has all imported and tried before the clock runs, and the memory it takes then."""
+"""Timing of work in a separate process, which imports and warms up before the clock starts, and its memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 
 from benchmarks.measure import Contender, Figure, Table, Told
 
-#: Seconds between two looks at the memory of the process.
+#: The interval, in seconds, at which the memory of the process is sampled.
 _LOOK = 0.005
 
 
 @dataclass(frozen=True)
 class Apart:
-    """``work`` in a new process each time, after ``warm``; both are pickled. ``clear`` comes last before the clock."""
+    """A timer of ``work`` in a new process each, after ``warm`` (both pickled). ``clear`` runs right before it."""
 
     work: Callable[[], object]
     warm: Callable[[], object]
     clear: Callable[[], object]
-    #: Bytes by which the process's own memory rose, each time: not what it has in common with the page cache.
+    #: The increase of the process's memory in each run, in bytes, without pages shared with the page cache.
     memory: list[int] = field(default_factory=list)
 
     def contender(self) -> Contender:
-        """To be timed: from the word to begin until it is done."""
+        """Return the contender, timed from its start signal to its end."""
         running: list[_Child] = []
 
         def prepare() -> None:
@@ -43,11 +43,11 @@ class Apart:
 
 
 class _Child:
-    """A process that waits for the word to begin."""
+    """A process that waits for its start signal."""
 
     def __init__(self, work: Callable[[], object], warm: Callable[[], object]) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.__main__"])  # else each process imports torch anew
+        context.set_forkserver_preload(["benchmarks.__main__"])  # otherwise each process would import torch again
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(work, warm, theirs), daemon=True)
         self._process.start()
@@ -55,13 +55,13 @@ class _Child:
         self._pipe.recv()
 
     def run(self) -> tuple[Told, int]:
-        """Begin, and wait until it is done: the time, and the most by which its memory rose."""
+        """Start the work and wait for its end. Return its time, and the peak increase of its memory."""
         before = peak = self._resident()
         started = time.perf_counter()
         self._pipe.send(None)
         while not self._pipe.poll(_LOOK):
             peak = max(peak, self._resident())
-        self._pipe.recv()  # raises where the process has failed
+        self._pipe.recv()  # raises if the process failed
         told = Told(time.perf_counter() - started)
         self._process.join()
         return told, peak - before
@@ -81,6 +81,6 @@ def _serve(work: Callable[[], object], warm: Callable[[], object], pipe: Connect
 
 
 def memory_table(title: str, jobs: Mapping[str, Apart]) -> Table:
-    """The most that each took in any round."""
+    """Return a table of the peak memory of each contender over all rounds."""
     found = {name: Figure((max(job.memory) / 1e6,)) for name, job in jobs.items()}
     return Table(title, "MB", found, note="The most of all rounds.")

@@ -1,6 +1,6 @@
-"""``holdfast.save_model`` and ``load_model`` beside ColossalAI's, whose calls they have: sharded safetensors files.
+"""``holdfast.save_model`` and ``load_model`` against ColossalAI's calls of the same form: sharded safetensors files.
 
-ColossalAI runs in an environment of its own, which is made at first use: a process that times itself.
+ColossalAI runs in an environment of its own, which is created at its first use. Its process times itself.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ COLOSSALAI = "ColossalAI"
 
 
 def colossalai(setting: Setting) -> Iterator[Table]:
-    """The weights of a Llama-like model, in one process."""
+    """Measure the weights of a Llama-like model in one process."""
     if reason := environment.ready():
-        print(f"nothing is measured beside ColossalAI: {reason}")
+        print(f"skipping the comparison with ColossalAI: {reason}")
         return
     model, folder = states.weights(setting.nbytes), setting.folder
     ours, theirs = folder / OURS, folder / COLOSSALAI
@@ -49,7 +49,7 @@ def colossalai(setting: Setting) -> Iterator[Table]:
 
 
 class Peer:
-    """The process with the real package."""
+    """A process that runs ColossalAI."""
 
     def __init__(self, nbytes: int) -> None:
         command = [str(environment.PYTHON), "-m", "benchmarks.booster_peer", str(nbytes)]
@@ -66,7 +66,7 @@ class Peer:
         self._process.communicate()
 
     def ask(self, work: str, folder: Path) -> Told:
-        """Let it do something, and give the time that it took by its own clock."""
+        """Request an action. Return the seconds that it took by the process's own clock."""
         if self._process.stdin is not None:
             print(work, folder, file=self._process.stdin, flush=True)
         return Told(float(self._answer()))

@@ -1,6 +1,6 @@
-"""ColossalAI's side of the case ``colossalai``: in its own environment, saves and loads as the lines it reads say.
+"""ColossalAI's side of the case ``colossalai``: a process in its own environment that saves and loads on request.
 
-``python -m benchmarks.booster_peer BYTES`` answers each ``save FOLDER`` and ``load FOLDER`` with the seconds it took.
+``python -m benchmarks.booster_peer BYTES`` answers each line ``save FOLDER`` or ``load FOLDER`` with the seconds taken.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-answers, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no answer
+answers, sys.stdout = sys.stdout, sys.stderr  # output of the package must not mix with the answers
 
 import torch  # noqa: E402
 from colossalai.booster import Booster  # noqa: E402
@@ -20,7 +20,7 @@ from benchmarks import raw, states  # noqa: E402
 
 
 def main() -> None:
-    """Until nothing more is asked."""
+    """Answer requests until the input ends."""
     torch.manual_seed(0)
     booster, model = Booster(), states.weights(int(sys.argv[1]))
     works: dict[str, Callable[[str], object]] = {

@@ -1,7 +1,7 @@
-"""A checkpoint from one format into another, beside ``cp`` of the same bytes and the tools that others have for it.
+"""Conversion of a checkpoint between formats, against ``cp`` of the same bytes and the tools of other projects.
 
-All begin with cold caches, and end when what they wrote is durable. Only ours verifies: what it reads where the format
-has checksums, and, unless told not to, what it has written.
+All start with cold caches, and end when their output is durable. Only holdfast verifies: its input, if the format has
+checksums, and, unless disabled, its output.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from benchmarks.measure import Contender, Table, interleaved
 from benchmarks.peers import OURS
 from benchmarks.setting import Setting
 
-#: Converts a path into another.
+#: A function that converts one path into another.
 Convert = Callable[[Path, Path], object]
 
 CP = "cp, durable"
 
-#: Bytes of a tensor, if it is not the only one.
+#: The bytes of a tensor, unless it is the only one.
 TENSOR = 128 * 10**6
 
 
 def conversion(setting: Setting) -> Iterator[Table]:
-    """Each way, with the peers that there are for it."""
+    """Measure each conversion with the peers that exist for it."""
     for folder, nbytes in ((setting.folder / "large", setting.nbytes), (setting.folder / "small", 10**5)):
         _sources(folder, nbytes)
     for (source, to), peers in _WAYS.items():
@@ -58,7 +58,7 @@ def _job(folder: Path, source: str, convert: Convert) -> Apart:
 
 
 def _try(convert: Convert, source: Path, made: Path) -> None:
-    """A small one, which loads all there is to load."""
+    """Convert a small checkpoint, so that all modules are imported."""
     raw.remove(made)
     convert(source, made)
 
@@ -69,7 +69,7 @@ def _clear(source: Path, made: Path) -> None:
 
 
 def _sources(folder: Path, nbytes: int) -> None:
-    """The same tensors in each format that is read."""
+    """Save the same tensors in each format that can be converted."""
     number = max(1, nbytes // TENSOR)
     model = {f"w{n}": torch.rand(nbytes // number // 4 // 1000, 1000) for n in range(number)}
     dcp.save({"model": model}, checkpoint_id=folder / "dcp", no_dist=True)
@@ -81,7 +81,7 @@ def _sources(folder: Path, nbytes: int) -> None:
 
 
 def _lightning(folder: Path, model: dict[str, torch.Tensor]) -> None:
-    """As Lightning's FSDP strategy saves, which needs a run under it: its state, and a file of all else."""
+    """Save as Lightning's FSDP strategy does, without a Lightning run: a sharded state, and a file of all else."""
     dcp.save({"model": model}, checkpoint_id=folder, no_dist=True)
     rest = {"epoch": 0, "global_step": 3, "pytorch-lightning_version": "2.6.6", "loops": {}, "lr_schedulers": []}
     torch.save(rest, folder / "meta.pt")
@@ -98,7 +98,7 @@ def _torch_to_dcp(source: Path, made: Path) -> None:
 
 
 def _consolidate(source: Path, made: Path) -> None:
-    """What ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` does."""
+    """Do the work of ``python -m lightning.pytorch.utilities.consolidate_checkpoint``."""
     from lightning.fabric.utilities.load import _load_distributed_checkpoint  # noqa: PLC0415 - slow to import
     from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint  # noqa: PLC0415
 

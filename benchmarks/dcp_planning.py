@@ -1,7 +1,7 @@
-"""What one rank does to plan a save of many simulated ranks, and to read what was saved: ours and DCP's.
+"""Planning of a save of many simulated ranks on one rank, and reading of the metadata, by holdfast and by DCP.
 
-DCP's rank 0 gathers a plan from every rank, puts them together and sends each its own; every rank that loads reads the
-metadata of all. Ranks are simulated by what they would send; nothing goes over a network.
+DCP's rank 0 gathers a plan from every rank, merges them and sends each rank its own. Every rank that loads reads the
+metadata of all. Ranks are simulated by the messages that they would send; nothing goes over a network.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.planning import plan, sharded
 from benchmarks.setting import Setting
 from holdfast.formats.native import NativeReader
 
-#: Tensors, each sharded over all ranks by its rows, and numbers of ranks.
+#: The number of tensors, each sharded by rows over all ranks, and the numbers of ranks.
 TENSORS, RANKS = 1000, (64, 512)
 
 
 def dcp_planning(setting: Setting) -> Iterator[Table]:
-    """The same tensors over the same ranks, by either; without the plans that DCP keeps when it is asked to."""
+    """Measure both with the same tensors and ranks; DCP without its optional cache of plans."""
     warnings.simplefilter("ignore")
     contenders = {}
     for ranks in RANKS:
@@ -48,7 +48,7 @@ def dcp_planning(setting: Setting) -> Iterator[Table]:
 
 
 def _told(rank: int, ranks: int) -> SavePlan:
-    """A rank's own plan, as DCP makes it of a ``DTensor``."""
+    """Return a rank's local plan, as DCP creates it from a ``DTensor``."""
     rows, columns = 8, 1024
     properties = TensorProperties(dtype=torch.float32)
     whole, mine = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
@@ -66,7 +66,7 @@ def _told(rank: int, ranks: int) -> SavePlan:
 
 
 def _decide(posted: list[bytes], folder: Path) -> list[bytes]:
-    """What rank 0 does between gathering the plans of all ranks and sending each its own."""
+    """Do the work of rank 0 between gathering the plans of all ranks and sending each its own."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder / "none")
     planner.set_up_planner({}, is_coordinator=True)
     plans, _ = planner.create_global_plan([pickle.loads(raw) for raw in posted])  # noqa: S301 - made above
@@ -80,7 +80,7 @@ def _ours(folder: Path) -> Path:
 
 
 def _theirs(folder: Path, ranks: int) -> Path:
-    """A folder with the metadata that rank 0 writes when all ranks have written their data."""
+    """Return a directory with the metadata that rank 0 writes after all ranks have written their data."""
     folder.mkdir()
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
     planner.set_up_planner({}, is_coordinator=True)

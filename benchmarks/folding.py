@@ -1,6 +1,7 @@
-"""``python -m benchmarks.folding``: what rank 0 does for one CRC that another rank tells it, beside what it did before.
+"""``python -m benchmarks.folding``: the cost on rank 0 of one CRC from another rank, against the earlier method.
 
-Ranks hold rows of tensors, as under FSDP: each tells one fragment of each tensor, and neighbours touch.
+Ranks hold rows of tensors, as under FSDP: each reports one fragment of each tensor, adjacent to those of its
+neighbours.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import seconds
 from holdfast.engine.integrity.fragments import (
-    BYTES,
+    FRAGMENT_BYTES,
     FragmentTable,
     decode_fragments,
     encode_fragments,
@@ -24,13 +25,13 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import Fragment
 
-#: What each of so many ranks tells: as many tensors, of which it has so many bytes.
+#: The number of ranks, the number of tensors, and the bytes that each rank has of each tensor.
 RANKS, TENSORS, NBYTES = 64, 8000, 43_750
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: a fragment folded, a folded one assembled, a byte through the store; and a fragment the old way."""
+    """Seconds for merging a fragment, assembling a merged one, moving a byte through the store; and the old way."""
 
     fold: float
     block: float
@@ -45,13 +46,14 @@ class Costs:
 
 
 def measure() -> Costs:
-    """What it costs on this machine."""
+    """Measure the costs on this machine."""
     reports = [_report(rank) for rank in range(RANKS)]
-    folded = merge_adjacent_fragments(FragmentTable.told(reports)).report()
+    folded = merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
     found = decode_fragments([folded])
     one_by_one = seconds(lambda: _assemble(_decoded(reports)))
     return Costs(
-        fold=seconds(lambda: merge_adjacent_fragments(FragmentTable.told(reports)).report()) / (RANKS * TENSORS),
+        fold=seconds(lambda: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes())
+        / (RANKS * TENSORS),
         block=seconds(lambda: _assemble(decode_fragments([folded]))) / sum(map(len, found.values())),
         byte=_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
@@ -59,17 +61,17 @@ def measure() -> Costs:
 
 
 def _report(rank: int) -> bytes:
-    """All ranges lie in the first block."""
+    """Encode fragments whose ranges are all in the first block."""
     crcs = np.random.default_rng(rank).integers(2**63, size=TENSORS).tolist()
     start, stop = rank * NBYTES, (rank + 1) * NBYTES
     return encode_fragments({tensor: [Fragment(start, stop, crc)] for tensor, crc in enumerate(crcs)})
 
 
 def _decoded(reports: Sequence[bytes]) -> Fragments:
-    """All fragments, none of them folded."""
+    """Return all fragments, unmerged."""
     result: Fragments = {}
     for raw in reports:
-        for tensor, fragments in FragmentTable.told([raw]).fragments().items():
+        for tensor, fragments in FragmentTable.from_bytes([raw]).to_fragments().items():
             result.setdefault(tensor, []).extend(fragments)
     return result
 
@@ -81,7 +83,7 @@ def _assemble(found: Fragments) -> None:
 
 
 def _byte(reports: Sequence[bytes]) -> float:
-    """Set by one, got by another: here both over one connection of the process that has the store."""
+    """Measure a byte that is set and read, both over one connection of the process that hosts the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     keys = [f"hashed/{rank}" for rank in range(len(reports))]
 
@@ -90,7 +92,7 @@ def _byte(reports: Sequence[bytes]) -> float:
             store.set(key, report)  # type: ignore[arg-type]
         store.multi_get(keys)
 
-    return seconds(through) / (RANKS * TENSORS * BYTES)
+    return seconds(through) / (RANKS * TENSORS * FRAGMENT_BYTES)
 
 
 if __name__ == "__main__":

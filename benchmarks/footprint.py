@@ -1,6 +1,6 @@
-"""Memory beside the state: by how much the peak of a process rises over what it has before a save or a load.
+"""Memory in addition to the state: the increase of a process's peak over its memory before a save or a load.
 
-Each in a process of its own; what the kernel keeps of files that are mapped counts too.
+Each is measured in its own process. Pages of mapped files count too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.setting import Setting
 
 
 def memory(setting: Setting) -> Iterator[Table]:
-    """One process, few large tensors."""
+    """Measure one process with few large tensors."""
     for what, measure in (("save", _saved), ("load", _loaded)):
         found = {name: Figure((_apart(measure, setting, name),)) for name in _names(setting, what)}
         yield Table(f"memory beside the state, {what} of {setting.gigabytes}", "MB", found)
@@ -56,14 +56,14 @@ def _loaded(setting: Setting, name: str) -> float:
 
 
 def rise(run: Callable[[], object]) -> float:
-    """MB by which the peak of this process rises; what is imported at first use counts too."""
+    """Return by how many MB this process's peak rises, modules imported at first use included."""
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak
     run()
     return (_status("VmHWM") - before) * 1024 / 1e6
 
 
 def _status(field: str) -> int:
-    """A field of this process's status, in KiB."""
+    """Return a field of this process's status in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

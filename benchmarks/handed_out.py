@@ -22,7 +22,7 @@ RANKS = 4
 
 
 def handed_out(setting: Setting) -> Iterator[Table]:
-    """A tensor of twice the size."""
+    """Measure a tensor of twice the size."""
     on_ranks(1, setting, _save)
     yield from on_ranks(RANKS, setting, _tables)
     raw.empty(setting.folder)
@@ -57,7 +57,7 @@ def _tables(setting: Setting) -> list[Table]:
 
 
 def _most(value: float) -> float:
-    """The most that any rank says."""
+    """Return the maximum over all ranks."""
     found = torch.tensor([value])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

@@ -1,6 +1,6 @@
-"""A training loop that saves in the background: what 50 steps take, beside the same steps without saves.
+"""A training loop that saves in the background: the time of 50 steps, against the same steps without saves.
 
-A save every 10 steps, with one processor for the training, and with all of them, where saves have none to themselves.
+It saves every 10 steps. The training uses one CPU core, or all of them, so that saves have none to themselves.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from benchmarks.setting import Setting
 STEPS, EVERY = 50, 10
 WIDTH, BATCH = 2048, 96
 
-#: Bytes of a layer with AdamW, and the most layers (0.6 GB): steps of more take too long on a processor.
+#: The bytes of a layer with AdamW, and the most layers (0.6 GB): larger steps take too long on a CPU.
 _LAYER, _MOST = 12 * (WIDTH + 1) * WIDTH, 12
 
-#: The limit of a loop that saves.
+#: The lower limit of a loop that saves.
 NO_SAVES = "no saves"
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves into a folder at a step, and waits for the last one."""
+    """A way to save into a directory at a step, and to wait for the last save."""
 
     save: Callable[[Path, int], object]
     finish: Callable[[], object] = lambda: None
 
 
 def loop(setting: Setting) -> Iterator[Table]:
-    """With processors that are free, and without."""
+    """Measure with and without free CPU cores."""
     layers = max(1, min(_MOST, setting.nbytes // _LAYER))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -70,7 +70,7 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _run(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Told:
-    """Time the steps; what is still to be written after the last one does not keep them."""
+    """Time the steps, without waiting for the save after the last one."""
     started = time.perf_counter()
     _steps(model, optimizer, partial(saver.save, folder))
     told = Told(time.perf_counter() - started)
@@ -83,21 +83,21 @@ def _holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, 
 
 
 class Dcp:
-    """``dcp.async_save``, whose user waits for the save before."""
+    """``dcp.async_save``, whose caller waits for the previous save."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._before: Future[object] | None = None
 
     def save(self, path: Path, step: int) -> None:
-        """Begin to save."""
+        """Start a save."""
         self.finish()
         state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
         begun = dcp.async_save(state, checkpoint_id=path / f"step_{step}")
         self._before = begun if isinstance(begun, Future) else None
 
     def finish(self) -> None:
-        """Wait for the save before."""
+        """Wait for the previous save."""
         if self._before is not None:
             self._before.result()
 

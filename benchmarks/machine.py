@@ -1,4 +1,4 @@
-"""What a run measured on, and how it was asked for: the head of the tables."""
+"""The machine and the command of a run: the heading of the tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.setting import Setting
 
 
 def heading(setting: Setting, cases: Sequence[str]) -> Iterator[str]:
-    """Lines of Markdown; nothing in them changes from one run to the next on the same machine."""
+    """Return lines of Markdown, which are equal for all runs on the same machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield f"- {os.cpu_count()} cores ({_processor()}), {memory:.0f} GiB of memory, {_file_system(setting.folder)}"
     yield f"- {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
@@ -27,7 +27,7 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of file system that was written to: of the longest mount point above a folder."""
+    """Return the kind of a directory's file system: that of its longest mount point."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     above = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
     return max(above)[1]

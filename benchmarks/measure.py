@@ -1,4 +1,4 @@
-"""Timing: every contender in turn, several rounds, so that a noisy machine is noisy for all of them."""
+"""Timing in rounds of all contenders, so that noise of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-#: Seconds before each run, for disks that give more for a moment after a rest.
+#: The pause, in seconds, before each run, because disks are faster for a moment after a rest.
 REST = 1.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a run gives that has timed itself, because not all of it counts or because another process did it."""
+    """The result of a run that timed itself, because only a part counts or another process ran it."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time, which may give its own :class:`Told`; ``prepare`` runs before it, outside of the clock."""
+    """A function to time, which may return its own :class:`Told`; ``prepare`` runs before it, untimed."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -30,18 +30,18 @@ class Contender:
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured in each round."""
+    """The measurements of all rounds."""
 
     rounds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """The median."""
         return statistics.median(self.rounds)
 
     @property
     def spread(self) -> float:
-        """Half the range between the quartiles, as a part of the median; nothing for less than three rounds."""
+        """Half the interquartile range, relative to the median; 0 for fewer than three rounds."""
         if len(self.rounds) < 3 or not self.median:  # noqa: PLR2004 - quartiles of two are no spread
             return 0.0
         first, _, third = statistics.quantiles(self.rounds, n=4)
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """One case: a figure of each contender. ``limits`` are those that no program can beat on this machine."""
+    """One case: a figure of each contender. ``limits`` are contenders that no program can beat on this machine."""
 
     title: str
     unit: str
@@ -61,14 +61,14 @@ class Table:
 
 @dataclass
 class Clock:
-    """The seconds, and the seconds of processor time, that each contender took in each round."""
+    """The wall and CPU seconds of each contender in each round."""
 
     wall: dict[str, list[float]]
     processor: dict[str, list[float]]
 
     @classmethod
     def of(cls, contenders: Mapping[str, Contender]) -> Self:
-        """One that has run nothing yet."""
+        """Return a clock without measurements."""
         return cls({name: [] for name in contenders}, {name: [] for name in contenders})
 
     def time(self, name: str, contender: Contender) -> None:
@@ -82,17 +82,17 @@ class Clock:
         self.processor[name].append(time.process_time() - worked)
 
     def table(self, title: str, limits: tuple[str, ...] = (), note: str = "") -> Table:
-        """The seconds of each contender, in the order in which they were named."""
+        """Return the wall seconds of each contender, in the given order."""
         return Table(title, "s", _figures(self.wall), limits, note)
 
     def processor_table(self, title: str, gigabytes: float) -> Table:
-        """Seconds of processor time for each gigabyte."""
+        """Return the CPU seconds for each gigabyte."""
         per_gigabyte = {name: [one / gigabytes for one in rounds] for name, rounds in self.processor.items()}
         return Table(title, "CPU s/GB", _figures(per_gigabyte))
 
 
 def seconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """The median time of something short."""
+    """Return the median time of a short function."""
     found = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -102,9 +102,9 @@ def seconds(work: Callable[[], object], rounds: int = 5) -> float:
 
 
 def interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
-    """Time each contender once a round, in a drawn order: a disk remembers who wrote before.
+    """Time each contender once a round, in random order, because a disk is affected by the previous writer.
 
-    A round before the first, with what is imported and allocated at first use, does not count.
+    A first round, with imports and allocations of the first use, does not count.
     """
     order = random.Random(0)
     rehearsal, clock = Clock.of(contenders), Clock.of(contenders)

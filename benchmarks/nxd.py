@@ -1,6 +1,6 @@
-"""ZeRO-1 states of NxD made into those of another number of ranks, beside ``cp`` of the same bytes; and its memory.
+"""Resharding of NxD's ZeRO-1 states to another number of ranks, against ``cp`` of the same bytes; and its memory.
 
-Both end with what they wrote on the disk. The files to read are in the page cache for both, as far as they fit.
+Both end with durable output. The input is in the page cache for both, as far as it fits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_s
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.ondisk.files import TensorInfo
 
-#: Rows and columns of each parameter; with two states and a master weight each, 4 bytes an element.
+#: Rows and columns of each parameter, which has two states and a master weight of 4 bytes an element.
 ROWS, COLUMNS = 8190, 4096
 
 RANKS = f"{OURS}, 2 to 3 ranks"
 
 
 def nxd(setting: Setting) -> Iterator[Table]:
-    """With a file for each tensor, and with one for each rank."""
+    """Measure with one file per tensor, and with one per rank."""
     for kind, xser in (("a file for each tensor", True), ("a file for each rank", False)):
         make(setting.folder / "source", setting.nbytes, xser=xser)
         yield from _compared(setting, f"NxD's ZeRO-1 states, {kind}, {setting.gigabytes}")
@@ -52,7 +52,7 @@ def _compared(setting: Setting, what: str) -> Iterator[Table]:
 
 
 def make(folder: Path, nbytes: int, *, xser: bool) -> None:
-    """A checkpoint of 2 data-parallel ranks, with AdamW's states and master weights."""
+    """Create a checkpoint of 2 data-parallel ranks, with AdamW states and master weights."""
     number = max(1, round(nbytes / (3 * 4 * ROWS * COLUMNS)))
     data = folder.with_name("elements")
     data.write_bytes(torch.randn(ROWS, COLUMNS).numpy().tobytes())
@@ -81,7 +81,7 @@ def _tensor(file: Path, shape: tuple[int, ...]) -> JoinedTensor:
 
 
 def _again(one: JoinedTensor) -> JoinedTensor:
-    return JoinedTensor(one.info, one.parts)
+    return JoinedTensor(one.info, one.chunks)
 
 
 def _clear(made: Path) -> None:
@@ -90,4 +90,4 @@ def _clear(made: Path) -> None:
 
 
 def _nothing() -> None:
-    """All is imported already."""
+    """Do nothing: all modules are imported already."""

@@ -1,4 +1,4 @@
-"""Several ranks: a Llama-like model with AdamW in each layout, saved, loaded as it was, and in another layout."""
+"""Several ranks: a Llama-like model with AdamW in each layout, saved, loaded, and loaded in another layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from benchmarks.measure import Contender, Table, interleaved
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
-#: What a rank does, and the tables that rank 0 has then.
+#: The function of a rank; on rank 0 it returns the tables.
 Part = Callable[[Setting], list[Table]]
 
 
 def on_ranks(ranks: int, setting: Setting, part: Part) -> list[Table]:
-    """Do something on new gloo ranks."""
+    """Run a function on new gloo ranks."""
     results = mp.get_context("spawn").SimpleQueue()
     (setting.folder / "store").unlink(missing_ok=True)
     spawn(_rank, (ranks, setting, part, results), nprocs=ranks)
@@ -45,14 +45,14 @@ def _rank(rank: int, ranks: int, setting: Setting, part: Part, results: Any) -> 
 
 
 def layouts(setting: Setting) -> Iterator[Table]:
-    """Each layout, on 2 and 4 ranks."""
+    """Measure each layout on 2 and 4 ranks."""
     for layout, ranks in (("DDP", 2), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2), ("TP", 4), ("FSDP2 x TP", 4)):
         yield from on_ranks(ranks, setting, partial(_layout, layout))
         raw.empty(setting.folder)
 
 
 def resharded(setting: Setting) -> Iterator[Table]:
-    """Saved by two ranks, loaded by four in another layout, or by all of them whole."""
+    """Measure a save by two ranks and loads by four, in another layout or unsharded."""
     on_ranks(2, setting, partial(_save_once, "FSDP2"))
     for layout in ("TP", "DDP"):
         yield from on_ranks(4, setting, partial(_load_elsewhere, layout))
@@ -60,7 +60,7 @@ def resharded(setting: Setting) -> Iterator[Table]:
 
 
 def small(setting: Setting) -> Iterator[Table]:
-    """Very many small tensors, each on all of two ranks."""
+    """Measure very many small tensors, replicated on two ranks."""
     yield from on_ranks(2, setting, _small)
     raw.empty(setting.folder)
 
@@ -121,7 +121,7 @@ def _our_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _writes(folder: Path, layout: str, state: dict[str, torch.Tensor]) -> dict[str, Contender]:
-    """Each rank writes as many bytes as it has, or under DDP its share of them."""
+    """Write as many bytes from each rank as it has; under DDP its share of them."""
     parts = states.local_bytes(state)
     if layout == "DDP":
         parts = [part[: len(part) // dist.get_world_size()] for part in parts]
@@ -133,14 +133,14 @@ def _writes(folder: Path, layout: str, state: dict[str, torch.Tensor]) -> dict[s
 
 
 def raw_reads(folder: Path) -> dict[str, Callable[[], object]]:
-    """Each rank reads its share of what we have saved."""
+    """Read each rank's share of the files that holdfast saved."""
     files = sorted((folder / OURS).rglob("*.safetensors"))
     share = partial(raw.read_share, files, dist.get_rank(), dist.get_world_size())
     return {f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")}
 
 
 def together(contenders: dict[str, Contender]) -> dict[str, Contender]:
-    """Prepared by rank 0 alone, started by all at once, and done when all are."""
+    """Return a contender that rank 0 prepares, all ranks start at once, and all ranks finish."""
     return {name: _all_at_once(one) for name, one in contenders.items()}
 
 

@@ -1,7 +1,7 @@
-"""Who is measured: how each system saves and loads named tensors, at its best honest setting, durable on return.
+"""The contenders: how each system saves and loads named tensors, with its best settings, durable on return.
 
-DCP makes its files durable by itself. For ``torch.save``, ``safetensors`` and ``torch_checkpointing`` a sync of what
-they wrote is part of the time; the last of them cannot write past the page cache here (it fails on ext4).
+DCP syncs its files by itself. For ``torch.save``, ``safetensors`` and ``torch_checkpointing``, a sync of their files is
+part of the time. The last one cannot write past the page cache here (it fails on ext4).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
 
 State = Mapping[str, torch.Tensor]
 
-#: The names under which contenders stand in tables.
+#: The names of the contenders in tables.
 OURS, DCP, TORCH, SAFETENSORS, PEER = "holdfast", "PyTorch DCP", "torch.save", "safetensors", "torch_checkpointing"
 
-#: Threads that DCP writes with beside its default of one.
+#: The number of threads for DCP's writes, in addition to its default of one.
 THREADS = (2, 4)
 
 
 def dcp_saves(folder: Path, state: State) -> dict[str, Contender]:
-    """DCP with one thread, and with more."""
+    """Return DCP with one thread, and with more."""
     many = {f"{DCP}, {n} threads": partial(_save_dcp, state, n) for n in THREADS}
     return {name: fresh(folder / name, run) for name, run in {DCP: partial(_save_dcp, state, 1), **many}.items()}
 
 
 def saves(folder: Path, state: State) -> dict[str, Contender]:
-    """Every system that can save the tensors of one process, each into a place of its own."""
+    """Return every system that can save the tensors of one process, each with a directory of its own."""
     every: dict[str, Callable[[Path], object]] = {
         OURS: lambda path: holdfast.save_checkpoint(path, "s", state, rng=False),
         TORCH: partial(_save_torch, state),
@@ -55,7 +55,7 @@ def saves(folder: Path, state: State) -> dict[str, Contender]:
 
 
 def loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
-    """The ways back into tensors, from where :func:`saves` has saved. Only ours verifies what it reads."""
+    """Return the loads of the files that :func:`saves` has saved. Only holdfast verifies the data."""
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     return {
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=target),
@@ -66,12 +66,12 @@ def loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
 
 
 def cold(folder: Path, load: Callable[[], object]) -> Contender:
-    """A load of what is not in the page cache."""
+    """Return a load of files that are not in the page cache."""
     return Contender(load, lambda: raw.forget(folder))
 
 
 def fresh(path: Path, run: Callable[[Path], object]) -> Contender:
-    """A save to where nothing is."""
+    """Return a save to an unused path."""
     return Contender(lambda: run(path), lambda: raw.remove(path))
 
 

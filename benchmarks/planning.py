@@ -1,4 +1,4 @@
-"""Planning a save and a load, as one rank does it, of jobs of many simulated ranks: FSDP2 with AdamW."""
+"""Planning of a save and a load on one rank of a job with many simulated ranks: FSDP2 with AdamW."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.engine.plan.placements import MeshShape, Sharded
 from holdfast.engine.plan.save_plan import plan_save
 from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 
-#: Parameters, each with two moments and a count of steps.
+#: The number of parameters, each with two moments and a step count.
 PARAMETERS = 2000
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,7 +23,7 @@ _LIMIT = 5 * 10**9
 
 
 def planning(setting: Setting) -> Iterator[Table]:
-    """What rank 0 does from the moment all have said what they hold until it knows what to write."""
+    """Measure rank 0 from receiving the specs of all ranks to its finished plan."""
     plans = {f"holdfast, {ranks} ranks": Contender(partial(plan, *held(ranks))) for ranks in _RANKS}
     clock = interleaved(plans, setting.rounds)
     yield clock.table(f"plan of a save, {PARAMETERS} parameters with AdamW")
@@ -32,7 +32,7 @@ def planning(setting: Setting) -> Iterator[Table]:
 
 
 def held(ranks: int) -> tuple[int, Spec, Meshes]:
-    """What each of the ranks holds."""
+    """Return the tensors of each rank."""
     shape = (8 * ranks, 1024)
     names = [f"layers.{number}.weight" for number in range(PARAMETERS)]
     tensors = [TensorSpec("model", name, "F32", shape, 0) for name in names]
@@ -46,7 +46,7 @@ def held(ranks: int) -> tuple[int, Spec, Meshes]:
 
 
 def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
-    """So many tensors, of which each of the ranks holds some rows."""
+    """Return tensors of which each rank holds some rows."""
     tensors = (TensorSpec("model", f"layers.{one}.weight", "F32", (8 * ranks, 1024), 0) for one in range(number))
     return (
         ranks,
@@ -57,13 +57,13 @@ def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
 
 def plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
     posted = [SpecDigests(*digest_specs(spec, meshes))] * ranks
-    census = SpecDirectory.take(posted)
-    told = [census.told_by(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
-    membership: GlobalSpec = census.membership(told, range(ranks))
+    census = SpecDirectory.from_digests(posted)
+    told = [census.encode_contribution(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
+    membership: GlobalSpec = census.build_global_spec(told, range(ranks))
     plan_save(membership, ranks // 2, _LIMIT)
 
 
 def _told(ranks: int) -> int:
-    """Bytes that a rank posts when nothing has changed since the save before: digests."""
+    """Return the bytes that a rank posts if nothing has changed since the previous save: digests."""
     _, spec, meshes = held(ranks)
     return sum(map(len, digest_specs(spec, meshes)))

@@ -1,4 +1,4 @@
-"""The plot of the figures: how many times as long as holdfast the others take, a panel for each kind of work."""
+"""The plot of the results: times relative to holdfast, with a panel for each kind of work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.measure import Table
 from benchmarks.peers import OURS
 
-#: The panels, with what the titles of their tables begin with. Other tables stand in Markdown alone.
+#: The panels, with the prefixes of their tables' titles. Other tables are in the Markdown file only.
 PANELS = {
     "saves": ("save",),
     "asynchronous saves": ("stall", "until durable", "loop"),
@@ -17,15 +17,15 @@ PANELS = {
     "conversions": ("conversion",),
 }
 
-#: Inches: of a row, and of what each panel has beside its rows.
+#: The height of a row, and of a panel without rows, in inches.
 _ROW, _FRAME, _WIDTH = 0.24, 0.55, 10
 
-#: Of each system its fastest setting, by panel, table and system.
+#: The fastest setting of each system, by panel, table and system.
 Ratios = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def plot(tables: Sequence[Table], path: Path) -> None:
-    """Of each system the fastest setting, panel below panel, on one scale."""
+    """Plot the fastest setting of each system, in panels with one scale."""
     import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
 
     mpl.use("agg")
@@ -59,7 +59,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
 
 
 def ratios(tables: Sequence[Table]) -> Ratios:
-    """How many times as long as holdfast each system takes at its fastest setting: by panel, and by table."""
+    """Return the time of each system's fastest setting relative to holdfast, by panel and table."""
     rows = {table.title: _row(table) for table in tables if table.unit == "s" and OURS in table.figures}
     panels = {
         panel: {title: row for title, row in rows.items() if title.startswith(beginnings) and row}

@@ -1,4 +1,4 @@
-"""The limits: the same number of bytes moved to and from the disk, past the page cache and through it."""
+"""The hardware limits: the same number of bytes moved to and from the disk, past the page cache and through it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def aligned_copy(arrays: Sequence[Bytes]) -> Bytes:
-    """The bytes of some arrays in one page-aligned piece of memory, a whole number of pages, which are large ones."""
+    """Copy arrays into one page-aligned buffer of large pages, whose size is a whole number of pages."""
     size = sum(array.nbytes for array in arrays)
     memory = aligned_buffer(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     np.concatenate(arrays, out=memory[:size])
@@ -38,14 +38,14 @@ def write_direct(path: Path, memory: Bytes, threads: int) -> None:
 
 
 def read(path: Path, threads: int, *, direct: bool) -> None:
-    """Read a file whole, into buffers that are used again."""
+    """Read a whole file into reused buffers."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     _in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer.data], at))
     os.close(fd)
 
 
 def read_share(files: Sequence[Path], part: int, parts: int, *, direct: bool) -> None:
-    """Read one part of so many of each file."""
+    """Read one of ``n`` equal shares of each file."""
     for file in files:
         fd = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         buffer = aligned_buffer(CHUNK).data
@@ -55,7 +55,7 @@ def read_share(files: Sequence[Path], part: int, parts: int, *, direct: bool) ->
 
 
 def _in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -> None:
-    """Move a file chunk by chunk; each thread takes the next one."""
+    """Move a file chunk by chunk; each thread takes the next chunk."""
     offsets = iter(range(0, size, CHUNK))
     lock = threading.Lock()
 
@@ -76,7 +76,7 @@ def _in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -
 
 
 def forget(folder: Path) -> None:
-    """Take a file, or those of a folder, out of the page cache."""
+    """Evict a file, or those of a directory, from the page cache."""
     os.sync()
     for path in [folder, *folder.rglob("*")]:
         if path.is_file():
@@ -86,14 +86,14 @@ def forget(folder: Path) -> None:
 
 
 def remember(folder: Path) -> None:
-    """Bring the files of a folder into the page cache."""
+    """Read the files of a directory into the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             read(path, 1, direct=False)
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or a folder and all in it."""
+    """Make a file, or a directory and its contents, durable."""
     for one in [path, *path.rglob("*")]:
         fd = os.open(one, os.O_RDONLY)
         os.fsync(fd)
@@ -101,19 +101,19 @@ def sync(path: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """``cp`` of a file or a folder, made durable: the limit of conversions."""
+    """Copy a file or a directory with ``cp`` and make it durable: the limit of conversions."""
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
     sync(target)
 
 
 def empty(folder: Path) -> None:
-    """Remove what is in a folder."""
+    """Remove the contents of a directory."""
     remove(folder)
     folder.mkdir()
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder and all in it, if it is there."""
+    """Remove a file, or a directory and its contents, if it exists."""
     if path.is_file():
         path.unlink()
     else:

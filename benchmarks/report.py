@@ -1,4 +1,4 @@
-"""What people see of the figures: Markdown, JSON and a plot, in ``benchmarks/results``."""
+"""The output of the benchmarks: Markdown, JSON and a plot in ``benchmarks/results``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def keep(found: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
-    """Put tables beside those of cases that were not run again, and write them all."""
+    """Merge tables with those of cases that were not run again, and write all of them."""
     folder.mkdir(exist_ok=True)
     every = {table.title: table for table in (*_kept(folder / "figures.json"), *found)}
     (folder / "figures.json").write_text(json.dumps([_plain(table) for table in every.values()], indent=1) + "\n")
@@ -23,7 +23,7 @@ def keep(found: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
 
 
 def markdown(tables: Iterable[Table]) -> Iterator[str]:
-    """Of each contender the median, the spread, and how it stands to us and to the best of the limits."""
+    """Return each contender's median and spread, relative to holdfast and to the best limit."""
     yield ""
     yield "Each figure is the median of the rounds ± half the range between the quartiles. *x holdfast*: how many times"
     yield "as much as holdfast; *of the limit*: the best raw figure divided by this one."
@@ -33,7 +33,7 @@ def markdown(tables: Iterable[Table]) -> Iterator[str]:
 
 
 def rows(table: Table) -> Iterator[str]:
-    """One table."""
+    """Return one table."""
     limit = min((table.figures[name].median for name in table.limits), default=None)
     ours = next(figure.median for name, figure in table.figures.items() if name.startswith(OURS))
     yield f"| {table.title} | {table.unit} | x holdfast |{' of the limit |' if limit else ''}"
@@ -52,7 +52,7 @@ def _number(value: float) -> str:
 
 
 def _kept(file: Path) -> Iterator[Table]:
-    """What was measured before: cases that are not run again keep their figures."""
+    """Return the stored tables: cases that are not run again keep their results."""
     for row in json.loads(file.read_text()) if file.is_file() else []:
         figures = {name: Figure(tuple(rounds)) for name, rounds in row["figures"].items()}
         yield Table(row["title"], row["unit"], figures, tuple(row["limits"]), row["note"])

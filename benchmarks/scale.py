@@ -1,8 +1,8 @@
-"""``python -m benchmarks.scale``: what a save and a load cost at many ranks, from what single operations cost here.
+"""``python -m benchmarks.scale``: estimates of a save and a load on many ranks, from measured single operations.
 
-Measures votes over the key-value store, planning, and the folding of CRCs (``benchmarks/folding.py``) on this machine;
-takes the rest (disks, file system, network) from :data:`CLUSTER`; prints a table for ``docs/scale.md`` and draws its
-plot.
+It measures votes over the key-value store, planning, and the merging of CRCs (``benchmarks/folding.py``) on this
+machine, and takes the rest (disks, file system, network) from :data:`CLUSTER`. It prints a table for ``docs/scale.md``
+and draws its plot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks import folding
 from benchmarks.measure import seconds
 from benchmarks.planning import PARAMETERS, held, plan
 from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
-from holdfast.engine.integrity.fragments import BYTES
+from holdfast.engine.integrity.fragments import FRAGMENT_BYTES
 from holdfast.ondisk.blocks import BLOCK_BYTES
 
 RANKS = (8, 64, 512, 2048, 16384)
@@ -28,7 +28,7 @@ RANKS = (8, 64, 512, 2048, 16384)
 
 @dataclass(frozen=True)
 class Cluster:
-    """A parallel file system and its clients. Bandwidths in bytes/s, latencies in s, each as its makers publish."""
+    """A parallel file system and its clients: bandwidths in bytes/s, latencies in s, as published by their makers."""
 
     write: float = 1e12
     a_client: float = 5e9
@@ -40,16 +40,16 @@ class Cluster:
 
 CLUSTER = Cluster()
 
-#: Votes of a save, without the one by which groups of ranks tell CRCs, and data files that a rank writes into.
+#: The votes of a save, without the one in which groups of ranks report CRCs, and the data files a rank writes into.
 VOTES, FILES = 5, 2
 
-#: Bytes of state of each rank, and the mean time between failures of 16,384 ranks.
+#: The bytes of state of each rank, and the mean time between failures, in seconds, of 16,384 ranks.
 STATE, FAILURES = 350e6, 3.09 * 3600
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of processor time: a key set and got back by rank 0, one plan, what is done for one CRC."""
+    """CPU seconds of a key that is set and read by rank 0, of one plan, and of the work for one CRC."""
 
     key: float
     plan: float
@@ -57,7 +57,7 @@ class Costs:
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Measure, print and draw."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
     options = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
-    """The seconds of each part of a save in the background, by name."""
+    """Return the seconds of each part of a background save, by name."""
     total, clients = STATE * ranks, max(1, ranks / CLUSTER.ranks_of_a_client)
     tensors = 4 * PARAMETERS
     return {
@@ -83,47 +83,47 @@ def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
         "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * ranks * costs.key,
         "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
         "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
-        "CRCs told": told(ranks, tensors) * BYTES * costs.crc.byte,
+        "CRCs told": told(ranks, tensors) * FRAGMENT_BYTES * costs.crc.byte,
         "CRCs folded": folded(ranks, tensors, costs.crc),
     }
 
 
 def told(ranks: int, tensors: int) -> float:
-    """The fragments that go through the store: what all ranks hashed, and what groups have made of that."""
+    """Return the fragments that go through the store: those of all ranks, and the merged ones of groups."""
     by_groups = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else 0
     return ranks * tensors + by_groups
 
 
 def folded(ranks: int, tensors: int, costs: folding.Costs) -> float:
-    """The first rank of each group folds, all at a time; then rank 0, which has the CRCs of all blocks at the end."""
+    """Return the time to merge: the first ranks of all groups in parallel; then rank 0, to the CRCs of all blocks."""
     at_a_group = bucket_size(ranks) * tensors if ranks > MAX_FLAT_RANKS else 0
     at_rank_0 = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else ranks * tensors
     return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK_BYTES) * costs.block
 
 
 def groups(ranks: int) -> int:
-    """How many groups tell rank 0."""
+    """Return how many groups report to rank 0."""
     return -(-ranks // bucket_size(ranks))
 
 
 def fragments(ranks: int, tensors: int) -> float:
-    """What a group's fragments are once they are folded: one a tensor, and one more for each block it goes on in."""
+    """Return a group's merged fragments: one for each tensor, and one for each further block that it spans."""
     return tensors + bucket_size(ranks) * STATE / BLOCK_BYTES
 
 
 def waste(stall: float, ranks: int) -> float:
-    """The part of the time that stalls and lost work take at the best interval of saves (Young 1974, Daly 2006)."""
+    """Return the share of time lost to stalls and repeated work at the best interval (Young 1974, Daly 2006)."""
     between = FAILURES * 16384 / ranks
     return sqrt(2 * stall / between)
 
 
 def measure() -> Costs:
-    """What single operations cost on this machine."""
+    """Measure the costs of single operations on this machine."""
     return Costs(_key(), seconds(lambda: plan(*held(4096))), folding.measure())
 
 
 def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
-    """The parts of a save, one on another, by the number of ranks."""
+    """Plot the stacked parts of a save by the number of ranks."""
     import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
 
     mpl.use("agg")

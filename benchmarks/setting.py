@@ -1,4 +1,4 @@
-"""Where and how large a run of the benchmarks is."""
+"""The directory and the size of a benchmark run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """The folder on the disk that is measured, how often each contender runs, and the bytes of a large state."""
+    """The directory on the measured disk, the rounds of each contender, and the bytes of a large state."""
 
     folder: Path
     rounds: int
@@ -16,5 +16,5 @@ class Setting:
 
     @property
     def gigabytes(self) -> str:
-        """The size as it stands in titles."""
+        """The size, as shown in titles."""
         return f"{self.nbytes / 1e9:g} GB"

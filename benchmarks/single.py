@@ -1,4 +1,4 @@
-"""One process: large and small tensors, saved durably and loaded cold and warm, and what verification costs."""
+"""One process: large and small tensors, saved durably and loaded cold and warm, and the cost of verification."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = (1, 4)
 
 
 def large(setting: Setting) -> Iterator[Table]:
-    """Eight large tensors."""
+    """Measure eight large tensors."""
     folder, state = setting.folder, states.few(setting.nbytes)
     memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
     writes = _writes(folder, memory)
@@ -86,7 +86,7 @@ def _one_tensor(setting: Setting, state: peers.State) -> Table:
             return file.get_tensor(name).clone()
 
     def mapped() -> object:
-        # Opened within: the pages of a file that is mapped already cannot be taken out of the cache.
+        # Opened inside the timed function: pages of a mapped file cannot be evicted from the cache.
         return torch.load(folder / TORCH, mmap=True)[name].clone()
 
     contenders = {
@@ -100,7 +100,7 @@ def _one_tensor(setting: Setting, state: peers.State) -> Table:
 
 
 def small(setting: Setting) -> Iterator[Table]:
-    """Very many small tensors."""
+    """Measure very many small tensors."""
     folder, state = setting.folder, states.many()
     yield interleaved(peers.saves(folder, state), setting.rounds).table("save, 20,000 x 4 KiB, one process")
     loads = {name: peers.cold(folder, load) for name, load in peers.loads(folder, state).items()}
@@ -108,7 +108,7 @@ def small(setting: Setting) -> Iterator[Table]:
 
 
 def huge(setting: Setting) -> Iterator[Table]:
-    """One tensor, of twice the size."""
+    """Measure one tensor of twice the size."""
     folder, state = setting.folder, {"weight": torch.randn(2 * setting.nbytes // 4)}
     case = f"one tensor of {2 * setting.nbytes / 1e9:g} GB, one process"
     memory = raw.aligned_copy([tensor.view(torch.uint8).numpy() for tensor in state.values()])
@@ -120,7 +120,7 @@ def huge(setting: Setting) -> Iterator[Table]:
 
 
 def memory_disk(setting: Setting) -> Iterator[Table]:
-    """The same large state on a disk that is memory, where only processors cost."""
+    """Measure the same large state on tmpfs, where only CPU time counts."""
     folder, state = Path("/dev/shm") / setting.folder.name, states.few(setting.nbytes)  # noqa: S108 - a tmpfs
     folder.mkdir()
     try:

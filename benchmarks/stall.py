@@ -1,8 +1,8 @@
-"""How long an asynchronous save keeps the training waiting, and when it is durable.
+"""The blocking time of an asynchronous save, and the time until it is durable.
 
-A model with AdamW, saved by us (eager and overlapped) and by ``dcp.async_save``, beside warm memcpys (one thread) of
-the bytes that this rank writes into large pages: out of its tensors, which torch has in small pages, and out of large
-ones. The first round, in which memory is fresh, does not count.
+A model with AdamW is saved by holdfast (eager and overlapped) and by ``dcp.async_save``. The limits are warm memcpys
+(one thread) of the bytes that this rank writes into large pages: from its tensors, which torch allocates in small
+pages, and from large pages. The first round, in which memory is fresh, does not count.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.parallel import on_ranks
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
-#: The limit of an eager copy, and what it would be if tensors lay in large pages.
+#: The limit of an eager copy, and the one if tensors were in large pages.
 MEMCPY, LARGE = "memcpy of the tensors, one thread", "memcpy of large pages, one thread"
 
 #: Layouts, with the number of ranks.
 CASES = {"plain": 1, "DDP": 2, "FSDP2": 2}
 
-#: What a call gives: how it began, and a way to wait until it is durable.
+#: The result of a call: its start, and a function that waits until it is durable.
 Begin = Callable[[Path], Callable[[], object]]
 
 
 def stall(setting: Setting) -> Iterator[Table]:
-    """Each layout."""
+    """Measure each layout."""
     for layout, ranks in CASES.items():
         yield from on_ranks(ranks, setting, partial(_layout, layout))
         raw.empty(setting.folder)
@@ -71,7 +71,7 @@ def _layout(layout: str, setting: Setting) -> list[Table]:
 
 def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Begin]:
     state = states.tensors(model, optimizer)
-    # Under DDP the ranks share the writing; under FSDP2 each has a part.
+    # Under DDP the ranks divide the writing; under FSDP2 each writes its shards.
     shares = dist.get_world_size() if isinstance(model, DistributedDataParallel) else 1
     parts = _first([part.numpy() for part in states.local_bytes(state)], shares)
     source = raw.aligned_copy(parts)
@@ -92,7 +92,7 @@ def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _first(parts: Sequence[raw.Bytes], shares: int) -> list[raw.Bytes]:
-    """The first of so many equal shares of some arrays."""
+    """Return the first of ``n`` equal shares of some arrays."""
     left, first = sum(map(len, parts)) // shares, []
     for part in parts:
         first.append(part[:left])

@@ -1,4 +1,4 @@
-"""What it costs to begin: imports and commands, each in a new interpreter."""
+"""Startup costs: imports and commands, each in a new interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IMPORTS = {
 
 
 def start(setting: Setting) -> Iterator[Table]:
-    """Interpreters that import, and the command that helps."""
+    """Measure interpreters that import holdfast, and the command's ``--help``."""
     imports = {name: _interpreter("-c", code) for name, code in _IMPORTS.items()}
     yield interleaved(imports, setting.rounds).table("import")
     command = {"holdfast": _interpreter("-m", "holdfast", "--help"), "nothing": _interpreter("-c", "pass")}

@@ -1,4 +1,4 @@
-"""What is saved: tensors by name, and models with an optimizer in several layouts over the ranks."""
+"""The saved states: named tensors, and models with an optimizer in several layouts over the ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 GB = 10**9
 
-#: Bytes of a parameter with AdamW, in float32: itself and two moments.
+#: The bytes of a float32 parameter with AdamW: itself and two moments.
 _BYTES = 12
 
-#: Tensors of the case of many small ones, of 1024 float32 numbers each.
+#: The number of tensors in the case of many small ones, of 1024 float32 numbers each.
 SMALL = 20_000
 
 
 def few(nbytes: int) -> dict[str, torch.Tensor]:
-    """Eight large tensors."""
+    """Return eight large tensors."""
     return {f"layer.{number}.weight": torch.randn(nbytes // 4 // 8) for number in range(8)}
 
 
 def many() -> dict[str, torch.Tensor]:
-    """Very many tensors of 4 KiB."""
+    """Return very many tensors of 4 KiB."""
     return {f"tensor.{number:05d}": torch.full((1024,), float(number)) for number in range(SMALL)}
 
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The parameters of a Llama-like model that comes, with AdamW, to about so many bytes."""
+    """The parameters of a Llama-like model of about ``nbytes`` with AdamW."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Llama(nn.Module):
 
 
 def weights(nbytes: int) -> Llama:
-    """A Llama-like model whose weights alone come to about so many bytes."""
+    """Return a Llama-like model whose weights alone have about ``nbytes``."""
     return Llama(nbytes * _BYTES // 4)
 
 
@@ -102,8 +102,8 @@ LAYOUTS: dict[str, Callable[[Llama], nn.Module]] = {
 
 
 def training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A Llama-like model and its AdamW, which has stepped; about so many bytes over all ranks."""
-    torch.manual_seed(0)  # copies must be equal
+    """Return a Llama-like model and its AdamW after a step, of about ``nbytes`` over all ranks."""
+    torch.manual_seed(0)  # replicas must be equal
     model = LAYOUTS[layout](Llama(nbytes))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -114,7 +114,7 @@ def training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of both by name, as they are in memory: what peers are given to save."""
+    """Return all tensors of both by name, as they are in memory: the input of peers."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     found = dict(bare.state_dict())
     for name, parameter in bare.named_parameters():
@@ -123,6 +123,6 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 
 def local_bytes(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank has of each tensor, as bytes."""
+    """Return this rank's shard of each tensor, as bytes."""
     mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
     return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in mine]

@@ -1,7 +1,8 @@
-"""``python -m campaigns.exit_status``: jobs under ``torchrun`` that end in every way, while the CPU is busy.
+"""``python -m campaigns.exit_status``: ends jobs under ``torchrun`` in every way, while the CPU is busy.
 
-The exit status of each job must tell whether it did what it was to do: 0 if it did, another if its last save failed, it
-raised or it asked for another status. No rank may be aborted. Exits with 1 if anything else is seen.
+It proves, for "Killed and stopped ranks" of ``docs/failure-model.md``, that no failed save goes unnoticed. The exit
+status of each job must say whether it succeeded: 0 if it did; another if its last save failed, if it raised, or if it
+asked for another status. No rank may be aborted. It exits with 1 on any violation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from campaigns.kit import table
 
-#: A rank of a job; ``{act}`` is what it does last.
+#: The script of a rank; ``{act}`` is its last action.
 _RANK = """
 import os, signal, sys
 import torch, torch.distributed as dist
@@ -33,7 +34,7 @@ state = {{"w": torch.ones(8)}}
 def break_writing():
     def fail(*_):
         raise StorageError(28, "the disk is full")
-    holdfast.save.shard_writer.write_pieces = fail
+    holdfast.save.shard_writer.write_file_ranges = fail
 
 holdfast.save_checkpoint(path, "first", state)
 {act}
@@ -46,7 +47,7 @@ _SAVE_ASYNC = 'holdfast.save_checkpoint(path, "last", state, async_save=True)'
 
 @dataclass(frozen=True)
 class Ending:
-    """What all ranks do last, and what must come of it."""
+    """The last action of all ranks, and its expected outcome."""
 
     name: str
     act: str
@@ -90,14 +91,14 @@ ENDINGS = (
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of one job."""
+    """The outcome of one job."""
 
     status: int
     violation: str = ""
 
 
 def run_job(ending: Ending, ranks: int = 2) -> Ended:
-    """Run a job under ``torchrun``, and judge how it ended."""
+    """Run a job under ``torchrun``. Return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
         script.write_text(_RANK.format(act=ending.act))
@@ -109,16 +110,16 @@ def run_job(ending: Ending, ranks: int = 2) -> Ended:
             problems.append(f"exit status {job.returncode}")
         if "terminate called" in job.stderr or "SIGABRT" in job.stderr:
             problems.append("a rank was aborted")
-        # When a rank fails, torchrun kills the others: the save may not be over by then.
+        # If a rank fails, torchrun kills the others, perhaps before the save is complete.
         if ending.saves and ending.succeeds and not (Path(folder) / "run/last/manifest.json").is_file():
-            problems.append("the last save is not there")
+            problems.append("the last checkpoint is missing")
         violation = f"{ending.name}: {', '.join(problems)}\n{job.stderr}" if problems else ""
         return Ended(job.returncode, violation)
 
 
 @contextmanager
 def _busy(processes: int) -> Iterator[None]:
-    """Keep the processors busy meanwhile."""
+    """Keep the CPU busy."""
     busy = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(processes)]
     for process in busy:
         process.start()
@@ -136,9 +137,9 @@ def _spin() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=20, help="how often each ending is tried")
+    parser.add_argument("--times", type=int, default=20, help="number of jobs for each ending (default: 20)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--load", type=int, default=os.cpu_count() or 1, help="processes that keep the CPU busy")
     options = parser.parse_args(arguments)
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, jobs in counts.items()
     ]
-    print(table.markdown(["what ranks do last", "jobs", "exit status", "violations"], rows))
+    print(table.markdown(["last action of the ranks", "jobs", "exit status", "violations"], rows))
     return table.verdict([job.violation for jobs in counts.values() for job in jobs if job.violation])
 
 

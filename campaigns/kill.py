@@ -1,10 +1,16 @@
-"""``python -m campaigns.kill``: ranks of a job are killed (SIGKILL) at every point of a save and a load, and at random.
+"""``python -m campaigns.kill``: kills ranks of a job (SIGKILL) at every point of a save and a load, and at random.
 
-After each kill: those that are left raise an error that names the dead rank, or the store that died with it, within the
-timeout and two seconds (one error, type and message, where rank 0 lives; one type where it is the dead one); every
-checkpoint that is visible is old or new, bit for bit; and a job that is started again, on another number of ranks, goes
-on from the latest. Runs that are killed at random are killed five times before, and an error may come a timeout later,
-as the call before may have to end first. Exits with 1 where anything else is seen.
+It proves "Killed and stopped ranks" of ``docs/failure-model.md``. After each kill:
+
+- The other ranks raise an error that names the dead rank, or the store that died with it, within the timeout and two
+seconds. It is one error, type and message, if rank 0 lives; one type if rank 0 is the dead rank.
+
+- Every visible checkpoint is old or new, bit for bit.
+
+- A job that is started again, on another number of ranks, resumes from the latest checkpoint.
+
+Runs that are killed at random are killed five times in a row. There an error may come one timeout later, because the
+call before may have to end first. It exits with 1 on any violation.
 """
 
 from __future__ import annotations
@@ -26,13 +32,13 @@ from campaigns.kit.job import STORES, Job, Rank
 from campaigns.kit.state import ViolationError
 from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
 
-#: Kills of one chain: a run that is killed again and again.
+#: The kills of one chain: a run that is killed repeatedly.
 CHAIN = 5
 
 
 @dataclass(frozen=True)
 class Killed:
-    """What came of a kill. ``seconds``: until the last of the others had raised; nothing where none was left."""
+    """The outcome of a kill. ``seconds``: the time until the last other rank had raised; ``None`` if none was left."""
 
     reached: bool
     seconds: float | None = None
@@ -41,7 +47,7 @@ class Killed:
 
 
 def at_point(case: Case, scratch: Path) -> Killed:
-    """Kill a rank at a point, and look at what is left."""
+    """Kill a rank at a point. Return the outcome."""
     path = trial.make_run(scratch.parent / "template", scratch / "run")
     try:
         return _at_point(case, scratch, path)
@@ -62,19 +68,19 @@ def _at_point(case: Case, scratch: Path, path: Path) -> Killed:
 
 
 def check_resumed(path: Path, scratch: Path, what: str, step: int) -> None:
-    """A job on some other number of ranks goes on from ``step``, and leaves the folder tidy."""
+    """Check that a job on another number of ranks resumes from ``step`` and leaves no leftovers."""
     size = 1 + sum(map(ord, what)) % 3
     with Job(size, "agent", scratch, trial.resume, path) as job:
         job.wait(lambda: len(job.ends) == size, PATIENCE)
         found = {rank: end.result if not end.error else f"{end.error}: {end.message}" for rank, end in job.ends.items()}
     if found != dict.fromkeys(range(size), step):
-        raise ViolationError(f"{what}: the job that goes on from step {step} found {found}")
+        raise ViolationError(f"{what}: the job that resumes from step {step} got {found}")
     if state.visible(path) != {f"step_{step + 1}": step + 1} or state.hidden(path):
         raise ViolationError(f"{what}: after the next save there are {state.visible(path)} and {state.hidden(path)}")
 
 
 def go_on(rank: Rank, path: Path, seed: int) -> None:
-    """A rank's part in a run that saves as fast as it can, in all ways, until it is killed."""
+    """Save as fast as possible, in all ways, until killed, as one rank."""
     step = trial.load(path)
     rank.tell(f"at {step}")
     while True:
@@ -85,7 +91,7 @@ def go_on(rank: Rank, path: Path, seed: int) -> None:
 
 
 def chain(seed: int, scratch: Path, kills: int = CHAIN) -> list[Killed]:
-    """A run that is killed again and again at random moments, one rank or all at once, and then goes on undisturbed."""
+    """Kill a run repeatedly at random moments, one rank or all at once; then let it continue undisturbed."""
     draw = random.Random(seed)
     folder = scratch / f"chain{seed}"
     folder.mkdir()
@@ -98,7 +104,7 @@ def chain(seed: int, scratch: Path, kills: int = CHAIN) -> list[Killed]:
             victims = [draw.randrange(size)] if number % 2 else list(range(size))
             killed, done = _at_random(path, draw, size, victims, done)
             found.append(killed)
-        # What was being saved when the last kill came may be committed, though no rank was told.
+        # The save that the last kill interrupted may be committed, although no rank returned.
         check_resumed(path, folder, f"chain {seed}", max(done, *state.visible(path).values()))
     except ViolationError as error:
         return [*found, Killed(True, violation=f"chain {seed}, after {len(found)} kills: {error}")]
@@ -110,18 +116,18 @@ def _at_random(path: Path, draw: random.Random, size: int, victims: Sequence[int
     with Job(size, draw.choice(STORES), scratch, go_on, path, draw.randrange(3)) as job:
         job.wait(lambda: len(job.told) >= size or bool(job.ends), PATIENCE)
         if job.ends or not job.told:
-            raise ViolationError(f"the run could not go on after step {done}: {job.ends}")
+            raise ViolationError(f"the run could not resume after step {done}: {job.ends}")
         begun = min(_steps(job))
         job.wait(lambda: bool(job.ends), draw.uniform(0.0, 0.7))
         since = min(job.signal(victim, signal.SIGKILL) for victim in victims)
         job.wait(lambda: job.is_over(*victims), PATIENCE)
         seconds = _check_others(job, size, victims, since)
         reached = max(_steps(job))
-    # A step is told of when its save is over, for all ranks.
+    # A rank reports a step when its save has returned on all ranks.
     if not done - 1 <= begun <= reached:
-        raise ViolationError(f"it went on from step {begun}, after step {done} was saved")
+        raise ViolationError(f"it resumed from step {begun}, although step {done} was saved")
     if max(state.visible(path).values()) < reached:
-        raise ViolationError(f"step {reached} was saved, and there is {state.visible(path)}")
+        raise ViolationError(f"step {reached} was saved, but the checkpoints are {state.visible(path)}")
     return Killed(True, seconds), reached
 
 
@@ -139,23 +145,23 @@ def _check_others(job: Job, size: int, victims: Sequence[int], since: float) -> 
             raise ViolationError(
                 f"rank {victims[0]} of {size} was killed, and {rank} raised {end.error}: {end.message}"
             )
-        # Rank 0 waits for the dead one as a save ends, and then once more in its next call.
+        # Rank 0 waits for the dead rank at the end of a save, and again in its next call.
         if end.when - since > 2 * TIMEOUT + SLACK:
             raise ViolationError(f"rank {rank} of {size} raised {end.when - since:.1f} s after a kill: {end.message}")
     ends = [job.ends[rank] for rank in others]
     if not trial.is_one_error(ends, victims[0]):
         said = [(end.error, end.message) for end in ends]
-        raise ViolationError(f"rank {victims[0]} of {size} was killed, and the others raised no one error: {said}")
+        raise ViolationError(f"rank {victims[0]} of {size} was killed, and the others did not raise one error: {said}")
     return max((end.when - since for end in ends), default=None)
 
 
 def main() -> int:
-    """Run it all, and print tables."""
+    """Run the campaign, and print tables."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.kill", description=__doc__)
-    parser.add_argument("--scratch", type=Path, help="where runs are saved; a temporary folder when left out")
-    parser.add_argument("--together", type=int, default=4, help="how many jobs run at a time (default: 4)")
+    parser.add_argument("--scratch", type=Path, help="directory of the runs (default: a temporary one)")
+    parser.add_argument("--together", type=int, default=4, help="number of jobs that run at a time (default: 4)")
     parser.add_argument("--chains", type=int, default=12, help=f"runs that are killed {CHAIN} times (default: 12)")
-    parser.add_argument("--only", default="", help="only the points with this in their names")
+    parser.add_argument("--only", default="", help="only points whose names contain this text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
@@ -179,7 +185,7 @@ def _numbered(scratch: Path, numbered: tuple[str, int, Case]) -> Killed:
 
 
 def report(found: Iterable[tuple[str, Case, Killed]], at_random: Sequence[Killed]) -> None:
-    """Print what came of the kills."""
+    """Print the outcomes of the kills."""
     rows: dict[tuple[str, str], list[Killed]] = {}
     for name, case, killed in found:
         rows.setdefault((name, case.point.name), []).append(killed)
@@ -187,7 +193,7 @@ def report(found: Iterable[tuple[str, Case, Killed]], at_random: Sequence[Killed
     body.append(("at random, one rank or all", *_summary(at_random)))
     print(table.markdown(("killed when", "kills", "committed", "slowest error, s"), body))
     count = Counter(killed.reached for killed in [*(one for _, _, one in found), *at_random])
-    print(f"\n{count[True]} kills; {count[False]} cases in which the rank never came by the point")
+    print(f"\n{count[True]} kills; {count[False]} cases in which the rank did not reach the point")
 
 
 def _summary(killed: Sequence[Killed]) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""``python -m campaigns.matrix``: checkpoints of holdfast and of DCP, loaded by each other in every pair of layouts."""
+"""``python -m campaigns.matrix``: holdfast and DCP load each other's checkpoints in every pair of layouts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.helpers.pool import Ranks
 
 
 def main() -> int:
-    """Run all of it, or some. 1 where a load failed, or gave other bits."""
+    """Run all or some pairs. Return 1 if a load failed or gave other bits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help="(default: all)")
-    parser.add_argument("--writer", action="append", help="only these, such as fsdp_tp4 (default: all)")
+    parser.add_argument("--writer", action="append", help="only these layouts, such as fsdp_tp4 (default: all)")
     options = parser.parse_args()
     writers = [case for case in CASES if not options.writer or str(case) in options.writer]
     wrong = done = 0
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _loads(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
-    """Every reader, in both directions."""
+    """Load with every reader, in both directions."""
     seed = folder / f"{kind}.seed"
     if not seed.exists():
         dcp_matrix.write_seed(str(seed), kind)

@@ -1,7 +1,8 @@
-"""``python -m campaigns.optimizers``: states of every kind of optimizer, between all pairs of layouts.
+"""``python -m campaigns.optimizers``: restores states of every kind of optimizer between all pairs of layouts.
 
-A run of two steps saves; another, in any layout in which torch steps the optimizer, loads before it ever stepped. Its
-states are those of the first, bit for bit, and the next losses are alike. Exits with 1 where they are not.
+A run of two steps saves. Another run, in any layout in which torch steps the optimizer, loads before its first step.
+Its states must equal those of the first, bit for bit, and its next losses must be the same. It exits with 1 if they are
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.helpers.pool import Ranks
 
 
 def main() -> int:
-    """Run all of it, or some."""
+    """Run all or some kinds. Return 1 if a pair failed."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.optimizers", description=__doc__)
     parser.add_argument("--kind", action="append", choices=KINDS, help="(default: all)")
     options = parser.parse_args()
@@ -41,7 +42,7 @@ def _pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Excepti
         name = f"{kind}: {writer} to {reader}"
         try:
             check(ranks, folder / reader, kind, writer, [reader])
-        except Exception as error:  # noqa: BLE001 - told by the campaign
+        except Exception as error:  # noqa: BLE001 - reported by the campaign
             yield name, error
         else:
             yield name, None

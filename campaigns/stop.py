@@ -1,9 +1,9 @@
-"""``python -m campaigns.stop``: a rank is stopped (SIGSTOP) at every point of a save and of a load, and woken later.
+"""``python -m campaigns.stop``: stops a rank (SIGSTOP) at every point of a save and of a load, and wakes it later.
 
-While it is stopped the others raise an error that names it, or the store that is in its process, within the timeout and
-two seconds. In half of the cases another job then goes on in the same folder. The rank that is woken ends too, with a
-typed error or with what it was asked for; what the other job saved is untouched, and all that is visible is whole.
-Exits with 1 where anything else is seen.
+It proves "Killed and stopped ranks" of ``docs/failure-model.md``. While the rank is stopped, the others raise an error
+that names it, or the store in its process, within the timeout and two seconds. In half of the cases another job then
+continues in the same directory. The woken rank ends too, with a typed error or with its result. Checkpoints of the
+other job are untouched, and all visible ones are whole. It exits with 1 on any violation.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from campaigns.kit.job import End, Job, Rank
 from campaigns.kit.state import ViolationError
 from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
 
-#: Step of what another job saves meanwhile.
+#: The step that another job saves meanwhile.
 OTHER = 5
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """What came of it. ``seconds``: until the last of the others had ended; ``woken``: how the victim did, how fast."""
+    """The outcome. ``seconds``: until the last other rank had ended; ``woken``: how the victim ended, and how fast."""
 
     reached: bool
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class Stopped:
 
 
 def at_point(case: Case, scratch: Path, *, meanwhile: bool) -> Stopped:
-    """Stop a rank at a point, let another job go on where ``meanwhile``, wake the rank, and look at what is left."""
+    """Stop a rank at a point, let another job continue if ``meanwhile``, wake the rank. Return the outcome."""
     path = trial.make_run(scratch.parent / "template", scratch / "run")
     try:
         return _at_point(case, scratch, path, meanwhile=meanwhile)
@@ -72,16 +72,16 @@ def _at_point(case: Case, scratch: Path, path: Path, *, meanwhile: bool) -> Stop
 
 
 def _let_another_go_on(path: Path, scratch: Path, case: Case, step: int) -> None:
-    """Another job loads, and replaces what it finds: on whose place the stopped rank may have its eyes."""
+    """Let another job load, and replace the checkpoint that the stopped rank may be about to replace."""
     with Job(2, "agent", scratch, go_on, path, case.how or "overwrite", step) as other:
         other.wait(lambda: len(other.ends) == 2, PATIENCE)
         wrong = [end for end in other.ends.values() if end.error]
     if wrong or len(other.ends) != 2:
-        raise ViolationError(f"{case}: another job could not go on meanwhile: {wrong}")
+        raise ViolationError(f"{case}: another job could not continue meanwhile: {wrong}")
 
 
 def go_on(rank: Rank, path: Path, how: str, step: int) -> None:
-    """A rank's part in the other job: load what is there, and save a later step in the same way."""
+    """Load the latest checkpoint and save a later step in the same way, as one rank of the other job."""
     del rank
     if trial.load(path) != step:
         raise ViolationError(f"{path} has another step than {step}")
@@ -89,25 +89,25 @@ def go_on(rank: Rank, path: Path, how: str, step: int) -> None:
 
 
 def _check_disk(path: Path, case: Case, ends: list[End], *, meanwhile: bool) -> bool:
-    """Everything visible is whole, and the other job's is the latest; whether the save is committed."""
+    """Check that all checkpoints are whole and the other job's is the latest. Return whether the save is committed."""
     if not case.how:
         return False
     if not meanwhile:
         return trial.check_disk(path, case, ends, woken=True)
     there = state.visible(path)
     if OTHER not in there.values():
-        raise ViolationError(f"{case}: what another job saved meanwhile is gone: {there}")
+        raise ViolationError(f"{case}: the checkpoint of another job is missing: {there}")
     if (latest := trial.load(path)) != OTHER:
-        raise ViolationError(f"{case}: the latest is step {latest}, not what another job saved meanwhile: {there}")
+        raise ViolationError(f"{case}: the latest is step {latest}, not the one of another job: {there}")
     return 2 in there.values()
 
 
 def main() -> int:
-    """Run it all, and print a table."""
+    """Run the campaign, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.stop", description=__doc__)
-    parser.add_argument("--scratch", type=Path, help="where runs are saved; a temporary folder when left out")
-    parser.add_argument("--together", type=int, default=4, help="how many jobs run at a time (default: 4)")
-    parser.add_argument("--only", default="", help="only the points with this in their names")
+    parser.add_argument("--scratch", type=Path, help="directory of the runs (default: a temporary one)")
+    parser.add_argument("--together", type=int, default=4, help="number of jobs that run at a time (default: 4)")
+    parser.add_argument("--only", default="", help="only points whose names contain this text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
@@ -129,7 +129,7 @@ def _numbered(scratch: Path, numbered: tuple[str, int, Case]) -> Stopped:
 
 
 def report(found: Iterable[tuple[str, Case, Stopped]]) -> None:
-    """Print what came of it, by point."""
+    """Print the outcomes by point."""
     rows: dict[tuple[str, str], list[Stopped]] = {}
     for name, case, stopped in found:
         rows.setdefault((name, case.point.name), []).append(stopped)

@@ -1,4 +1,4 @@
-"""Links that lead out of the site's folder, into the repository, are shown as paths: the site does not have them."""
+"""A MkDocs hook that shows links to files of the repository, which the site does not have, as paths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by MkDocs for each page."""
-    return re.sub(r"\[([^\]]*)\]\(\.\./((?:src|tests|benchmarks|CONTRIBUTING)[^)#]*)\)", _named, markdown)
+    """Return the page with links out of ``docs/`` replaced by paths. MkDocs calls this for each page."""
+    return re.sub(r"\[([^\]]*)\]\(\.\./((?:src|tests|benchmarks|CONTRIBUTING)[^)#]*)\)", _format_link, markdown)
 
 
-def _named(link: re.Match[str]) -> str:
+def _format_link(link: re.Match[str]) -> str:
     text, path = link.groups()
     return f"`{path}`" if text.strip("`") == path.rsplit("/", maxsplit=1)[-1] else f"{text} (`{path}`)"

@@ -1,6 +1,6 @@
-"""A training job is killed twice, and resumed on other numbers of ranks: a story told while it happens.
+"""A demo: a training job is killed twice, and resumed on other numbers of ranks.
 
-`make demo` runs it. All files are written into `demo_run` in the current folder.
+`make demo` runs it. It writes all files to `demo_run` in the current directory.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ TRAIN = Path(__file__).with_name("train.py")
 FOLDER = Path("demo_run")
 LOG = FOLDER / "torchrun.log"
 STEPS, SAVE_EVERY = 120, 10
-#: How far apart the losses of the two runs may be: sums in another order round otherwise, and nothing else differs.
+#: The largest difference between the losses of the two runs, due to rounding in sums of another order.
 TOLERANCE = 1e-4
-#: Seconds that one job may take.
+#: The time limit of one job in seconds.
 PATIENCE = 300.0
-#: What training needs to be quiet, and to share two cores.
+#: Environment variables that make training quiet and let it share two cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 
 console = Console(highlight=False, width=min(80, Console().width))
 
 
 class DemoError(Exception):
-    """Something did not go as the story wants it."""
+    """The demo did not go as expected."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the training script prints of a step."""
+    """The line that the training script prints for a step."""
 
     step: int
     loss: float
@@ -60,7 +60,7 @@ class Step:
 
 
 class Job:
-    """The training script under `torchrun`, and what its rank 0 prints."""
+    """The training script under `torchrun`, and the output of its rank 0."""
 
     def __init__(self, run: Path, ranks: int) -> None:
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={FOLDER / 'logs'}"]
@@ -85,15 +85,15 @@ class Job:
 
     @property
     def at(self) -> int:
-        """The last step it has told of."""
+        """The last step that it has reported."""
         return self.steps[-1].step if self.steps else 0
 
     def running(self) -> bool:
-        """Whether any of its processes is there. All of them hold the pipe; its end is the end of the last one."""
+        """Whether any of its processes is alive. All of them hold the pipe, which ends with the last one."""
         return self._reader.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL for torchrun and every rank. None of them can do anything about it."""
+        """Send SIGKILL, which no process can handle, to torchrun and every rank."""
         for pid in descendants(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,26 +103,26 @@ class Job:
         self._process.wait()
 
     def must_have_begun(self, after: int) -> None:
-        """Raise unless its first step came right after the given one."""
+        """Raise unless its first step directly follows the given one."""
         if not self.steps or self.steps[0].step != after + 1:
             raise DemoError(f"the job did not go on after step {after}. {complaints()}")
 
     def finish(self) -> None:
-        """Raise unless it ended by itself, and well."""
+        """Raise unless it ended by itself and successfully."""
         status = self._process.wait()
         if status != 0:
             raise DemoError(f"the job ended with status {status}. {complaints()}")
 
 
 def complaints() -> str:
-    """The beginning of what the last job wrote to stderr, where the first error is."""
+    """Return the start of the last job's stderr, where the first error is."""
     return "\n".join([f"{LOG} begins:", *LOG.read_text().splitlines()[:40]])
 
 
 def descendants(pid: int) -> list[int]:
-    """A process, its children, and theirs.
+    """Return a process, its children, and their descendants.
 
-    `torchrun` starts every rank in a session of its own, so there is no process group that has all of them.
+    `torchrun` starts every rank in a session of its own, so no process group contains all of them.
     """
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -136,7 +136,7 @@ def descendants(pid: int) -> list[int]:
 
 @contextmanager
 def started(run: Path, ranks: int) -> Iterator[Job]:
-    """Start a job; whatever happens, none of its processes is left behind."""
+    """Start a job. None of its processes is left running at the end, even after an error."""
     tell(f"[bold]$ torchrun --nproc-per-node {ranks} examples/train.py {run} --steps {STEPS}[/]")
     job = Job(run, ranks)
     try:
@@ -147,7 +147,7 @@ def started(run: Path, ranks: int) -> Iterator[Job]:
 
 
 def follow(job: Job, until: Callable[[], bool] = lambda: False) -> None:
-    """Tell of a job's progress until it ends or ``until`` holds."""
+    """Print a job's progress until it ends or ``until`` holds."""
     deadline = time.monotonic() + PATIENCE
     told, going_on = 0, True
     while going_on:
@@ -170,7 +170,7 @@ def undisturbed(run: Path) -> list[Step]:
 
 
 def disturbed(run: Path) -> list[list[Step]]:
-    """The same training, in three jobs: killed at some moment, killed in the middle of a save, and left to end."""
+    """Train in three jobs: killed at a random moment, killed in the middle of a save, and run to the end."""
     moment = random.randint(4 * SAVE_EVERY, 6 * SAVE_EVERY)
     with started(run, 4) as first:
         follow(first, until=lambda: first.at >= moment)
@@ -191,7 +191,7 @@ def disturbed(run: Path) -> list[list[Step]]:
 
 
 def kill(job: Job, run: Path, known: set[str]) -> int:
-    """Kill a job, tell what that leaves in the run's folder, and return the step of the newest checkpoint there.
+    """Kill a job, print what is left in the run's directory, and return the step of the newest checkpoint.
 
     ``known`` are the partial saves that were there before the job.
     """
@@ -201,7 +201,7 @@ def kill(job: Job, run: Path, known: set[str]) -> int:
     newest = int(holdfast.list_checkpoints(run)[-1].step or 0)
     tell(f"[red]kill -9[/] for torchrun and its {job.steps[0].ranks} ranks, after step {job.at}.")
     for name in sorted(partials(run) - known):
-        tell(f"It was in the middle of a save. {name} is what there is of that: hidden, never listed, never loaded.")
+        tell(f"It was in the middle of a save, which left {name}: hidden, never listed, never loaded.")
     lost = job.at - newest
     cost = f"{lost} step{'s' * (lost > 1)} will be done again." if lost else "nothing is lost."
     tell(f"The newest complete checkpoint is [bold]step_{newest}[/]; {cost}\n")
@@ -209,19 +209,19 @@ def kill(job: Job, run: Path, known: set[str]) -> int:
 
 
 def partials(run: Path) -> set[str]:
-    """The folders of saves that are going on, or were when their job died."""
+    """Return the staging directories of saves in progress or of killed jobs."""
     return {folder.name for folder in run.glob(".*.partial")}
 
 
 def compare(reference: list[Step], jobs: list[list[Step]]) -> None:
-    """Show the losses side by side. Raises where they are not the same, or steps are missing."""
+    """Print the losses of both runs. Raises if they differ or steps are missing."""
     expected = {step.step: step.loss for step in reference}
     done = {step.step for steps in jobs for step in steps}
     if not done == expected.keys() == set(range(1, STEPS + 1)):
         raise DemoError("the losses of some steps are missing")
-    tell("Some of the steps. Each gap is a kill; what that cost is done twice.")
+    tell("Some of the steps. Each gap is a kill; the lost steps are done twice.")
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("step", "undisturbed, 4 ranks", "killed twice", "ranks", "apart by"):
+    for heading in ("step", "undisturbed, 4 ranks", "killed twice", "ranks", "difference"):
         table.add_column(heading, justify="right")
     for steps in jobs:
         for step in steps:
@@ -233,14 +233,14 @@ def compare(reference: list[Step], jobs: list[list[Step]]) -> None:
     console.print(table)
 
     apart = max(abs(step.loss - expected[step.step]) for steps in jobs for step in steps)
-    tell(f"Over all {STEPS} steps the losses are at most [bold]{apart:.1e}[/] apart.")
+    tell(f"Over all {STEPS} steps the losses differ by at most [bold]{apart:.1e}[/].")
     if apart > TOLERANCE:
-        raise DemoError(f"that is more than rounding ({TOLERANCE:.0e}): the run did not go on where it was")
-    tell("That is rounding: other numbers of ranks sum gradients in another order.")
+        raise DemoError(f"that is more than rounding ({TOLERANCE:.0e}): the run did not resume where it was")
+    tell("This is rounding: other numbers of ranks sum gradients in another order.")
 
 
 def generate(folder: Path) -> Text:
-    """What the model of a checkpoint makes of the beginning of a function. Nothing here comes from holdfast."""
+    """Complete the start of a function with the model of a checkpoint. Nothing here uses holdfast."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     beginning = torch.tensor([list(b"def ")])
@@ -248,12 +248,12 @@ def generate(folder: Path) -> Text:
     tokens = model.generate(
         beginning, attention_mask=torch.ones_like(beginning), max_new_tokens=180, do_sample=True, temperature=0.6
     )
-    tell(f"What {STEPS} steps have taught its {model.num_parameters():,} parameters:")
+    tell(f"Text that its {model.num_parameters():,} parameters generate after {STEPS} steps:")
     return Text(bytes(tokens[0].tolist()).decode(errors="replace").rstrip())
 
 
 def tree(folder: Path) -> Tree:
-    """The files of a checkpoint with their sizes."""
+    """Return the files of a checkpoint with their sizes."""
     root = Tree(f"[bold]{folder}/[/]", guide_style="dim")
     _grow(root, folder)
     return root
@@ -268,38 +268,38 @@ def _grow(branch: Tree, folder: Path) -> None:
 
 
 def tell(text: str) -> None:
-    """Say a sentence or two."""
+    """Print a sentence or two."""
     console.print(text)
 
 
 def chapter(title: str) -> None:
-    """Begin a part of the story."""
+    """Print the heading of a chapter."""
     console.print()
     console.rule(f"[bold]{title}[/]", align="left")
 
 
 def story() -> None:
-    """The whole of it."""
+    """Run the whole demo."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     tell(
         "A small Llama learns to write Python from the sources of the standard library, on 4 ranks under FSDP2. "
-        "Then the same training is killed twice, and each time goes on with another number of ranks. "
-        "The losses must not show it."
+        "Then the same training is killed twice, and each time resumes on another number of ranks. "
+        "The losses must be the same."
     )
 
-    chapter("1. Nobody disturbs it")
+    chapter("1. An undisturbed training")
     reference = undisturbed(FOLDER / "undisturbed")
 
     chapter("2. The same training: killed on 4 ranks, killed on 2, finished on 3")
     run = FOLDER / "killed"
     jobs = disturbed(run)
 
-    chapter("3. The losses of both, side by side")
+    chapter("3. The losses of both runs")
     compare(reference, jobs)
 
     last = run / f"step_{STEPS}"
-    chapter("4. The model, loaded by transformers from the checkpoint as it lies")
+    chapter("4. The model, loaded by transformers directly from the checkpoint")
     tell(f'[bold]>>> AutoModelForCausalLM.from_pretrained("{last / "model"}")[/]')
     console.print(Padding(generate(last / "model"), (1, 4, 0, 4)))
 
@@ -308,7 +308,7 @@ def story() -> None:
 
 
 def main() -> int:
-    """Tell the story; 1 where it does not end well."""
+    """Run the demo. Return 1 if it fails."""
     begun = time.monotonic()
     try:
         story()

@@ -4,8 +4,8 @@ On any number of ranks that divides a batch of 12:
 
     torchrun --standalone --nproc-per-node 4 examples/train.py runs/a
 
-Kill it whenever you like, or end it with SIGTERM: then it saves first. Run it again, on as many ranks or on another
-number of them, and it goes on from the latest checkpoint, with the samples that it has not seen yet.
+Kill it at any time, or stop it with SIGTERM, upon which it saves first. Run it again, on the same or another number of
+ranks, and it resumes from the latest checkpoint, with the samples that it has not seen yet.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import holdfast
 
 BATCH = 12  # sequences in each step, over all ranks
 LENGTH = 128  # bytes in a sequence
-END = 0  # the byte after each file; none of them contains it
+END = 0  # the separator after each file; no file contains it
 
 
 def main() -> None:
-    """Train from the latest checkpoint on, or from the beginning where there is none."""
+    """Train from the latest checkpoint, or from scratch if there is none."""
     options = parse_arguments()
     dist.init_process_group("gloo")
     model = build_model()
@@ -69,21 +69,21 @@ def main() -> None:
                 )
             if stopping:
                 break
-        holdfast.finalize()  # a signal that comes again must not kill what is still being saved
+        holdfast.finalize()  # a second signal must not interrupt the save
     dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder; checkpoints go there")
+    parser.add_argument("run", type=Path, help="directory of the run, for its checkpoints")
     parser.add_argument("--steps", type=int, default=100, help="train up to this step (default: 100)")
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS", help="(default: 10)")
     return parser.parse_args()
 
 
 def build_model() -> LlamaForCausalLM:
-    """A Llama whose tokens are bytes, each of its layers sharded over all ranks."""
+    """Build a Llama whose tokens are bytes, with each layer sharded over all ranks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -106,7 +106,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 class StandardLibrary(Dataset[torch.Tensor]):
-    """The modules that lie at the top of Python's standard library, one after the other, cut into sequences."""
+    """A dataset of the top-level modules of Python's standard library, concatenated and split into sequences."""
 
     def __init__(self) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -117,13 +117,13 @@ class StandardLibrary(Dataset[torch.Tensor]):
         return (len(self._text) - 1) // LENGTH
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """A sequence, and the byte after it."""
+        """Return a sequence and the byte after it."""
         start = index * LENGTH
         return self._text[start : start + LENGTH + 1].long()
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:
-    """One step; returns the loss, averaged over all ranks."""
+    """Train one step. Return the loss, averaged over all ranks."""
     logits = model(sequences[:, :-1]).logits
     loss = cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
     loss.backward()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: 
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
-    """The learning rate's factor: up over the first tenth of the steps, then down along a cosine."""
+    """Return the learning-rate factor: a linear warm-up over the first tenth of the steps, then a cosine."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup

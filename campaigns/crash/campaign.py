@@ -1,6 +1,7 @@
-"""``python -m campaigns.crash``: play every scenario on 1, 2 and 4 ranks, cut it everywhere, and print a table.
+"""``python -m campaigns.crash``: runs every scenario on 1, 2 and 4 ranks, crashes it everywhere, and prints a table.
 
-Exits with 1 where a crash leaves what must not be; the disk that it left is kept.
+It proves "Crash anywhere" of ``docs/failure-model.md``. It exits with 1 on a violation, and keeps the disk that the
+crash left.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from campaigns.crash.scenarios import SCENARIOS, Scenario
 from campaigns.crash.states import explain
 from tests.helpers.pool import Ranks
 
-#: The most violations of a history that are kept.
+#: The most violations of one history that are kept.
 _KEPT = 3
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A scenario on so many ranks, and what they did."""
+    """A scenario on a number of ranks, and their recorded operations."""
 
     scenario: Scenario
     ranks: int
@@ -40,18 +41,19 @@ class _Case:
 
     @property
     def name(self) -> str:
-        """For a folder."""
+        """The name of its directory."""
         return f"{self.scenario.name}, {self.ranks} ranks".replace(", ", "-").replace(" ", "-")
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run the scenarios that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.crash", description=__doc__)
-    parser.add_argument("scenarios", nargs="*", help="which scenarios, by name; all when left out")
-    parser.add_argument("--states", type=int, default=300, help="the most distinct states of each scenario and size")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("scenarios", nargs="*", help="names of the scenarios to run (default: all)")
+    states = "the most distinct states of each scenario and number of ranks (default: 300)"
+    parser.add_argument("--states", type=int, default=300, help=states)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample of states (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that examine states")
-    parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="where violations are kept")
+    parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="directory for violations")
     options = parser.parse_args()
     chosen = [one for one in SCENARIOS if one.name in options.scenarios or not options.scenarios]
     if len(chosen) < len(options.scenarios):
@@ -64,11 +66,11 @@ def main() -> None:
     print(f"| all | | {' | '.join(str(sum(column)) for column in zip(*rows, strict=True))} | |")
     print(f"\n{time.monotonic() - started:.0f} s; seed {options.seed}")
     if any(row[-1] for row in rows):
-        sys.exit(f"what the violations left is in {options.kept.absolute()}")
+        sys.exit(f"the disks of the violations are in {options.kept.absolute()}")
 
 
 def _played(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
-    """Each scenario on every number of ranks, as it is recorded."""
+    """Record each scenario on every number of ranks."""
     print("| scenario | ranks | operations | states | old | new | none | violations | seconds |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     pool = Ranks()
@@ -87,7 +89,7 @@ def _examined(case: _Case, limit: int, seed: int) -> tuple[Findings, float]:
 
 
 def _row(case: _Case, future: Future[tuple[Findings, float]], kept: Path) -> tuple[int, ...]:
-    """Print a line of the table. Returns its numbers."""
+    """Print a line of the table. Return its numbers."""
     findings, seconds = future.result()
     for number, failed in enumerate(findings.violations[:_KEPT]):
         folder = kept / f"{case.name}-{number}"

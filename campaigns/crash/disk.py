@@ -1,8 +1,9 @@
-"""What a disk may hold after a crash: the weak model that POSIX allows, of what was not synced.
+"""A model of the states that a disk may have after a crash, given the weak guarantees of POSIX for unsynced data.
 
-After ALICE (Pillai et al., *All File Systems Are Not Created Equal*, OSDI 2014), and weaker than ext4, XFS or Btrfs
-are: ``fsync`` of a file keeps its bytes and its size, and not its entry; ``fsync`` of a folder keeps its entries. All
-else that was begun may be there or not, each operation by itself, and bytes may be there in part.
+It follows ALICE (Pillai et al., *All File Systems Are Not Created Equal*, OSDI 2014), and is weaker than ext4, XFS or
+Btrfs. ``fsync`` of a file persists its bytes and its size, but not its directory entry; ``fsync`` of a directory
+persists its entries. Any other operation that was begun may be persistent or lost, independently of the others, and its
+bytes may be there in part.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from campaigns.crash.image import WHOLE, Form, Image, Tree
 from campaigns.crash.operations import Exchange, History, Make, Move, Operation, Remove, Sync
 
-#: What is there, by the operation's place in the history, of what was not synced.
+#: The unsynced operations that survive, by their index in the history, each with the part that survives.
 Choice = Mapping[int, Form]
 
 
 class Disk:
-    """A history, and what each operation needs to be durable."""
+    """A history, and the conditions under which each operation is durable."""
 
     def __init__(self, history: History) -> None:
         self.operations = history.operations
@@ -30,7 +31,7 @@ class Disk:
         self._durable = [self._durable_from(one) for one in self.operations]
 
     def unsynced(self, moment: int) -> list[int]:
-        """The operations that were begun, of which no sync that has ended promises anything."""
+        """Return the operations that were begun, but that no finished sync has made durable."""
         return [
             place
             for place, one in enumerate(self.operations)
@@ -38,7 +39,7 @@ class Disk:
         ]
 
     def after(self, moment: int, choice: Choice) -> Tree:
-        """What is there after a crash at a moment: all that is durable, and what was chosen of the rest."""
+        """Return the tree after a crash at a moment: all durable operations, and the chosen unsynced ones."""
         image = Image()
         for place, one in enumerate(self.operations):
             if self._durable[place] <= moment:
@@ -48,7 +49,7 @@ class Disk:
         return image.tree()
 
     def needs(self, place: int) -> Iterator[int]:
-        """What made the files and folders of an operation, and those that they are in."""
+        """Yield the operations that created the files and directories of an operation, and their parents."""
         wanted = {self.operations[place].node, *_folders(self.operations[place])}
         for earlier in range(place - 1, -1, -1):
             one = self.operations[earlier]
@@ -57,7 +58,7 @@ class Disk:
                 yield earlier
 
     def _durable_from(self, one: Operation) -> float:
-        """The end of the first sync that began when this was done; of each folder where there are two."""
+        """Return the end of the first sync that began after the operation; of both directories if there are two."""
         objects = _folders(one) or {one.node}
         return max(self._synced(node, one.end) for node in objects)
 
@@ -66,7 +67,7 @@ class Disk:
 
 
 def replay(history: History) -> Tree:
-    """What is there when nothing is lost."""
+    """Return the tree if no operation is lost."""
     image = Image()
     for one in history.operations:
         image.apply(one, WHOLE)
@@ -74,7 +75,7 @@ def replay(history: History) -> Tree:
 
 
 def _folders(one: Operation) -> set[int]:
-    """The folders whose entries an operation changes."""
+    """Return the directories whose entries an operation changes."""
     if isinstance(one, Make | Remove):
         return {one.folder}
     if isinstance(one, Move | Exchange):

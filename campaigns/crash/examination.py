@@ -1,4 +1,4 @@
-"""The states of one history, each put on a disk and examined."""
+"""The examination of all states of one history, each laid out on a disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from campaigns.crash.training import Training
 
 @dataclass(frozen=True)
 class Failed:
-    """A state that must not be, and why."""
+    """A forbidden state, and the reason."""
 
     why: str
     state: State
@@ -32,19 +32,19 @@ class Failed:
 
 @dataclass
 class Findings:
-    """How many states ended how, and those that must not be."""
+    """The number of states by outcome, and the violations."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     violations: list[Failed] = field(default_factory=list)
 
     @property
     def examined(self) -> int:
-        """How many states were looked at."""
+        """The number of examined states."""
         return self.outcomes.total() + len(self.violations)
 
 
 def examine_all(scenario: Scenario, history: History, limit: int, seed: int = 0) -> Findings:
-    """Examine at most so many distinct states of a history, in this process."""
+    """Examine at most ``limit`` distinct states of a history, in this process."""
     before, after = scenario.listings()[-2:]
     training, findings = Training(scenario.models), Findings()
     with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=_in_memory()) as folder, scenario.file_system():
@@ -62,7 +62,7 @@ def examine_all(scenario: Scenario, history: History, limit: int, seed: int = 0)
 
 
 def lay_out(tree: Tree, root: Path) -> None:
-    """Make the folders and files of a tree."""
+    """Create the directories and files of a tree."""
     root.mkdir(parents=True)
     for path, data in tree.items():
         if data is None:
@@ -72,7 +72,7 @@ def lay_out(tree: Tree, root: Path) -> None:
 
 
 def _in_memory() -> str | None:
-    """A file system in memory with room for it, where there is one."""
+    """Return a file system in memory that has enough space, if there is one."""
     with suppress(OSError):
         found = os.statvfs("/dev/shm")
         if found.f_bavail * found.f_frsize > 2**30:
@@ -82,20 +82,20 @@ def _in_memory() -> str | None:
 
 @contextmanager
 def _quick() -> Iterator[None]:
-    """Nothing that is examined needs to be durable."""
+    """Disable ``fsync``: an examination needs no durability."""
     with mock.patch.object(os, "fsync"):
         yield
 
 
 class _Shelf:
-    """Trees as folders. Files of equal bytes are links to one: nothing writes into a file that is there."""
+    """A store of trees as directories. Equal files are hard links to one: existing files are never written to."""
 
     def __init__(self, folder: Path) -> None:
         self._disk, self._contents = folder / "disk", folder / "contents"
         self._contents.mkdir()
 
     def put(self, tree: Tree) -> Path:
-        """The tree as a folder, which takes the place of the one before."""
+        """Lay the tree out as a directory that replaces the previous one."""
         if self._disk.exists():
             shutil.rmtree(self._disk)
         self._disk.mkdir()

@@ -1,4 +1,4 @@
-"""What a disk holds: folders and files by number, changed by one operation after another, in whole or in part."""
+"""The contents of a disk: numbered directories and files, changed by operations in whole or in part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from campaigns.crash.operations import ROOT, Exchange, Make, Move, Operation, Re
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How much of a write is there.
+    """The part of a write that survives.
 
-    ``zeros`` and ``noise``: the size, with nothing or anything in the place of the bytes. ``torn``: some of the sectors
-    of ``sector`` bytes. ``cut``: the first ones, and the size so far.
+    ``zeros`` and ``noise``: the size is there, with zeros or random bytes as the data. ``torn``: some of the sectors of
+    ``sector`` bytes survive. ``cut``: the first ones survive, and the size up to there.
     """
 
     kind: Literal["whole", "zeros", "noise", "torn", "cut"] = "whole"
@@ -25,19 +25,19 @@ class Form:
 
 WHOLE = Form()
 
-#: ``{path: bytes}`` of files; ``None`` for a folder.
+#: ``{path: bytes}`` of files; ``None`` for a directory.
 Tree = dict[str, bytes | None]
 
 
 class Image:
-    """Folders and files by number. An entry changes only where it is what the operation found."""
+    """Directories and files by number. An operation changes an entry only if that is in the state it was applied to."""
 
     def __init__(self) -> None:
         self._folders: dict[int, dict[str, int]] = {ROOT: {}}
         self._files: dict[int, bytearray] = {}
 
     def apply(self, one: Operation, form: Form) -> None:
-        """Do it; of a write, as much as the form says."""
+        """Apply an operation; of a write, the part that ``form`` says."""
         match one:
             case Make():
                 self._make(one)
@@ -56,7 +56,7 @@ class Image:
                 pass
 
     def tree(self) -> Tree:
-        """What can be reached from the root."""
+        """Return the files and directories that are reachable from the root."""
         return dict(self._below(ROOT, ""))
 
     def _make(self, one: Make) -> None:
@@ -77,7 +77,7 @@ class Image:
             source[one.name], target[one.target_name] = one.target_node, one.node
 
     def _entries(self, folder: int) -> dict[str, int]:
-        # Of a folder whose own entry is lost, the entries are kept all the same: nobody can reach them.
+        # If the entry of a directory is lost, its own entries stay, but they cannot be reached.
         return self._folders.setdefault(folder, {})
 
     def _below(self, folder: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
@@ -115,7 +115,7 @@ def _write(content: bytearray, one: Write, form: Form) -> None:
 
 
 def _tear(content: bytearray, offset: int, data: bytes, sector: int, source: random.Random) -> None:
-    """Of each sector either what was there or what was written."""
+    """Choose for each sector between the old and the new bytes."""
     at = offset
     while at < offset + len(data):
         stop = min(offset + len(data), (at // sector + 1) * sector)

@@ -1,4 +1,4 @@
-"""What a process does to a disk, a frozen record for each operation, and the history that several ranks make."""
+"""Records of the disk operations of a process, and the history that several ranks produce."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, NamedTuple
 
-#: The folder that everything lies under, which is there before and durable.
+#: The root directory, which exists from the start and is durable.
 ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """``begin`` and ``end`` are nanoseconds of the host's monotonic clock, around the system call.
+    """A record with a start and an end, in nanoseconds of the host's monotonic clock, around the system call.
 
-    Files and folders are numbers, whatever their names: those of inodes as recorded, unique ones in a history.
+    Files and directories are numbers, independent of their names: inodes in a recorded log, unique numbers in a
+    history.
     """
 
     begin: int = field(repr=False)
@@ -25,7 +26,7 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class Make(_Timed):
-    """A new file or folder, and its entry."""
+    """Creation of a file or directory, and of its entry."""
 
     folder: int
     name: str
@@ -35,7 +36,7 @@ class Make(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class Write(_Timed):
-    """Bytes of a file."""
+    """A write of bytes to a file."""
 
     node: int
     offset: int
@@ -44,7 +45,7 @@ class Write(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class Resize(_Timed):
-    """A file's size."""
+    """A change of a file's size."""
 
     node: int
     size: int
@@ -52,14 +53,14 @@ class Resize(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class Sync(_Timed):
-    """``fsync`` of a file, or of a folder."""
+    """An ``fsync`` of a file or a directory."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Move(_Timed):
-    """An entry gets another name, which nothing had."""
+    """A rename of an entry to a new name."""
 
     folder: int
     name: str
@@ -70,7 +71,7 @@ class Move(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class Exchange(_Timed):
-    """Two entries exchange their names."""
+    """An exchange of the names of two entries."""
 
     folder: int
     name: str
@@ -82,7 +83,7 @@ class Exchange(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class Remove(_Timed):
-    """An entry of a file or of a folder goes."""
+    """The removal of an entry of a file or a directory."""
 
     folder: int
     name: str
@@ -91,12 +92,12 @@ class Remove(_Timed):
 
 Operation = Make | Write | Resize | Sync | Move | Exchange | Remove
 
-#: The fields that hold files and folders.
+#: The fields that hold numbers of files and directories.
 _NODES = frozenset({"folder", "target_folder", "node", "target_node"})
 
 
 class Log(NamedTuple):
-    """What one rank recorded. ``begun`` and ``ended`` are the moments of each step that it took part in."""
+    """The record of one rank. ``begun`` and ``ended`` are the times of each step that it took part in."""
 
     root: int
     operations: Sequence[Operation]
@@ -106,9 +107,10 @@ class Log(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """What all ranks did, in the order in which it was done.
+    """The operations of all ranks, in the order in which they finished.
 
-    ``begun`` is when the first rank began a step, ``acknowledged`` when the first one was told that it is done.
+    ``begun`` is the time at which the first rank began a step, and ``acknowledged`` the one at which a step first
+    returned.
     """
 
     operations: tuple[Operation, ...]
@@ -117,7 +119,7 @@ class History:
 
 
 def merge(logs: Sequence[Log]) -> History:
-    """One history of the logs of all ranks of one host."""
+    """Merge the logs of all ranks of one host into a history."""
     ordered = sorted((one for log in logs for one in log.operations), key=operator.attrgetter("end"))
     steps = sorted(logs[0].begun)
     return History(
@@ -128,7 +130,7 @@ def merge(logs: Sequence[Log]) -> History:
 
 
 def _renumbered(operations: Sequence[Any], root: int) -> tuple[Operation, ...]:
-    """Inodes are used again; here each file and folder has a number of its own."""
+    """Give each file and directory a unique number, because inode numbers are reused."""
     numbers, known, found = count(ROOT + 1), {root: ROOT}, []
     for one in operations:
         if isinstance(one, Make):

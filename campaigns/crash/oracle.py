@@ -1,4 +1,4 @@
-"""What must be true of a run's folder after a crash, whatever the crash has left of it."""
+"""The oracle: conditions that a run's directory must meet after any crash."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.run.cleanup import clean_up
 from holdfast.storage.posix import list_hidden_directories
 
-#: What a single process is told of a checkpoint of several: that alone.
+#: The only message that a single process may get about a checkpoint of several ranks.
 _NO_RANK_CONTENT = r"loaded \S+, but not all that was asked for:\n  per_rank_content: [^\n]+\Z"
 
 
 class Violation(AssertionError):  # noqa: N818 - of what is promised
-    """A crash has left what must not be."""
+    """A crash left a forbidden state."""
 
 
 def examine(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
-    """Load, list, save again and clean up. Returns ``"old"``, ``"new"`` or ``"none"``: what was found.
+    """Load, list, save again and clean up. Return what was found: ``"old"``, ``"new"`` or ``"none"``.
 
-    ``before`` and ``after`` are equal where the step was acknowledged. Raises :class:`Violation`.
+    ``before`` and ``after`` are equal if the step was acknowledged. Raises :class:`Violation`.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # one that is passed over as damaged is a violation, too
+            warnings.simplefilter("error", UserWarning)  # a checkpoint that is skipped as corrupt is a violation, too
             warnings.filterwarnings("ignore", _NO_RANK_CONTENT, UserWarning)
             return _examine(run, before, after, resumed, training)
     except (HoldfastError, UserWarning) as error:
@@ -49,7 +49,7 @@ def _examine(run: Path, before: Listing, after: Listing, resumed: Save, training
 
 
 def _latest(run: Path, training: Training) -> tuple[str, int] | None:
-    """The tag and the step of what a run that goes on loads; ``None`` where it begins anew."""
+    """Return the tag and the step that a resumed run loads; ``None`` if there is no checkpoint."""
     try:
         return _loaded(run, None, training)
     except NoCheckpointError:
@@ -58,7 +58,7 @@ def _latest(run: Path, training: Training) -> tuple[str, int] | None:
 
 
 def _listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
-    """The step of each checkpoint that is listed, all of which can be loaded, as the latest was."""
+    """Return the step of each listed checkpoint. All of them, and the latest, must be loadable."""
     found = holdfast.list_checkpoints(run)
     for info in found:
         _check(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
@@ -67,7 +67,7 @@ def _listed(run: Path, latest: tuple[str, int] | None, training: Training) -> di
 
 
 def _loaded(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
-    """Load, and compare every bit."""
+    """Load a checkpoint and compare every bit."""
     training.become(0)
     found = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
     step = found.user_content["step"]
@@ -82,7 +82,7 @@ def _loaded(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
 
 
 def _go_on(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
-    """The run resumes and saves; nothing that was left is taken for anything, and all of it can be removed."""
+    """Resume the run and save: leftovers must not be taken for checkpoints, and all of them must be removable."""
     resumed.run(run, training)
     expected = resumed.after(listing)
     _check(_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")

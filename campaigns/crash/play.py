@@ -1,4 +1,4 @@
-"""A scenario played by ranks, each of which records what it does."""
+"""Runs a scenario on several ranks, each of which records its disk operations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from campaigns.crash.scenarios import Prune, Scenario
 from campaigns.crash.training import Training
 from tests.helpers.pool import Ranks
 
-#: The run's folder, on a disk that has nothing but its root.
+#: The run's directory, on a disk that is otherwise empty.
 RUN = "runs/a"
 
 
 def play(scenario: Scenario, ranks: int, pool: Ranks, root: Path) -> History:
-    """What so many ranks do to the disk whose root is an empty folder."""
+    """Run a scenario on ``ranks`` ranks whose disk is an empty directory. Return the history of their operations."""
     return merge(pool(ranks, _rank, scenario, root))
 
 

@@ -1,6 +1,7 @@
-"""Records what this process does to the files under a folder, by standing between it and the system calls.
+"""Recorder of this process's operations on files below a directory. It wraps the system calls.
 
-What the recorder does not know is refused, never missed: replaying a history must give the folder byte for byte.
+Calls that the recorder does not know are refused, never missed: replaying a history must give the same directory, byte
+for byte.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 class Recorder:
-    """A context: operations under ``root`` inside it are in :attr:`log`, those of all threads."""
+    """A context manager that records the operations of all threads below ``root`` in :attr:`log`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
@@ -57,34 +58,34 @@ class Recorder:
 
     @property
     def log(self) -> Log:
-        """What was recorded."""
+        """The recorded operations."""
         return Log(_inode(self._root), tuple(self._operations), self._begun, self._ended)
 
     def begin(self, step: int) -> None:
-        """A step of the script begins."""
+        """Note that a step of the scenario begins."""
         self._begun[step] = monotonic_ns()
 
     def end(self, step: int) -> None:
-        """The step is done, as this rank has been told."""
+        """Note that the step is acknowledged on this rank."""
         self._ended[step] = monotonic_ns()
 
     def _patch(self, target: object, name: str, function: Callable[..., Any]) -> None:
         self._patches.enter_context(mock.patch.object(target, name, function))
 
     def _timed(self, name: str, *arguments: Any, **options: Any) -> tuple[tuple[int, int], Any]:
-        """Do it. Returns when it began and ended, and what it returned."""
+        """Make a call. Return when it began and ended, and its result."""
         begin = monotonic_ns()
         result = self._really[name](*arguments, **options)
         return (begin, monotonic_ns()), result
 
     def _place(self, path: Any, dir_fd: int | None = None) -> tuple[int, str] | None:
-        """The folder and the name of an entry under the root."""
+        """Return the directory and the name of an entry below the root."""
         base = Path() if dir_fd is None else _path_of(dir_fd)
         full = (base / os.fsdecode(path)).absolute()
         return (_inode(full.parent), full.name) if self._root in full.parents else None
 
     def _file(self, fd: int) -> int | None:
-        """The file or folder under the root that is open."""
+        """Return the number of the open file or directory below the root."""
         return os.fstat(fd).st_ino if _path_of(fd).is_relative_to(self._root) else None
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -164,7 +165,7 @@ class Recorder:
             self._operations.append(Remove(*span, *place, node))
 
     def _open_file(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        """Files of Python's own: what they write does not come through ``os``."""
+        """Open a file object of the recorder, because Python's own file objects do not write through ``os``."""
         if isinstance(file, int) or not self._place(file) or not set(mode) & set("wax+"):
             return self._really["io.open"](file, mode, *arguments, **options)
         if mode not in {"xb", "wb"}:
@@ -182,7 +183,7 @@ class Recorder:
 
 
 class _File(io.FileIO):
-    """A file that is opened and written through ``os``, where the recorder is."""
+    """A file that is opened and written through the recorded functions of ``os``."""
 
     def __init__(self, path: Any, mode: str) -> None:
         super().__init__(path, mode, opener=lambda name, flags: os.open(name, flags, 0o666))
@@ -197,7 +198,7 @@ def _path_of(fd: int) -> Path:
 
 
 def _inode(path: Any, dir_fd: int | None = None) -> int:
-    """0 where there is nothing."""
+    """Return the inode of a path; 0 if it does not exist."""
     try:
         return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_ino
     except FileNotFoundError:

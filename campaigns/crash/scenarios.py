@@ -1,4 +1,4 @@
-"""What is cut: saves of every kind, and what becomes of the checkpoints that were there before."""
+"""The scenarios: saves of every kind, and their effect on earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Listing = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Save:
-    """A step of a script: a save of the values of ``step``."""
+    """A step that saves the values of ``step``."""
 
     tag: str
     step: int
@@ -48,23 +48,23 @@ class Save:
         ).wait()
 
     def after(self, before: Listing) -> Listing:
-        """The checkpoints afterwards."""
+        """Return the checkpoints after the save."""
         found = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
         return dict(found[-self.keep :] if self.keep else found)
 
 
 class Death(Exception):  # noqa: N818 - what happens to a process, not an error of it
-    """The process is killed here."""
+    """The kill of the process at this point."""
 
 
 def before_it_is_published() -> AbstractContextManager[object]:
-    """The folder is whole, and has no name yet."""
+    """Die when the staging directory is complete but not renamed yet."""
     return mock.patch.object(StagingDirectory, "publish", side_effect=Death)
 
 
 @contextmanager
 def between_two_renames() -> Iterator[None]:
-    """The old checkpoint was put aside for the new one. Only where names cannot be exchanged."""
+    """Die when the old checkpoint was renamed to make way. Only without an exchange of names."""
 
     def die(*_: object) -> None:
         raise Death
@@ -74,30 +74,30 @@ def between_two_renames() -> Iterator[None]:
 
     steps = iter((directories.fsync_directory, die))
     with mock.patch.object(directories, "fsync_directory", sync), mock.patch.object(directories, "_rename_new", die):
-        yield  # nothing is taken back
+        yield  # the first rename is not undone
 
 
 @dataclass(frozen=True)
 class Dead:
-    """A save whose process is killed: nothing of it is tidied up."""
+    """A save whose process is killed, so that nothing is cleaned up."""
 
     save: Save
     where: Callable[[], AbstractContextManager[object]] = before_it_is_published
 
     def run(self, path: Path, training: Training) -> None:
-        """Save, and die."""
+        """Save until the process dies."""
         with self.where(), mock.patch("holdfast.save.operation.remove_staging"), suppress(HoldfastError, Death):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 
     def after(self, before: Listing) -> Listing:
-        """As before."""
+        """Return the checkpoints, unchanged."""
         return before
 
 
 @dataclass(frozen=True)
 class Prune:
-    """``holdfast prune``, in the first rank's process."""
+    """``holdfast prune`` in the process of rank 0."""
 
     keep: int
 
@@ -109,7 +109,7 @@ class Prune:
             raise RuntimeError(result.output)
 
     def after(self, before: Listing) -> Listing:
-        """The newest ones."""
+        """Return the newest checkpoints."""
         return dict(list(before.items())[-self.keep :])
 
 
@@ -118,11 +118,11 @@ class Load:
     """A load of the latest checkpoint."""
 
     def run(self, path: Path, training: Training) -> None:
-        """Load it."""
+        """Load the latest checkpoint."""
         holdfast.load_checkpoint(path, None, training.model, training.optimizer, rng=False)
 
     def after(self, before: Listing) -> Listing:
-        """As before."""
+        """Return the checkpoints, unchanged."""
         return before
 
 
@@ -131,9 +131,9 @@ Step = Save | Dead | Prune | Load
 
 @dataclass(frozen=True)
 class Scenario:
-    """A script, whose last step is cut, and what the run does next.
+    """A list of steps, the last of which crashes, and the save that follows.
 
-    ``models`` are the names of separate models. ``can_exchange``: whether the file system can exchange two names.
+    ``models`` are the names of separate models. ``can_exchange`` says whether the file system can exchange two names.
     """
 
     name: str
@@ -143,14 +143,14 @@ class Scenario:
     can_exchange: bool = True
 
     def listings(self) -> list[Listing]:
-        """The checkpoints before the first step, and after each."""
+        """Return the checkpoints before the first step and after each step."""
         found: list[Listing] = [{}]
         for step in self.steps:
             found.append(step.after(found[-1]))
         return found
 
     def file_system(self) -> AbstractContextManager[object]:
-        """As the scenario wants it."""
+        """Return a context with the scenario's kind of file system."""
         return nullcontext() if self.can_exchange else mock.patch.object(directories, "_renameat2", return_value=False)
 
 

@@ -1,4 +1,4 @@
-"""Which of the countless states after a crash are examined: all where little is unsynced, else a drawn sample."""
+"""Selection of the states after a crash to examine: all if few operations are unsynced, else a random sample."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from campaigns.crash.disk import Choice, Disk
 from campaigns.crash.image import WHOLE, Form, Tree
 from campaigns.crash.operations import History, Write
 
-#: Up to so many unsynced operations, each of their subsets is a state.
+#: Up to this many unsynced operations, each subset of them is examined.
 _FEW = 5
 
-#: Subsets drawn at each moment.
+#: The number of random subsets for each moment.
 _DRAWN = 24
 
 _SECTORS = (512, 4096)
 
-#: A moment, and what is there of what is unsynced then.
+#: The moment of a crash, and the unsynced operations that survive.
 _Crash = tuple[int, Choice]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is there after a crash at a moment."""
+    """The state of the disk after a crash at a moment."""
 
     moment: int
     choice: Choice
@@ -34,11 +34,11 @@ class State:
 
 
 def states(history: History, limit: int, seed: int) -> Iterator[State]:
-    """At most ``limit`` distinct states of crashes in the last step of a history or just after it."""
+    """Yield at most ``limit`` distinct states after crashes during the last step of a history or right after it."""
     disk, seen = Disk(history), set()
     for moment, choice in _crashes(disk, _moments(history), random.Random(seed)):
         tree = disk.after(moment, choice)
-        # What is promised depends on the moment only by what was acknowledged.
+        # The promise depends on the moment only through what was acknowledged by then.
         key = (moment >= history.acknowledged[-1], fingerprint(tree))
         if key not in seen:
             seen.add(key)
@@ -48,7 +48,7 @@ def states(history: History, limit: int, seed: int) -> Iterator[State]:
 
 
 def explain(history: History, state: State) -> Iterator[str]:
-    """What was done before the crash, and what is there of what was not synced; the last step is below a line."""
+    """Describe the operations before the crash and what is left of unsynced ones. A line precedes the last step."""
     unsynced = set(Disk(history).unsynced(state.moment))
     for place, one in enumerate(history.operations):
         if one.begin > state.moment:
@@ -60,7 +60,7 @@ def explain(history: History, state: State) -> Iterator[str]:
 
 
 def fingerprint(tree: Tree) -> bytes:
-    """Equal for trees with the same paths and bytes."""
+    """Return a digest that is equal for trees with the same paths and bytes."""
     digest = blake2b()
     for path, data in sorted(tree.items()):
         digest.update(f"{path}\0{-1 if data is None else len(data)}\0".encode() + (data or b""))
@@ -68,13 +68,13 @@ def fingerprint(tree: Tree) -> bytes:
 
 
 def _moments(history: History) -> list[int]:
-    """When each operation of the last step was done, and when it was acknowledged; the last comes first."""
+    """Return the times at which operations of the last step ended or it was acknowledged, the latest first."""
     ends = {one.end for one in history.operations if one.end >= history.begun[-1]}
     return sorted(ends | {history.acknowledged[-1]}, reverse=True)
 
 
 def _crashes(disk: Disk, moments: Sequence[int], source: random.Random) -> Iterator[_Crash]:
-    """Nothing and all of what is unsynced; then every subset where that is little; then the others in turn."""
+    """Yield none and all of the unsynced operations; then every subset if they are few; then samples in turn."""
     drawn = [*moments[:1], *source.sample(moments[1:], len(moments) - 1)]
     unsynced = {moment: disk.unsynced(moment) for moment in drawn}
     for moment, places in unsynced.items():
@@ -97,7 +97,7 @@ def _subsets(places: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _choices(disk: Disk, places: Sequence[int], source: random.Random) -> Iterator[Choice]:
-    """Names and sizes without bytes; then one operation lost, one alone, one in part, and any, as drawn."""
+    """Yield names and sizes without bytes; then, in random order, one lost, one alone, one in part, and any subset."""
     writes = [place for place in places if isinstance(disk.operations[place], Write)]
     yield {place: WHOLE for place in places if place not in writes}
     found = [*_single(disk, places), *_damaged(places, writes, source), *_drawn(places, writes, source)]
@@ -106,20 +106,20 @@ def _choices(disk: Disk, places: Sequence[int], source: random.Random) -> Iterat
 
 
 def _single(disk: Disk, places: Sequence[int]) -> Iterator[Choice]:
-    """Each operation lost alone; each there alone, with what it needs."""
+    """Yield each operation lost alone, and each alone with the operations that it depends on."""
     for place in places:
         yield {other: WHOLE for other in places if other != place}
         yield dict.fromkeys({place, *disk.needs(place)}, WHOLE)
 
 
 def _damaged(places: Sequence[int], writes: Sequence[int], source: random.Random) -> Iterator[Choice]:
-    """All there, and one write in part, or as nothing."""
+    """Yield all operations with one write in part, or replaced."""
     for place in writes:
         yield from ({**dict.fromkeys(places, WHOLE), place: form} for form in _forms(source))
 
 
 def _drawn(places: Sequence[int], writes: Sequence[int], source: random.Random) -> Iterator[Choice]:
-    """Each operation there or not, and its bytes in any form."""
+    """Yield random subsets of the operations, with their bytes in any form."""
     for _ in range(_DRAWN if places else 0):
         share = source.random()
         chosen = [place for place in places if source.random() < share]

@@ -1,4 +1,4 @@
-"""What is saved: a model and its optimizer, whose every value tells the step that it is of."""
+"""The saved state: a model and its optimizer, all of whose values are functions of the step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 _WIDTH, _WIDER = 96, 250
 
-#: A few files for the model and for the optimizer.
+#: A size that gives several files for the model and for the optimizer.
 MAX_SHARD_SIZE = 100_000
 
 
 class Net(nn.Module):
-    """100,000-byte matrices that tensor parallelism cuts both ways, and a vector that it does not know."""
+    """A model with 100,000-byte matrices that tensor parallelism shards both ways, and a vector that it does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,21 +32,21 @@ class Net(nn.Module):
 
 
 class Training:
-    """Models and optimizers in the layout of so many ranks: plain, FSDP2, or FSDP2 with tensor parallelism."""
+    """Models and optimizers in the layout of the number of ranks: plain, FSDP2, or FSDP2 with tensor parallelism."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """Separate models where there are names."""
+        """Create separate models if there are names."""
         self._nets = {name: _lay_out(Net()) for name in names or ("",)}
         self._optimizers = {name: _optimizer(net) for name, net in self._nets.items()}
         self.model: Any = dict(self._nets) if names else self._nets[""]
         self.optimizer: Any = dict(self._optimizers) if names else self._optimizers[""]
 
     def content(self, step: int) -> dict[str, Any]:
-        """What else is saved at a step."""
+        """Return the user content of a step."""
         return {"step": step, "curve": value(step, "curve", torch.Size([64]))}
 
     def become(self, step: int) -> None:
-        """Take the values of a step."""
+        """Set all values to those of a step."""
         with torch.no_grad():
             for name, tensor in self._tensors():
                 _assign(tensor, value(step, name, tensor.shape))
@@ -55,7 +55,7 @@ class Training:
                 group["lr"] = float(step)
 
     def differences(self, step: int) -> list[str]:
-        """The names of what is not, bit for bit, as at a step."""
+        """Return the names of values that differ, bit for bit, from those of a step."""
         wrong = [name for name, tensor in self._tensors() if not torch.equal(tensor, value(step, name, tensor.shape))]
         rates = {group["lr"] for optimizer in self._optimizers.values() for group in optimizer.param_groups}
         return wrong if rates == {float(step)} else [*wrong, "lr"]
@@ -70,7 +70,7 @@ class Training:
 
 @functools.cache
 def value(step: int, name: str, shape: torch.Size) -> torch.Tensor:
-    """What a tensor of this name holds at a step, in any layout."""
+    """Return the values that a tensor of this name has at a step, in any layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))
     return torch.rand(shape, generator=generator)
 
@@ -87,7 +87,7 @@ def _lay_out(net: Net) -> nn.Module:
 
 
 def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
-    """Adam, as if it had stepped."""
+    """Return an Adam optimizer with states as after a step."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
     for parameter in net.parameters():
         like = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}

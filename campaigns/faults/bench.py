@@ -1,4 +1,4 @@
-"""A run, made anew for each fault, what is done to it, and whether what then is there may be."""
+"""A test bench that creates a fresh run for each fault, injects the fault, and judges the outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.errors import HoldfastError
 
 @dataclass
 class Tally:
-    """What came of the faults of one setting."""
+    """The outcomes of the faults of one setting."""
 
     calls: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -35,7 +35,7 @@ class Tally:
 
 
 def tried(rank: Rank | None, scratch: Path, setting: Setting, every: int) -> Tally:
-    """A rank's part: count the calls, and try every fault (or one in so many). Rank 0 judges."""
+    """Count the calls, and try every fault (or every n-th), as one rank of the job. Rank 0 judges."""
     del rank
     warnings.simplefilter("ignore")
     bench = _Bench(scratch, setting)
@@ -57,7 +57,7 @@ def _note(tally: Tally, what: str, work: Callable[[], str]) -> None:
 
 @dataclass(frozen=True)
 class _Said:
-    """How a rank's call ended, the step that it loaded if it did, and how many files it has left open."""
+    """The outcome on one rank: its error, the step that it loaded, and the number of files that it left open."""
 
     error: str = ""
     message: str = ""
@@ -67,7 +67,7 @@ class _Said:
 
 
 class _Bench:
-    """A run, made anew for each fault, and what is done to it."""
+    """A run that is created anew for each fault, and the save or load to disturb."""
 
     def __init__(self, scratch: Path, setting: Setting) -> None:
         self._setting = setting
@@ -84,7 +84,7 @@ class _Bench:
         self._old = _digest(self._template)
 
     def count(self) -> list[str]:
-        """The calls that the victim makes when nothing fails."""
+        """Count the calls that the victim makes without a fault."""
         faulty = Faulty(self._run)
         self._attempt(faulty)
         told = [faulty.calls]
@@ -92,7 +92,7 @@ class _Bench:
         return told[0]
 
     def try_fault(self, fault: Fault) -> str:
-        """What came of a fault, in a word. Raises ``ViolationError``."""
+        """Inject a fault. Return the outcome in a word. Raises ``ViolationError``."""
         removed = fault.kind.removesuffix(" removed")
         gone = removed != fault.kind
         faulty = Faulty(self._run, fault.nth, partial(self._remove, removed) if gone else fault.kind, fault.forever)
@@ -101,7 +101,7 @@ class _Bench:
         return self._judge(said, must, untouched=not gone)
 
     def try_signals(self) -> str:
-        """What comes of signals at every moment, in whose handlers Python goes on."""
+        """Send signals at every moment, after whose handlers Python continues. Return the outcome in a word."""
         with _signals():
             said = self._attempt(None)
         return self._judge(said, "done", untouched=True)
@@ -118,7 +118,7 @@ class _Bench:
             path.unlink(missing_ok=True) if path.is_file() else None
 
     def _attempt(self, faulty: Faulty | None) -> list[_Said]:
-        """A save or load on a fresh run; what all ranks say of it."""
+        """Save or load with a fresh run. Return the outcomes of all ranks."""
         if self._rank == 0:
             shutil.rmtree(self._run, ignore_errors=True)
             shutil.copytree(self._template, self._run)
@@ -158,7 +158,7 @@ class _Bench:
         return str(told[1])
 
     def _look(self, said: list[_Said], must: str, *, untouched: bool) -> str:
-        """Whether what ranks say, and what is on the disk, may be; in a word what it was."""
+        """Return the outcome in a word. Raises ``ViolationError`` if the ranks' reports or the disk are not allowed."""
         first = said[0]
         if len({(one.error, one.message, one.step) for one in said}) > 1 or not first.typed:
             raise ViolationError(f"ranks say {[(one.error, one.message, one.step) for one in said]}")
@@ -184,7 +184,7 @@ class _Bench:
         return self._run.exists() and 2 in state.visible(self._run).values()
 
     def _before(self, latest: int) -> str:
-        """What was there before is there still, and loads, or what took its place does; what is wrong with it."""
+        """Check that the earlier checkpoint, or its replacement, is there and loads. Return the problem, if any."""
         try:
             step = trial.load(self._run)
         except (HoldfastError, ViolationError) as error:
@@ -199,7 +199,7 @@ class _Bench:
         return ""
 
     def _next(self) -> str:
-        """The next save and load; what is wrong with them."""
+        """Save and load again. Return the problem, if any."""
         problem = ""
         try:
             if self._setting.how:
@@ -216,7 +216,7 @@ class _Bench:
 
 
 def _look_at_load(first: _Said, *, untouched: bool) -> str:
-    """The newest checkpoint is loaded, or, where a part of it was removed meanwhile, the older one."""
+    """Check that the newest checkpoint was loaded; the older one only if a part of the newest was removed."""
     if first.error:
         return first.error
     if first.step != 2 and (untouched or first.step != 1):
@@ -226,7 +226,7 @@ def _look_at_load(first: _Said, *, untouched: bool) -> str:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """A signal every half millisecond."""
+    """Send a signal every half millisecond."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
@@ -241,7 +241,7 @@ def _descriptors() -> int:
 
 
 def _digest(folder: Path) -> dict[str, str]:
-    """Every visible file with a digest of its bytes."""
+    """Return every visible file with a digest of its bytes."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file()) if folder.exists() else ()
     names = {str(path.relative_to(folder)): path for path in files}
     return {

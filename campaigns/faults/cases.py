@@ -1,4 +1,4 @@
-"""What goes wrong, in which kind of save or load."""
+"""The faults, and the kinds of saves and loads in which they are injected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from campaigns.faults.faulty import ERRORS
 
 @dataclass(frozen=True)
 class Setting:
-    """A kind of save, or a load where there is no ``how``, and on which of how many ranks the faults are."""
+    """A kind of save, or a load if there is no ``how``, the number of ranks, and the rank with the faults."""
 
     how: str
     background: bool
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the n-th call: how it fails, or what is removed before it."""
+    """A fault at the n-th call: the way it fails, or a removal before it."""
 
     nth: int
     call: str
@@ -52,7 +52,7 @@ class Fault:
 
 
 def faults(calls: Sequence[str], setting: Setting) -> Iterator[Fault]:
-    """Every fault of every call."""
+    """Yield every fault of every call."""
     removed = ("run", "draft") if setting.how else ("run", "checkpoint", "file")
     for nth, call in enumerate(calls):
         yield from (Fault(nth, call, kind) for kind in ERRORS[call])

@@ -1,6 +1,6 @@
-"""A file system that fails: the n-th call that this process makes to it about one folder goes wrong.
+"""A faulty file system: the n-th call of this process about a directory fails.
 
-Stands in for the functions of ``os`` and ``io`` (and for ``renameat2``) through which everything goes to the disk.
+It replaces the functions of ``os`` and ``io`` (and ``renameat2``) through which all disk access goes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from unittest import mock
 
 from holdfast.storage import directories
 
-#: What each call may fail with: no space where it takes some, no right where it changes something, an error of the
-#: disk. Who may not look at a file may not now and not later, which is another matter than a fault.
+#: The errors of each call: no space if it allocates some, no permission if it changes something, an I/O error. Calls
+#: that only read get no permission errors, because these would be permanent and not a fault.
 ERRORS: dict[str, tuple[str, ...]] = {
     "open": ("EACCES", "EIO"),
     "create": ("ENOSPC", "EACCES", "EIO"),
@@ -48,10 +48,10 @@ ERRORS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Faulty:
-    """Counts calls about ``root``, and has the n-th (from 0) fail with ``fault``; with all after it, where ``forever``.
+    """Counts calls about ``root``, and lets the n-th (from 0) fail with ``fault``; if ``forever``, all later ones too.
 
-    A ``fault`` is the name of an error number, ``"short"`` (half of the bytes go), ``"nothing"`` (none do), or
-    something to do before the call.
+    A ``fault`` is the name of an error number, ``"short"`` (half of the bytes are moved), ``"nothing"`` (none are), or
+    a function to call before the call.
     """
 
     root: Path
@@ -64,7 +64,7 @@ class Faulty:
 
     @contextmanager
     def there(self) -> Iterator[Self]:
-        """Have this process go through it for a while."""
+        """Route this process's disk access through it."""
         with ExitStack() as stack:
             for name in ("mkdir", "rename", "unlink", "rmdir", "stat", "lstat", "listdir", "scandir", "statvfs"):
                 stack.enter_context(mock.patch.object(os, name, self._by_name(name, getattr(os, name))))
@@ -79,7 +79,7 @@ class Faulty:
             yield self
 
     def _strikes(self, call: str) -> str:
-        """Count a call; the fault that it has, if any."""
+        """Count a call. Return its fault, if any."""
         with self._lock:
             number = len(self.calls)
             self.calls.append(call)
@@ -92,14 +92,14 @@ class Faulty:
         return ""
 
     def _check(self, call: str) -> str:
-        """Count a call, and raise the error that it has; another kind of fault is returned."""
+        """Count a call, and raise its error, if any. Return another kind of fault."""
         fault = self._strikes(call)
         if fault in {"", "short", "nothing"}:
             return fault
         raise OSError(number := getattr(errno, fault), os.strerror(number))
 
     def _path(self, path: Any, dir_fd: int | None) -> str:
-        """The name of what a call is about; empty where that is not below the root."""
+        """Return the path that a call is about; empty if it is not below the root."""
         if isinstance(path, int):
             return self._names.get(path, "")
         name = os.fsdecode(path)
@@ -143,7 +143,7 @@ class Faulty:
     def _close(self, real: Callable[[int], None]) -> Callable[[int], None]:
         def wrapped(fd: int) -> None:
             known = self._names.pop(fd, "")
-            real(fd)  # a file is closed, whatever the call says
+            real(fd)  # the file is closed even if the call fails
             if known:
                 self._check("close")
 
@@ -162,7 +162,7 @@ class Faulty:
 
 
 def _half(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Half of the bytes, in whole sectors where they are that many: direct I/O moves no less."""
+    """Return half of the bytes; in whole sectors if possible, because direct I/O moves no less."""
     data, offset = args
     whole = data[0] if call == "preadv" else data
     size = len(whole) // 2
@@ -171,7 +171,7 @@ def _half(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _File:
-    """A file object each write and read of which is a call."""
+    """A file object whose writes and reads each count as a call."""
 
     def __init__(self, file: Any, faulty: Faulty) -> None:
         self._file, self._faulty = file, faulty

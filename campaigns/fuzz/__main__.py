@@ -1,4 +1,4 @@
-"""``python -m campaigns.fuzz --minutes 10``: what is treated wrongly is kept in ``fuzz_violations``."""
+"""``python -m campaigns.fuzz --minutes 10``: runs the campaign and keeps failing cases in ``fuzz_violations``."""
 
 import sys
 

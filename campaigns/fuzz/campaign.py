@@ -1,4 +1,4 @@
-"""One case after another: a checkpoint is copied, changed, sometimes sealed again, and read."""
+"""The cases of the campaign: each copies a checkpoint, changes it, sometimes fixes its checksums, and reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.hostile.test_hostile import reseal
 
 
 class Violation(NamedTuple):
-    """A case that was treated wrongly; kind, seed and number make it again."""
+    """A case that was handled wrongly. Its kind, seed and number reproduce it."""
 
     kind: str
     case: str
@@ -28,7 +28,7 @@ class Violation(NamedTuple):
 
 
 class Fuzzer:
-    """Makes cases of sound checkpoints, by kind. The same seed and number give the same case."""
+    """A generator of cases from intact checkpoints. The same seed and number give the same case."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
@@ -36,7 +36,7 @@ class Fuzzer:
         self.judge = Judge()
 
     def case(self, kind: str, number: int) -> tuple[Path, Violation | None]:
-        """Make one, and judge it; returns where it is."""
+        """Create a case and judge it. Return its path."""
         chance = random.Random(f"{self._seed}/{kind}/{number}")
         path = self._copy(kind)
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -58,14 +58,14 @@ class Fuzzer:
         return Path(copied(sound, place / sound.name))
 
     def cases(self, first: int, kinds: list[str] | None = None) -> Iterator[tuple[Path, Violation | None]]:
-        """Cases without end, of all kinds in turn."""
+        """Yield cases of all kinds in turn, without end."""
         for number in count(first):
             for kind in kinds or list(self.sound):
                 yield self.case(kind, number)
 
 
 def main() -> int:
-    """Run for some minutes. 1 where anything was wrong."""
+    """Run for some minutes. Return 1 if a case was handled wrongly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="(default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
@@ -83,7 +83,7 @@ def main() -> int:
                 _keep(path, Path("fuzz_violations") / f"{wrong}")
             if time.monotonic() > ends:
                 break
-    print(f"{done} checkpoints: {fuzzer.judge.read} read, {fuzzer.judge.refused} refused, {wrong} treated wrongly")
+    print(f"{done} checkpoints: {fuzzer.judge.read} read, {fuzzer.judge.refused} refused, {wrong} handled wrongly")
     return int(bool(wrong))
 
 

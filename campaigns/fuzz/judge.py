@@ -1,4 +1,7 @@
-"""Whether a changed checkpoint is read, or refused by an error of ours; with no code run, and little memory."""
+"""The judge: a changed checkpoint must be read, or refused with a typed error.
+
+No code from the checkpoint may run, and memory and time are bounded.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
 from tests.hostile.test_hostile import little_memory
 
-#: What Python tells its auditors when code from outside could run.
+#: Audit events of Python that show that external code could run.
 _EVENTS = frozenset(
     {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pickle.find_class"}
 )
 
-#: Seconds of the processor that a checkpoint of a few kilobytes may take.
+#: The CPU seconds that reading a checkpoint of a few kilobytes may take.
 _SECONDS = 5.0
 
 
 class Judge:
-    """Keeps count of what came of the cases, and hears of code that runs."""
+    """The judge of all cases, with their counts and an audit hook that detects code execution."""
 
     def __init__(self) -> None:
         self.read = self.refused = 0
@@ -39,7 +42,7 @@ class Judge:
             self._heard = event
 
     def problem(self, path: Path) -> str | None:
-        """What is wrong with how this checkpoint was treated, if anything is."""
+        """Read a checkpoint. Return the problem with its handling, if any."""
         start, self._heard, self._listening = time.process_time(), "", True
         try:
             with little_memory():
@@ -62,7 +65,7 @@ class Judge:
 
 
 def _use(path: Path) -> None:
-    """Read all there is, in all ways."""
+    """Read everything in a checkpoint, in all ways."""
     opened = holdfast.open(path)
     for name in opened:
         opened[name]
@@ -74,7 +77,7 @@ def _use(path: Path) -> None:
 
 
 def _read_by_dcp(path: Path) -> None:
-    """As ``dcp.load`` has a reader do it, each chunk whole."""
+    """Read each chunk whole, as ``dcp.load`` does with a storage reader."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     items, targets = [], {}

@@ -1,4 +1,4 @@
-"""Changes of the metadata of distributed checkpoints that leave it a pickle of the right classes."""
+"""Changes of DCP's metadata that keep it a pickle of the right classes."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ _EDITS: tuple[Edit, ...] = (
 
 
 def edited(raw: bytes, chance: random.Random) -> bytes:
-    """Metadata that torch has written, changed in one to three ways."""
+    """Change metadata that torch has written in one to three ways."""
     metadata = pickle.loads(raw)  # noqa: S301 - made by this campaign
     for _ in range(chance.randint(1, 3)):
-        with suppress(IndexError):  # where an edit before has left nothing to be changed
+        with suppress(IndexError):  # an earlier edit left nothing to change
             chance.choice(_EDITS)(metadata, chance)
     return pickle.dumps(metadata)

@@ -1,4 +1,4 @@
-"""Changes of bytes and of JSON, and of checksums so that these do not stop all of them. Pure functions."""
+"""Mutations of bytes, JSON and checksums (so that these do not detect all of them). Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-#: Numbers that sizes, offsets and counts are replaced by.
+#: Numbers that replace sizes, offsets and counts.
 _NUMBERS = (
     0,
     1,
@@ -105,7 +105,7 @@ _BYTES: tuple[Bytes, ...] = (
 
 
 def mutated(raw: bytes, name: str, chance: random.Random) -> bytes:
-    """The contents of a file, changed in one to three places."""
+    """Return the contents of a file, changed in one to three places."""
     if name.endswith((".json", ".safetensors")) and chance.random() < 0.6:
         changed = _json(raw, chance) if name.endswith(".json") else _header(raw, chance)
         if changed is not None:
@@ -118,7 +118,7 @@ def mutated(raw: bytes, name: str, chance: random.Random) -> bytes:
 
 
 def _without_crcs(raw: bytearray) -> bytes:
-    """With none in the directories of zip files, where 0 says that there is none."""
+    """Set the CRCs in zip directories to 0, which means that there is none."""
     at = raw.find(b"PK\1\2")
     while at >= 0:
         raw[at + 16 : at + 20] = bytes(len(raw[at + 16 : at + 20]))
@@ -143,7 +143,7 @@ def _header(raw: bytes, chance: random.Random) -> bytes | None:
 
 
 def _changed(tree: Any, chance: random.Random) -> Any:
-    """The tree with one node replaced, removed, or under another name."""
+    """Return the tree with one node replaced, removed or renamed."""
     if not isinstance(tree, dict | list) or not tree or chance.random() < 0.15:
         return copy.deepcopy(chance.choice(_VALUES))
     keys: list[Any] = list(tree) if isinstance(tree, dict) else list(range(len(tree)))

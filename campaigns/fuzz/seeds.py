@@ -1,4 +1,4 @@
-"""What is changed: a sound checkpoint of each format that holdfast reads."""
+"""The inputs of the fuzzer: an intact checkpoint of each format that holdfast reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.formats.test_pickles import EVIL
 
 
 def make(folder: Path) -> dict[str, Path]:
-    """One checkpoint of each kind, by the kind's name."""
+    """Create one checkpoint of each kind. Return their paths by kind."""
     warnings.filterwarnings("ignore")
     native = _native(folder / "run")
     made = {"native": native}
@@ -36,7 +36,7 @@ def make(folder: Path) -> dict[str, Path]:
     return made
 
 
-#: Formats that are made by a conversion, with what is asked of it.
+#: Formats that a conversion creates, with its arguments.
 CONVERTED: dict[str, dict[str, Any]] = {
     "hf": {"max_shard_size": 300},
     "safetensors": {},

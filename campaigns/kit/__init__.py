@@ -1,1 +1,1 @@
-"""What several campaigns use: jobs whose ranks can be killed, a state to save, moments of a save, tables."""
+"""Shared code of the campaigns: jobs whose ranks can be killed, a state to save, points of a save, tables."""

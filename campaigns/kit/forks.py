@@ -1,15 +1,15 @@
-"""Processes that fork from one that has imported torch and holdfast: importing takes seconds, a fork milliseconds."""
+"""A fork server that has imported torch and holdfast: importing takes seconds, a fork milliseconds."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 
-#: One server a process, whoever asks first. ``_dynamo`` is what torch imports with the first optimizer.
+#: One server per process, started at the first use. Torch imports ``_dynamo`` with the first optimizer.
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-        *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.api", "holdfast.loader"),
+        *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.api", "holdfast.data.loader"),
         *("campaigns.kit.points", "campaigns.kit.trial", "campaigns.resume.training"),
     ]
 )

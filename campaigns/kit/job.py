@@ -1,4 +1,4 @@
-"""Jobs whose ranks are processes of their own, as torchrun starts them: to be killed, stopped and woken."""
+"""Jobs whose ranks are separate processes, as torchrun starts them, which can be killed, stopped and woken."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from torch.distributed import Store
 from campaigns.kit.forks import CONTEXT
 from holdfast.errors import HoldfastError
 
-#: In whose hands the ranks' key-value store is: rank 0's, torchrun's (here: this process's), or a file's.
+#: The owner of the ranks' key-value store: rank 0, torchrun (here: this process), or a file.
 STORES = ("rank 0", "agent", "file")
 
-# What torch has to say of peers that are gone is no news here.
+# Torch's messages about lost peers are expected here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 _STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank's part ended, and when by the clock that all processes share. ``error`` is the name of its type."""
+    """The end of a rank's part, with its time by a shared clock. ``error`` is the name of its type."""
 
     when: float
     result: Any = None
@@ -45,37 +45,37 @@ class End:
 
 
 class Rank:
-    """The process that this is, as one rank of a job, as its function sees it."""
+    """A handle on this process as a rank of a job."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def tell(self, what: str) -> None:
-        """Tell the campaign of something, with the time."""
+        """Send the campaign a message, with the time."""
         self._pipe.send((what, time.monotonic()))
 
     def meet(self) -> None:
-        """Wait until all ranks have come to this, without a word over their process group or their store."""
+        """Wait for all ranks, without using their process group or their store."""
         self.tell("here")
         self._pipe.recv()
 
     def die(self) -> None:
-        """Be killed, as by another."""
+        """Kill this process, as from outside."""
         self.tell("killed")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Be stopped, until the campaign wakes this rank."""
+        """Stop this process until the campaign wakes it."""
         self.tell("stopped")
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread must not go on by a single call
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread must not make one more call
 
 
-#: What a rank does.
+#: The function that a rank runs.
 Part = Callable[..., Any]
 
 
 class Job:
-    """Some ranks, each doing the same part. Killed with all its processes when it is left."""
+    """A number of ranks that each run the same function. At the end of the context, all its processes are killed."""
 
     def __init__(self, size: int, store: str, scratch: Path, part: Part, *args: Any, backend: str = "gloo") -> None:
         self.told: dict[tuple[int, str], float] = {}
@@ -101,7 +101,7 @@ class Job:
                 address = ours.recv()
 
     def signal(self, rank: int, number: int) -> float:
-        """Send a rank a signal; returns when."""
+        """Send a rank a signal. Return the time."""
         pid = self._processes[rank].pid
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ class Job:
         return time.monotonic()
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Listen to the ranks until something is so; whether it is."""
+        """Receive messages of the ranks until a condition holds. Return whether it does."""
         ends = time.monotonic() + seconds
         while not until() and (left := ends - time.monotonic()) > 0:
             for pipe in wait([pipe for pipe in self._pipes if not pipe.closed], min(left, 1.0)):
@@ -131,7 +131,7 @@ class Job:
                     pipe.send("go")
 
     def is_over(self, *without: int) -> bool:
-        """Whether all ranks have ended, or are gone."""
+        """Return whether all these ranks have ended or died."""
         there = [rank for rank, pipe in enumerate(self._pipes) if not pipe.closed and rank not in without]
         return all(rank in self.ends for rank in there)
 
@@ -153,7 +153,7 @@ def _be(
     pipe: Connection, rank: int, size: int, store: str, address: str, backend: str, part: Part, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # what fails here is told by the campaign
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the campaign reports failures
     dist.init_process_group(
         backend,
         store=_store(pipe, rank, size, store, address),
@@ -169,7 +169,7 @@ def _be(
         message = str(error) if typed else traceback.format_exc()
         end = End(time.monotonic(), None, type(error).__name__, message, typed)
     pipe.send(("end", end))
-    # A rank that is there when others look for it at the end is not what is tried here; the campaign ends all.
+    # Ranks stay alive until the campaign ends all of them: a rank that exits early is not tested here.
     time.sleep(3600)
 
 

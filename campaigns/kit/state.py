@@ -1,4 +1,4 @@
-"""The state that campaigns save: a function of the step, so that whoever reads it knows what must be there."""
+"""The state that campaigns save: a function of the step, so that a reader knows the expected values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.ondisk.hidden_names import parse_hidden_name
 
-#: Rows are one run of each rank, columns many short ones, which are exchanged; a copy is what all ranks have.
+#: Sharded by rows, each rank has one contiguous range; by columns, many short ones, which are exchanged between ranks;
+#: a replica is whole on all ranks.
 _SHARDED = {"rows": (120, 500, 0), "left": (60, 600, 1), "middle": (60, 600, 1), "right": (60, 600, 1)}
 _COPIED = {"copy": (20_000,), "scalar": ()}
 
 
 class ViolationError(Exception):
-    """Something that must never be."""
+    """A broken promise."""
 
 
 def expected(step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a step, whole."""
+    """Return all tensors of a step, unsharded."""
     shapes = {name: shape[:2] for name, shape in _SHARDED.items()} | _COPIED
     return {name: _value(name, shape, step) for name, shape in shapes.items()}
 
@@ -37,7 +38,7 @@ def _value(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def model(step: int) -> dict[str, torch.Tensor]:
-    """What this rank has of a step's tensors."""
+    """Return this rank's shards of a step's tensors."""
     whole = expected(step)
     if not dist.is_initialized():
         return whole
@@ -50,12 +51,12 @@ def model(step: int) -> dict[str, torch.Tensor]:
 
 
 def content(step: int) -> dict[str, Any]:
-    """The user content of a step."""
+    """Return the user content of a step."""
     return {"step": step, "history": list(range(step)), "blob": torch.full((2000,), float(step))}
 
 
 def is_exact(found: dict[str, torch.Tensor], step: int) -> bool:
-    """Whether this rank's tensors are those of a step, bit for bit."""
+    """Return whether this rank's tensors are those of a step, bit for bit."""
     return all(torch.equal(_local(found[name]), _local(tensor)) for name, tensor in model(step).items())
 
 
@@ -64,7 +65,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def visible(run: Path) -> dict[str, int]:
-    """The step of each checkpoint by tag, read without holdfast. Raises ``ViolationError`` where one is not whole."""
+    """Read the step of each checkpoint by tag, without holdfast. Raises ``ViolationError`` if one is not whole."""
     folders = sorted(entry for entry in run.iterdir() if parse_hidden_name(entry.name) is None)
     return {folder.name: _step(folder) for folder in folders}
 
@@ -86,5 +87,5 @@ def _step(folder: Path) -> int:
 
 
 def hidden(run: Path) -> list[str]:
-    """The hidden folders that saves have left."""
+    """Return the hidden directories that saves left."""
     return sorted(entry.name for entry in run.iterdir() if parse_hidden_name(entry.name) is not None)

@@ -1,4 +1,4 @@
-"""What a campaign did, as a table; the cases run a few at a time."""
+"""Runs cases a few at a time, and formats their results as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-#: Violations that are printed.
+#: The most violations that are printed.
 MOST = 40
 
 C = TypeVar("C")
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def run(cases: Sequence[C], trial: Callable[[C], R], together: int) -> Iterator[tuple[C, R]]:
-    """Try all cases, some together, and give each with its result, in order; says on stderr how far it is."""
+    """Run all cases, some in parallel. Yield each with its result, in order, and print the progress to stderr."""
     started = time.monotonic()
     with ThreadPoolExecutor(together) as pool:
         for number, (case, result) in enumerate(zip(cases, pool.map(trial, cases), strict=True), 1):
@@ -28,14 +28,14 @@ def run(cases: Sequence[C], trial: Callable[[C], R], together: int) -> Iterator[
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; numbers to the right."""
+    """Return a Markdown table, with numbers aligned to the right."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join(lines)
 
 
 def verdict(violations: Sequence[str]) -> int:
-    """Print what must never be and was, the first of it at least; the exit code."""
+    """Print the first violations and their number. Return the exit status."""
     for violation in violations[:MOST]:
         print("VIOLATION:", violation)
     print(f"{len(violations)} violations")

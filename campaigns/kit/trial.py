@@ -1,4 +1,4 @@
-"""One save or load of a job to one of whose ranks something happens at a point, and what the others say of it."""
+"""One save or load of a job, in which something happens to a rank at a point, and checks of the other ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from campaigns.kit.points import LOADING, SAVING, Point, armed
 from campaigns.kit.state import ViolationError
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 
-#: Seconds that ranks wait for each other, and that an error may come later.
+#: The ranks' timeout, and the time after it until which an error must come, in seconds.
 TIMEOUT, SLACK = 3.0, 2.0
 
-#: Seconds in which anything that does not hang is over.
+#: The seconds after which a job counts as hanging.
 PATIENCE = 90.0
 
-#: How the checkpoint of step 2 comes beside, or instead of, that of step 1.
+#: The ways to save step 2 in addition to the checkpoint of step 1, or in its place.
 HOW: dict[str, dict[str, Any]] = {
     "new": {},
     "overwrite": {"overwrite": True},
@@ -40,7 +40,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to whom, and in which kind of save. A load where there is no ``how``."""
+    """The point, the victim and the kind of save to try; a load if there is no ``how``."""
 
     point: Point
     victim: int
@@ -55,12 +55,12 @@ class Case:
 
     @property
     def backend(self) -> str:
-        """One over which CPU memory goes only by a group of its own, where that is to be made."""
+        """The backend. For the point of a second group, one that moves CPU memory only over a group of its own."""
         return "cuda:gloo" if self.point.needs == "a group beside" else "gloo"
 
 
 def cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
-    """Every point for every rank that comes by it, saves both ways; the rest of each case is drawn, always alike."""
+    """Yield each point for each rank that reaches it, saves in both modes; the rest is chosen reproducibly."""
     draw = random.Random(0)
     for point in points:
         for victim in (0,) if point.leader else (0, 1, 2):
@@ -71,7 +71,7 @@ def cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
                 yield Case(point, victim, draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), how, background)
 
 
-#: The kinds of saves that come by a point, by what it needs; else all but one in two renames.
+#: The kinds of saves that reach a point, by its ``needs``; by default all but the one with two renames.
 _KINDS = {
     "no exchange of names": ["two renames"],
     "retention": ["retention"],
@@ -86,14 +86,14 @@ def _kinds(point: Point) -> list[str]:
 
 
 def numbered(only: str) -> Iterator[tuple[str, int, Case]]:
-    """Cases whose points have ``only`` in their names: ``"save"`` or ``"load"``, and a number for each."""
+    """Yield the cases whose points have ``only`` in their names, each with ``"save"`` or ``"load"`` and a number."""
     for call, points in (("save", SAVING), ("load", LOADING)):
         chosen = (case for case in cases(points, saves=call == "save") if only in case.point.name)
         yield from ((call, number, case) for number, case in enumerate(chosen))
 
 
 def unreached(found: Iterable[tuple[str, Case, bool]]) -> list[str]:
-    """What is wrong with points that no case has come by: the code has moved away from them."""
+    """Report points that no case has reached, because the code has changed."""
     reached: dict[str, bool] = {}
     for call, case, was in found:
         name = f"{call}: {case.point.name}"
@@ -102,12 +102,12 @@ def unreached(found: Iterable[tuple[str, Case, bool]]) -> list[str]:
 
 
 def save(path: Path, step: int, how: str, *, background: bool = False, timeout: float = 60.0) -> None:
-    """Save a step, and be done when that is all over."""
+    """Save a step, and return when it is complete."""
     save_with(going_on(path, timeout), step, how, background=background)
 
 
 def going_on(path: Path, timeout: float = 60.0) -> holdfast.Checkpointer:
-    """A ``Checkpointer`` that goes on with the run that is there, if any."""
+    """Return a ``Checkpointer`` that continues the existing run, if any."""
     checkpointer = holdfast.Checkpointer(path, timeout=timeout)
     if holdfast.has_checkpoint(path):
         checkpointer.load()
@@ -115,7 +115,7 @@ def going_on(path: Path, timeout: float = 60.0) -> holdfast.Checkpointer:
 
 
 def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, background: bool = False) -> None:
-    """The same with a ``Checkpointer`` that may have saved before."""
+    """Save a step with a ``Checkpointer`` that may have saved before."""
     tag = "last" if "overwrite" in HOW[how] else f"step_{step}"
     with ExitStack() as stack:
         if how == "two renames":
@@ -127,7 +127,7 @@ def save_with(checkpointer: holdfast.Checkpointer, step: int, how: str, *, backg
 
 
 def load(path: Path, timeout: float = 60.0) -> int:
-    """Load the latest, however that is read, and return its step. Raises ``ViolationError`` where it is not exact."""
+    """Load the latest checkpoint and return its step. Raises ``ViolationError`` if it is not exact."""
     found = state.model(0)
     restored = holdfast.restore(path, model=found, share_reads="always", timeout=timeout)
     step = restored.user_content["step"]
@@ -138,10 +138,10 @@ def load(path: Path, timeout: float = 60.0) -> int:
 
 
 def run(rank: Rank, path: Path, case: Case, deed: str) -> str:
-    """A rank's part: save step 2, or load; the victim has ``deed`` done to it at the point."""
+    """Save step 2, or load, as one rank; ``deed`` is done to the victim at the point."""
     state.model(0)
     checkpointer = going_on(path, TIMEOUT) if case.how else None
-    rank.meet()  # from here on all are equally fast
+    rank.meet()  # all ranks start together
     with ExitStack() as stack:
         if case.point.needs == "groups":
             stack.enter_context(mock.patch("holdfast.engine.integrity.crc_gather.MAX_FLAT_RANKS", 1))
@@ -154,12 +154,12 @@ def run(rank: Rank, path: Path, case: Case, deed: str) -> str:
         if dist.get_rank() == case.victim:
             for thread in threading.enumerate():
                 if not thread.daemon and thread is not threading.current_thread():
-                    thread.join()  # the last point is beyond what a handle tells
+                    thread.join()  # the last point is after the handle's result
     return "done"
 
 
 def resume(rank: Rank, path: Path) -> int:
-    """A rank's part in the job that goes on: load, save the next step, load that; returns the first step."""
+    """Load, save the next step and load that, as one rank of the job that continues. Return the first step."""
     del rank
     step = load(path)
     save(path, step + 1, "retention")
@@ -169,7 +169,7 @@ def resume(rank: Rank, path: Path) -> int:
 
 
 def make_run(template: Path, path: Path) -> Path:
-    """A run whose only checkpoint is of step 1."""
+    """Create a run whose only checkpoint is of step 1."""
     if not template.exists():
         save(template, 1, "overwrite")
     shutil.copytree(template, path)
@@ -177,7 +177,7 @@ def make_run(template: Path, path: Path) -> Path:
 
 
 def check_survivors(job: Job, case: Case, since: float) -> tuple[float, list[End]]:
-    """Raise ``ViolationError`` unless all but the victim have ended as they should; the seconds of the slowest."""
+    """Raise ``ViolationError`` unless all other ranks ended as promised. Return the seconds of the slowest."""
     ends = [end for rank, end in sorted(job.ends.items()) if rank != case.victim]
     if len(ends) != case.size - 1:
         raise ViolationError(f"{case}: only {len(ends)} of {case.size - 1} others ended: the rest hang")
@@ -195,11 +195,11 @@ def check_survivors(job: Job, case: Case, since: float) -> tuple[float, list[End
 
 
 def is_one_error(ends: Sequence[End], victim: int) -> bool:
-    """Whether what the others raise is what all must raise.
+    """Return whether the other ranks raised what all of them must raise.
 
-    While rank 0 lives it decides for all: one type with one message, or nothing at all. Without it each finds out by
-    itself: one type, but messages differ in the phase, and in the connection that was lost; and who has heard of the
-    end before raises nothing.
+    While rank 0 lives, it decides for all: one type with one message, or no error. Without it, each rank finds out by
+    itself: one type, but messages differ in the phase and in the lost connection, and a rank that learned the result
+    before raises nothing.
     """
     if victim == COORDINATOR_RANK:
         return len({end.error for end in ends if end.error}) <= 1
@@ -207,7 +207,7 @@ def is_one_error(ends: Sequence[End], victim: int) -> bool:
 
 
 def missed(job: Job, case: Case) -> str:
-    """What is wrong where a rank never came by its point: that is only for ranks that have nothing to do there."""
+    """Return the violation if a rank never reached its point, unless it has no work there."""
     if len(job.ends) != case.size:
         return f"{case}: hangs before the point"
     errors = [f"{end.error}: {end.message}" for end in job.ends.values() if end.error]
@@ -215,15 +215,15 @@ def missed(job: Job, case: Case) -> str:
 
 
 def names(message: str, rank: int) -> bool:
-    """Whether a message names a rank, or the store that may be in its process."""
+    """Return whether a message names a rank, or the store that may be in its process."""
     listed = re.findall(r"\branks? ([\d, ]+)", message)
     return any(str(rank) in re.findall(r"\d+", one) for one in listed)
 
 
 def check_disk(path: Path, case: Case, ends: Sequence[End], *, woken: bool = False) -> bool:
-    """Raise ``ViolationError`` unless what is visible is old or new as it may be; whether the save is committed.
+    """Raise ``ViolationError`` unless visible checkpoints are old or new. Return whether the save is committed.
 
-    Rank 0 may still commit when it is ``woken``: all that the others had to do was done.
+    Rank 0 may still commit when it is ``woken``: all other ranks had done their part.
     """
     there = state.visible(path)
     tag = "last" if "overwrite" in HOW[case.how] else "step_2"

@@ -1,4 +1,4 @@
-"""``python -m campaigns.large FOLDER``: needs 7 GB of memory, and 7 GB of disk in FOLDER; a minute or two."""
+"""``python -m campaigns.large FOLDER`` needs 7 GB of memory, 7 GB of disk in FOLDER, and a minute or two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = 4
 
 
 def main() -> None:
-    """Do both, and print what was seen."""
+    """Run both parts, and print the results."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("folder", nargs="?", default=".", type=Path)
     arguments.add_argument("--gigabytes", type=float, default=3.0)
@@ -31,12 +31,12 @@ def main() -> None:
                 mp.spawn(start, (Job(work, RANKS, folder, nbytes), found), nprocs=RANKS)
             for rank, grown in enumerate(found):
                 over = grown - size_of_model(nbytes) // RANKS
-                print(f"rank {rank}: its shard and {over / 2**20:.0f} MiB at the most")
+                print(f"rank {rank}: peak memory is its shard and {over / 2**20:.0f} MiB")
                 if over > SLACK:
                     raise SystemExit(f"that is more than {SLACK / 2**20:.0f} MiB")
         shutil.rmtree(folder / "model")
         round_trip(folder, nbytes)
-        print(f"a tensor of {nbytes:,} bytes came back from a safetensors file and from a file of torch.save")
+        print(f"a tensor of {nbytes:,} bytes was restored from a safetensors file and from a torch.save file")
     finally:
         shutil.rmtree(folder)
 

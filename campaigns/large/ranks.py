@@ -1,4 +1,4 @@
-"""A model that is built on the meta device, saved and loaded by FSDP2 ranks: how much memory that takes."""
+"""Memory of a model that is built on the meta device, saved and loaded by FSDP2 ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 
-#: What a rank may need beside its shard, in bytes.
+#: The memory that a rank may need in addition to its shard, in bytes.
 SLACK = 256 * 2**20
 
-#: The width of a layer, and its bytes.
+#: The width of a layer, and its size in bytes.
 _WIDTH = 4096
 _LAYER = _WIDTH * _WIDTH * 4
 
@@ -25,7 +25,7 @@ Work = Callable[[Path, int], int]
 
 
 class Job(NamedTuple):
-    """What ``ranks`` ranks do with a model of about ``nbytes`` in a folder."""
+    """The work of ``ranks`` ranks with a model of about ``nbytes`` in a directory."""
 
     work: Work
     ranks: int
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 def start(rank: int, job: Job, found: MutableSequence[int]) -> None:
-    """One rank of a group of its own; ``found`` takes what its work gave."""
+    """Run one rank in a process group. ``found`` receives the result."""
     torch.set_num_threads(1)
     store = job.folder / f"store.{job.work.__name__}"
     dist.init_process_group("gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks)
@@ -43,12 +43,12 @@ def start(rank: int, job: Job, found: MutableSequence[int]) -> None:
 
 
 def size_of_model(nbytes: int) -> int:
-    """The bytes of a model of at least so many: whole layers."""
+    """Return the bytes of the smallest model of at least ``nbytes``: whole layers."""
     return -(-nbytes // _LAYER) * _LAYER
 
 
 def model_on_meta(nbytes: int) -> nn.Module:
-    """A model of at least so many bytes of float32, sharded, without memory."""
+    """Build a sharded float32 model of at least ``nbytes`` on the meta device."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(size_of_model(nbytes) // _LAYER)))
     for layer in model:
@@ -58,7 +58,7 @@ def model_on_meta(nbytes: int) -> nn.Module:
 
 
 def saved(folder: Path, nbytes: int) -> int:
-    """Save a model whose layers hold their numbers."""
+    """Save a model whose layers are filled with their index."""
     model = model_on_meta(nbytes).to_empty(device="cpu")
     for number, part in enumerate(_parts(model)):
         part.fill_(number)
@@ -67,7 +67,7 @@ def saved(folder: Path, nbytes: int) -> int:
 
 
 def loaded(folder: Path, nbytes: int) -> int:
-    """Load it. Returns by how many bytes the most that was resident grew."""
+    """Load it. Return by how many bytes the peak resident memory grew."""
     model = model_on_meta(nbytes)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _peak()

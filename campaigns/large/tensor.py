@@ -1,4 +1,4 @@
-"""One tensor that is larger than what a system call writes at a time (2 GiB)."""
+"""A tensor larger than one system call can write (2 GiB)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import holdfast
 
 
 def round_trip(folder: Path, nbytes: int) -> None:
-    """Save and load it in both forms. Raises ``SystemExit`` where it is not the same."""
+    """Save and load it in both formats. Raises ``SystemExit`` if it differs."""
     numbers = torch.arange(nbytes // 4, dtype=torch.int32)
     for name in ("one.safetensors", "one.pt"):
         model = nn.Module()

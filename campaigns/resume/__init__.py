@@ -1,1 +1,4 @@
-"""Exact resume: trainings that are killed or told to stop at random moments, and go on."""
+"""Exact-resume campaign: trainings are killed or told to stop at random moments, and resume.
+
+It proves the promises of ``docs/guides/exact-resume.md``.
+"""

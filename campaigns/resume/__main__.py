@@ -1,4 +1,7 @@
-"""Disturb many trainings, and tell what was wrong: ``python -m campaigns.resume --rounds 20``."""
+"""``python -m campaigns.resume --rounds 20``: disturbs many trainings, and reports problems.
+
+It proves the promises of ``docs/guides/exact-resume.md``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from campaigns.resume.training import Plan
 
 
 def main() -> int:
-    """Run the campaign. 1 where anything was wrong."""
+    """Run the campaign. Return 1 if there was a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="trainings of each kind (default: 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="number of trainings of each kind (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a training (default: 4)")
+    parser.add_argument("--ranks", type=int, default=4, help="the most ranks of a training (default: 4)")
     options = parser.parse_args()
     wrong = 0
     for number in range(options.rounds):
@@ -28,7 +31,7 @@ def main() -> int:
                 outcome = _training(Path(folder), kind, options.ranks, moments)
             _tell(f"{number} {kind}", outcome)
             wrong += bool(outcome.problems)
-    print(f"{wrong} of {2 * options.rounds} trainings were not what they should be")
+    print(f"{wrong} of {2 * options.rounds} trainings had problems")
     return int(bool(wrong))
 
 

@@ -1,4 +1,4 @@
-"""A job whose ranks are processes of their own, to be killed or told to stop."""
+"""A job whose ranks are separate processes, which can be killed or told to stop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import holdfast
 from campaigns.kit.forks import CONTEXT
 from campaigns.resume.training import Plan, train
 
-#: Seconds that a job may take.
+#: The time limit of a job in seconds.
 PATIENCE = 300.0
 
 
 class Job:
-    """An attempt at a training, on some number of ranks, whose key-value store is here, as it is torchrun's."""
+    """An attempt at a training on some ranks. This process hosts the key-value store, as torchrun does."""
 
     def __init__(self, plan: Plan, attempt: int, size: int) -> None:
         self._plan, self._attempt = plan, attempt
@@ -34,12 +34,12 @@ class Job:
             rank.start()
 
     def steps(self) -> int:
-        """How many steps rank 0 has done in this attempt."""
+        """Return the number of steps that rank 0 has done in this attempt."""
         log = self._plan.run / f"log.{self._attempt}.0"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
     def wait_for(self, steps: int) -> bool:
-        """Wait until rank 0 has done so many steps. Whether the job is still there."""
+        """Wait until rank 0 has done ``steps`` steps. Return whether the job still runs."""
         while self.steps() < steps:
             self._check_time()
             if not any(rank.is_alive() for rank in self._ranks):
@@ -48,16 +48,16 @@ class Job:
         return True
 
     def kill(self) -> None:
-        """SIGKILL for all ranks and the workers that read their data."""
+        """Send SIGKILL to all ranks and their data-loader workers."""
         for rank in range(len(self._ranks)):
             self._signal(rank, signal.SIGKILL)
 
     def tell_to_stop(self, rank: int) -> None:
-        """SIGTERM for one rank and its workers: ``torchrun`` and Slurm send it to all processes."""
+        """Send SIGTERM to one rank and its workers, as ``torchrun`` and Slurm do to all processes."""
         self._signal(rank, signal.SIGTERM)
 
     def end(self) -> list[int | None]:
-        """Wait for all ranks. How they ended."""
+        """Wait for all ranks. Return their exit codes."""
         for rank in self._ranks:
             rank.join(max(0.0, self._ends - time.monotonic()))
         self._check_time()
@@ -72,7 +72,7 @@ class Job:
         if pid is not None and self._ranks[rank].is_alive():
             try:
                 os.killpg(pid, number)
-            except ProcessLookupError:  # it has no group of its own yet, or has ended just now
+            except ProcessLookupError:  # it has no process group yet, or has just ended
                 self._ranks[rank].kill() if number == signal.SIGKILL else None
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ def _rank(plan: Plan, attempt: int, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    # Never closed: who is told to stop when it has come to its end goes on to finish its saves.
+    # Never closed: a rank that is told to stop at its end still finishes its saves.
     train(plan, attempt, holdfast.preemption())
     holdfast.finalize()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What became part of the training in the end, from the logs of all attempts: what a kill undid is not in it."""
+"""The steps that are part of the final training, from the logs of all attempts, without those undone by a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step:
 
 
 def every_step(run: Path) -> list[Step]:
-    """All steps of all attempts, those that were done again included."""
+    """Return all steps of all attempts, repeated ones too."""
     return sorted(_read(run), key=lambda one: (one.attempt, one.step, one.rank))
 
 
@@ -34,7 +34,7 @@ def _read(run: Path) -> Iterator[Step]:
 
 
 def lasting(steps: Sequence[Step]) -> list[Step]:
-    """The steps that the last attempt builds on: of each, those of the latest attempt that did it."""
+    """Return the steps that the last attempt builds on: for each number, those of the latest attempt that did it."""
     begins: dict[int, int] = {}
     for one in steps:
         begins[one.attempt] = min(one.step, begins.get(one.attempt, one.step))
@@ -46,7 +46,10 @@ def lasting(steps: Sequence[Step]) -> list[Step]:
 
 
 def problems_with_samples(steps: Sequence[Step], samples: int, epochs: int) -> list[str]:
-    """Where a training did not see every sample of every epoch once. Batches at the end belong to the epoch after."""
+    """Report epochs in which a sample was not seen exactly once.
+
+    Batches at the end belong to the next epoch.
+    """
     stream = [sample for one in lasting(steps) for sample in one.samples]
     found = []
     for epoch in range(epochs):
@@ -59,7 +62,7 @@ def problems_with_samples(steps: Sequence[Step], samples: int, epochs: int) -> l
 
 
 def problems_with_losses(steps: Sequence[Step], undisturbed: Sequence[Step]) -> list[str]:
-    """Where a step, done once or again, was not bit for bit that of an undisturbed run."""
+    """Report steps, repeated ones too, whose loss is not that of an undisturbed run, bit for bit."""
     expected = {(one.rank, one.step): one for one in undisturbed}
     found = [
         f"attempt {one.attempt}, rank {one.rank}, step {one.step}: loss {one.loss}, samples {one.samples}"

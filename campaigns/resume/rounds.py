@@ -1,4 +1,4 @@
-"""A training that is disturbed again and again until it is done, and what was wrong with it."""
+"""Disturbs a training again and again until it is done, and reports problems."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from campaigns.resume import ledger
 from campaigns.resume.job import Job
 from campaigns.resume.training import Plan
 
-#: What ends an attempt.
+#: The ways in which an attempt ends.
 KILLED, STOPPED, DONE = "killed", "told to stop", "done"
 
-#: Most steps of an attempt before it is disturbed, and most seconds between a step and a kill.
+#: The most steps of an attempt before it is disturbed, and the most seconds between a step and a kill.
 _STEPS, _SECONDS = 16, 0.03
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt: on how many ranks, what ended it, and after which step of the training."""
+    """An attempt: the number of ranks, the way it ended, and the step after which it did."""
 
     size: int
     end: str
@@ -31,21 +31,21 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a training that was disturbed."""
+    """The outcome of a disturbed training."""
 
     attempts: list[Attempt]
     problems: list[str]
 
 
 def same_size(plan: Plan, size: int, moments: random.Random) -> Outcome:
-    """Disturb a training on one number of ranks: each step must be that of an undisturbed one, to the last bit."""
+    """Disturb a training on one number of ranks: each step must equal that of an undisturbed one, bit for bit."""
     expected = _undisturbed(replace(plan, run=plan.run.with_name("undisturbed")), size)
     attempts, problems = _disturbed(plan, repeat(size), moments)
     return Outcome(attempts, problems + ledger.problems_with_losses(ledger.every_step(plan.run), expected))
 
 
 def other_sizes(plan: Plan, sizes: Iterator[int], moments: random.Random) -> Outcome:
-    """Disturb a training that goes on with other numbers of ranks: each epoch must have every sample once."""
+    """Disturb a training that resumes on other numbers of ranks: each epoch must have every sample once."""
     attempts, problems = _disturbed(plan, sizes, moments)
     steps = ledger.every_step(plan.run)
     return Outcome(attempts, problems + ledger.problems_with_samples(steps, plan.samples, plan.epochs))
@@ -77,7 +77,7 @@ def _disturbed(plan: Plan, sizes: Iterator[int], moments: random.Random) -> tupl
 
 
 def _disturb(job: Job, size: int, moments: random.Random) -> str:
-    """Kill a job or tell it to stop at some moment, unless it is done before. Which of them it was."""
+    """Kill a job or tell it to stop at a random moment, unless it is done before. Return which."""
     if moments.random() < 0.5:
         if not job.wait_for(moments.randint(1, _STEPS)):
             return DONE
@@ -91,7 +91,10 @@ def _disturb(job: Job, size: int, moments: random.Random) -> str:
 
 
 def _problems_with_end(plan: Plan, codes: Sequence[int | None], steps: Sequence[ledger.Step]) -> list[str]:
-    """All ranks must have ended well and after the same step, and unless that was the last, with a checkpoint of it."""
+    """Report ranks that did not exit well and after the same step.
+
+    Unless that step was the last, there must be a checkpoint of it.
+    """
     last = {rank: max(one.step for one in steps if one.rank == rank) for rank in {one.rank for one in steps}}
     found = [f"the ranks' processes ended with {codes}"] if set(codes) != {0} else []
     found += [f"the ranks stopped after different steps: {last}"] if len(set(last.values())) > 1 else []

@@ -1,4 +1,4 @@
-"""The training of one rank: small, and with all that a resume must bring back."""
+"""The training of one rank: small, and with every kind of state that a resume must restore."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTH = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained: ``samples`` of data, in batches of ``batch`` on each rank, for ``epochs``.
+    """A training on ``samples`` samples, in batches of ``batch`` on each rank, for ``epochs``.
 
     ``workers`` read the data. A checkpoint is saved, asynchronously, every ``save_every`` steps.
     """
@@ -37,12 +37,12 @@ class Plan:
 
     @property
     def done(self) -> Path:
-        """A file that is there once the training has come to its end."""
+        """Return the path of a file that exists once the training is complete."""
         return self.run / "done"
 
 
 class Samples(Dataset[tuple[int, torch.Tensor]]):
-    """Vectors that follow from their number, with random noise from each of the three generators."""
+    """A dataset of vectors computed from their index, with random noise from each of the three generators."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -57,19 +57,19 @@ class Samples(Dataset[tuple[int, torch.Tensor]]):
 
 
 class Log:
-    """What a rank did, step by step, in a file that a kill leaves as it is."""
+    """A log of a rank's steps, in a file that survives a kill."""
 
     def __init__(self, run: Path, attempt: int, rank: int) -> None:
         self._file = (run / f"log.{attempt}.{rank}").open("w")
 
     def add(self, step: int, loss: float, samples: list[int]) -> None:
-        """One step: its loss to the last bit, and the samples that it saw."""
+        """Add a step: its exact loss, and the samples that it saw."""
         self._file.write(json.dumps({"step": step, "loss": loss.hex(), "samples": samples}) + "\n")
         self._file.flush()
 
 
 def train(plan: Plan, attempt: int, stop: holdfast.Preemption) -> None:
-    """Train from the latest checkpoint on until all epochs are done, or until told to stop."""
+    """Train from the latest checkpoint until all epochs are done, or until told to stop."""
     torch.manual_seed(0)
     model, optimizer, scheduler = _build()
     _seed(dist.get_rank())
@@ -89,7 +89,7 @@ def train(plan: Plan, attempt: int, stop: holdfast.Preemption) -> None:
                 _save(plan, step, training)
             if stopping:
                 return
-    dist.barrier()  # a rank that is killed now must have noted its last step
+    dist.barrier()  # a rank that is killed now must have logged its last step
     plan.done.touch()
 
 
@@ -110,7 +110,7 @@ def _build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler
 
 
 def _seed(number: int) -> None:
-    """Ranks draw different numbers, as they should."""
+    """Seed each rank differently."""
     random.seed(number)
     np.random.seed(number)  # noqa: NPY002
     torch.manual_seed(number)

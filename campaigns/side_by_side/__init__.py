@@ -1,1 +1,4 @@
-"""Jobs side by side at one run's folder: some save, overwrite and remove, the others must never see half of it."""
+"""Concurrency campaign: several jobs save into, overwrite, remove from and read one run's directory.
+
+It proves "Jobs side by side" of ``docs/failure-model.md``: no reader sees a mixture of two checkpoints.
+"""

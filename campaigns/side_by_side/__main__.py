@@ -1,4 +1,7 @@
-"""Play every scene in turn: ``python -m campaigns.side_by_side --seconds 600``. Fastest with ``TMPDIR=/dev/shm``."""
+"""``python -m campaigns.side_by_side --seconds 600``: plays every scene in turn.
+
+It proves "Jobs side by side" of ``docs/failure-model.md``. It is fastest with ``TMPDIR=/dev/shm``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from tests.helpers.pool import Ranks
 
 
 def main() -> int:
-    """Run the campaign. 1 where anything was wrong."""
+    """Run the campaign. Return 1 on a violation."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=180, help="in all (default: 180)")
+    parser.add_argument("--seconds", type=float, default=180, help="seconds in total (default: 180)")
     options = parser.parse_args()
     ranks, ends = Ranks(), time.monotonic() + options.seconds
     try:
@@ -26,7 +29,7 @@ def main() -> int:
                     seen = ranks(len(scene.acts), play, path, name, 10.0)
                     judge(Path(path), name, seen)
                     print(f"{name}: {' | '.join(map(_text, seen))}", flush=True)
-    except AssertionError as why:  # also one that a job has raised
+    except AssertionError as why:  # also a violation that a job raised
         print(f"{name}: {why.__cause__ or why}")
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""What a job does over and over: one who saves, and one who reads and knows what it must see."""
+"""The actions that a job repeats: saves, and reads whose results are known."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import holdfast
 from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError
 
-#: Elements of a tensor, and tensors of a checkpoint, which are in two files.
+#: The elements of a tensor, and the tensors of a checkpoint, which has two files.
 ELEMENTS, TENSORS = 5_000, 4
 
-#: The run, and how many times it was done.
+#: An action, which is called with the run and the number of earlier calls.
 Act = Callable[[holdfast.Checkpointer, int], object]
 
 
 class Violation(AssertionError):  # noqa: N818 - of what is promised
-    """A job has seen, or left, what must not be."""
+    """A job has seen, or left, a forbidden state."""
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise :class:`Violation` where something is not so."""
+    """Raise :class:`Violation` with ``message`` unless a condition holds."""
     if not condition:
         raise Violation(message)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """What is saved at a step: every element says which."""
+    """Return the state of a step: each element is the step."""
     return {f"w{n}": torch.full((ELEMENTS,), float(step)) for n in range(TENSORS)}
 
 
 def check_state(tensors: dict[str, torch.Tensor], step: int) -> None:
-    """All of it is of one step."""
+    """Check that the whole state is of one step."""
     check(all(bool((tensor == step).all()) for tensor in tensors.values()), f"not all is of step {step}")
 
 
 def keeping_one(run: holdfast.Checkpointer, step: int) -> None:
-    """Save under a new name, and remove the one before."""
+    """Save under a new name, and remove the previous one."""
     run.save(f"{dist.get_rank()}_{step}", state(step), user_content=step, num_kept_ckpts=1)
 
 
@@ -51,7 +51,7 @@ def overwriting(run: holdfast.Checkpointer, step: int) -> None:
 
 
 def both(run: holdfast.Checkpointer, step: int) -> None:
-    """One name is taken again and again, and removed in between."""
+    """Save under one name again and again, and remove it in between."""
     if step % 2:
         keeping_one(run, step)
     else:
@@ -64,19 +64,19 @@ def under_one_name(run: holdfast.Checkpointer, step: int) -> None:
 
 
 def load(run: holdfast.Checkpointer, number: int) -> None:
-    """The latest one, verified or not."""
+    """Load the latest checkpoint, verified or not."""
     tensors = state(0)
     check_state(tensors, run.load(model=tensors, verify=number % 2 == 0))
 
 
 def load_by_name(run: holdfast.Checkpointer, number: int) -> None:
-    """The one that is overwritten."""
+    """Load the checkpoint that is being overwritten."""
     tensors = state(0)
     check_state(tensors, run.load("last", model=tensors, verify=number % 2 == 0))
 
 
 def look(run: holdfast.Checkpointer, _: int) -> None:
-    """A view that is open does not keep its checkpoint from going, and says so then."""
+    """Read through an open view: its checkpoint may be replaced, and the view must then say so."""
     found = holdfast.open(run.path)
     with suppress(CheckpointReplacedError):
         step = found.values["user_content"]
@@ -84,14 +84,14 @@ def look(run: holdfast.Checkpointer, _: int) -> None:
 
 
 def listing(run: holdfast.Checkpointer, _: int) -> None:
-    """There is always one, and nothing is called damaged."""
+    """List the checkpoints: there is always one, and none is reported corrupt."""
     check(holdfast.has_checkpoint(run.path), "has_checkpoint tells of none")
     found = run.list()
     check({info.status for info in found} == {"complete"}, f"the list is {found}")
 
 
 def command(*words: str) -> Act:
-    """A command that succeeds."""
+    """Run a command, which must succeed."""
 
     def run_it(run: holdfast.Checkpointer, _: int) -> None:
         done = CliRunner().invoke(app, [*words, str(run.path)])
@@ -101,6 +101,6 @@ def command(*words: str) -> Act:
 
 
 def reading(run: holdfast.Checkpointer, number: int) -> None:
-    """All of them, in turn."""
+    """Read in all ways, in turn."""
     ways = (load, look, listing, load, command("verify"), listing, command("ls"))
     ways[number % len(ways)](run, number)

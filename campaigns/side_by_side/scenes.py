@@ -1,4 +1,4 @@
-"""Who does what at the same time, how that is played, and what must be true of it and of what is left."""
+"""The scenes: simultaneous actions of several jobs, and conditions on their errors and on the final directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.golden import reader
 
 @dataclass(frozen=True)
 class Scene:
-    """What each job does, over and over. In ``two_steps`` names change on file systems that cannot exchange two."""
+    """The action of each job. With ``two_steps`` the file system cannot exchange two names."""
 
     acts: tuple[Act, ...]
     two_steps: bool = False
@@ -53,7 +53,7 @@ SCENES = {
 
 
 def play(path: str, name: str, seconds: float) -> Counter[str]:
-    """Play this rank's part in a scene: how often what it does went well, and the errors it got."""
+    """Play this rank's part in a scene. Return the number of successful actions, and the errors."""
     scene, rank = SCENES[name], dist.get_rank()
     own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     run = holdfast.Checkpointer(path, process_group=own, max_shard_size=ELEMENTS * 8)
@@ -77,9 +77,9 @@ def _outcomes(run: holdfast.Checkpointer, act: Act, ends: float) -> Iterator[str
 
 
 def judge(path: Path, name: str, seen: list[Counter[str]]) -> None:
-    """Nobody got another error than may be, and what is left is whole and each saver's own.
+    """Check that all errors are allowed, and that the remaining checkpoints are whole and each of one saver.
 
-    Of two who save under one name, the one whose save began first may come too late.
+    Of two jobs that save under one name, the one whose save began first may fail.
     """
     scene = SCENES[name]
     for act, counts in zip(scene.acts, seen, strict=True):

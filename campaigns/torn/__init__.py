@@ -1,1 +1,4 @@
-"""What changes after an asynchronous save was begun is not in its checkpoint."""
+"""Torn-snapshot campaign: everything passed to an asynchronous save changes right after the call.
+
+It proves "Never torn" of ``docs/failure-model.md``: the checkpoint has the state at the call, bit for bit.
+"""

@@ -1,9 +1,12 @@
-"""``python -m campaigns.torn``: everything that was passed to an asynchronous save changes when the call returns.
+"""``python -m campaigns.torn``: changes everything that was passed to an asynchronous save when the call returns.
 
-Parameters (in place, by an optimizer's step, by new memory), states of optimizers and the scalars among them, learning
-rates, schedulers, user content down to nested lists, arrays and tensors, and what other objects hand out. With
-``--staging overlapped``, parameters and states change only by the next step of their optimizer. Each checkpoint is then
-read again, its tensors without holdfast: it is the state at the call, bit for bit. Exits with 1 where it is not.
+It proves "Never torn" of ``docs/failure-model.md``. It changes parameters (in place, by an optimizer step, by new
+memory), optimizer states and their scalars, learning rates, schedulers, user content down to nested lists, arrays and
+tensors, and state dicts of other objects. With ``--staging overlapped``, parameters and states change only through the
+next step of their optimizer.
+
+Each checkpoint is then read again, its tensors without holdfast: it must have the state at the call, bit for bit. It
+exits with 1 on a violation.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from campaigns.kit.job import Job, Rank
 from campaigns.torn.layouts import LAYOUTS
 from campaigns.torn.subject import Subject
 
-#: Seconds that a thousand saves may take.
+#: The time limit, in seconds, of a thousand saves.
 PATIENCE = 1800.0
 
 
 def saves(rank: Rank, path: Path, layout: str, staging: str, number: int) -> list[str]:
-    """A rank's part: save so many times, and tell what was torn."""
+    """Save ``times`` times as one rank. Return the torn values."""
     del rank
     run = Subject(layout)
     return [torn for step in range(number) for torn in run.save_and_change(path, step, staging)]
@@ -33,7 +36,7 @@ def saves(rank: Rank, path: Path, layout: str, staging: str, number: int) -> lis
 def campaign(
     layouts: Sequence[str], staging: str, number: int, scratch: Path
 ) -> dict[str, tuple[int, float, list[str]]]:
-    """Run it over some layouts. Of each: the saves, the seconds they took, and what was torn, on any rank."""
+    """Run the campaign over some layouts. Yield for each the saves, the seconds, and the torn values of any rank."""
     found = {}
     for layout in layouts:
         size = LAYOUTS[layout].ranks
@@ -49,10 +52,10 @@ def campaign(
 
 
 def main() -> int:
-    """Run it, and print a table."""
+    """Run the campaign, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.torn", description=__doc__)
-    parser.add_argument("--scratch", type=Path, help="where to save; a temporary folder when left out")
-    parser.add_argument("--saves", type=int, default=220, help="in each of the layouts (default: 220)")
+    parser.add_argument("--scratch", type=Path, help="directory to save in (default: a temporary one)")
+    parser.add_argument("--saves", type=int, default=220, help="saves in each layout (default: 220)")
     parser.add_argument("--staging", default="eager", choices=["eager", "overlapped"], help="when the copy is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:

@@ -1,4 +1,4 @@
-"""A small model in several layouts, with what is special about parameters: frozen, a scalar, a buffer."""
+"""A small model in several layouts, with special parameters: a frozen one, a scalar, a buffer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-#: Features of a sample.
+#: The number of features of a sample.
 WIDTH = 192
 
 
 class Net(nn.Module):
-    """Two layers for tensor parallelism, a scalar, a frozen parameter, a buffer."""
+    """A model of two layers for tensor parallelism, a scalar, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply both."""
+        """Apply both layers."""
         out: torch.Tensor = self.down(torch.relu(self.up(x))) * self.scale
         return out
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
 def _sharded(model: Net) -> Net:
     fully_shard(model.up)
     fully_shard(model.down)
-    # Scalars cannot be sharded; they stay as they are on each rank.
+    # Scalars cannot be sharded; each rank keeps them whole.
     fully_shard(model, ignored_params={model.scale})
     return model
 
@@ -53,7 +53,7 @@ _ADAMW = partial(torch.optim.AdamW, foreach=False)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is laid out, over how many ranks, and how the optimizer steps."""
+    """The parallel layout of the model, the number of ranks, and the kind of optimizer."""
 
     ranks: int = 1
     wrap: Callable[[Net], Net] = lambda model: model

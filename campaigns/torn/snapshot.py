@@ -1,4 +1,4 @@
-"""The oracle: a copy of a run's state, made by torch's and Python's own means, and what of a checkpoint differs."""
+"""The oracle: a copy of a run's state, made with torch and Python only, and its comparison with a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import holdfast
 
 
 class Kept:
-    """An object whose state dict is no copy: the live state itself."""
+    """An object whose state dict is the live state itself, not a copy."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"mean": torch.zeros(500), "counts": [0, 0], "table": np.zeros((3, 7))}
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps."""
+        """Return the live state."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
+        """Replace the state."""
         self.state = state
 
 
 class Run(Protocol):
-    """What a checkpoint is made of."""
+    """The state of a run."""
 
     @property
     def model(self) -> nn.Module:
@@ -44,7 +44,7 @@ class Run(Protocol):
 
     @property
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """That of the learning rate."""
+        """The learning-rate scheduler."""
 
     tracker: Kept
     loader: Kept
@@ -52,7 +52,7 @@ class Run(Protocol):
 
 
 class Snapshot:
-    """A copy of all of a run's state, made by torch's and Python's own means."""
+    """A copy of all of a run's state, made with torch and Python only."""
 
     def __init__(self, run: Run) -> None:
         names = {id(p): name for name, p in run.model.named_parameters()}
@@ -74,7 +74,7 @@ class Snapshot:
         self._rng = torch.get_rng_state()
 
     def differing(self, folder: Path) -> Iterator[str]:
-        """The names of what a checkpoint has otherwise."""
+        """Return the names of values that differ in a checkpoint."""
         model, optimizer = (
             load_file(folder / "model/model.safetensors"),
             load_file(folder / "optimizer/optimizer.safetensors"),
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two trees are equal, types included."""
+    """Return whether two trees are equal, types included."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -112,7 +112,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part that this rank has of a tensor that is laid out as another."""
+    """Return this rank's shard of a tensor in the layout of another."""
     if not isinstance(like, DTensor):
         return whole
     mine: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
@@ -120,6 +120,6 @@ def _part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's shard of a tensor."""
     mine: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return mine

@@ -1,4 +1,4 @@
-"""A run with everything in its state that can change under a save."""
+"""A run with every kind of state that can change during a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from campaigns.torn.snapshot import Kept, Snapshot, local
 
 
 class Subject:
-    """A run in one layout, which saves and changes."""
+    """A run in one layout, which saves and changes its state."""
 
     def __init__(self, layout: str) -> None:
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ class Subject:
         self._step()
 
     def save_and_change(self, path: Path, step: int, staging: str) -> Iterator[str]:
-        """Save asynchronously, change everything, and tell what of the checkpoint is not as it was at the call."""
+        """Save asynchronously, change everything, and return the values that are not those at the call."""
         expected = Snapshot(self)
         holdfast.save_checkpoint(
             path,
@@ -68,7 +68,7 @@ class Subject:
             shutil.rmtree(path / f"step_{step}")
 
     def _change_tensors(self, step: int) -> None:
-        """Each in its own way, before and after a real step."""
+        """Change each tensor in its own way, before and after an optimizer step."""
         with torch.no_grad():
             for tensor in self.model.parameters():
                 local(tensor).add_(1)
@@ -80,7 +80,7 @@ class Subject:
             self._move()
 
     def _scribble(self, step: int) -> None:
-        """Change values, the deepest first, and tensors that are no optimizer's."""
+        """Change values, the deepest first, and tensors that belong to no optimizer."""
         content = self.content
         content["nested"][1]["deep"][0]["x"] += 1
         content["nested"][1]["set"].add(step)
@@ -109,7 +109,7 @@ class Subject:
         self.scheduler.step()
 
     def _move(self) -> None:
-        """States get other memory, and what they had is used for something else."""
+        """Move states to new memory, and reuse their old memory."""
         for states in self.optimizer.state.values():
             for name, value in list(states.items()):
                 states[name] = value.clone()

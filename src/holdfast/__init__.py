@@ -1,4 +1,4 @@
-"""holdfast: checkpoints of distributed PyTorch training whose bytes depend only on the state, never on the ranks."""
+"""holdfast: checkpoints of distributed PyTorch training. Their bytes depend on the training state, not on the ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from holdfast.save.handle import SaveHandle
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
-#: The module of each public name; imported when first used, so that importing holdfast imports no torch.
-_HOMES = {
+#: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
+_MODULES = {
     "Checkpoint": "holdfast.view",
     "CheckpointInfo": "holdfast.run.scan",
     "CheckpointReplacedError": "holdfast.errors",
@@ -173,8 +173,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 

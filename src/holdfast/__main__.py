@@ -1,4 +1,4 @@
-"""``python -m holdfast``: the command line, where the script is not on the path."""
+"""``python -m holdfast``: the command line, if the script ``holdfast`` is not on the ``PATH``."""
 
 from holdfast.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""The whole training state in one call: the default ``Checkpointer`` of a path."""
+"""Functions that save and load a whole training state, each with the default ``Checkpointer`` of its path."""
 
 from __future__ import annotations
 
@@ -20,36 +20,41 @@ from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.storage.posix import local_path
 
-#: What a default instance is made with: a path, the size of shards, the timeout and the process group.
-_Setting = tuple[Path, int | str, float, dist.ProcessGroup | None]
+#: The settings of a default checkpointer: path, maximum shard size, timeout in seconds, process group.
+_Settings = tuple[Path, int | str, float, dist.ProcessGroup | None]
 
-#: Most default instances that are kept: each one holds a plan and a process group.
-_MOST_DEFAULTS = 16
+#: The largest number of default checkpointers that are kept: each one holds a plan and a process group.
+_MAX_DEFAULTS = 16
 
 
 class _DefaultCheckpointers:
-    """The default instances: those that were used last. They have loaded and saved the same runs."""
+    """The most recently used default checkpointers.
+
+    They share the record of the runs that this process has saved or loaded, and of the checkpoints it found corrupt.
+    """
 
     def __init__(self) -> None:
-        self._checkpointers: dict[_Setting, Checkpointer] = {}
+        self._checkpointers: dict[_Settings, Checkpointer] = {}
         self._runs: set[str] = set()
         self._corrupt: set[CorruptRecord] = set()
 
-    def get(self, setting: _Setting) -> Checkpointer:
-        """Return the instance with these settings."""
-        checkpointer = self._checkpointers.pop(setting, None) or self._make(*setting)
-        self._checkpointers[setting] = checkpointer  # now it is the one that was used last
-        if len(self._checkpointers) > _MOST_DEFAULTS:
+    def get_checkpointer(self, settings: _Settings) -> Checkpointer:
+        """Return the checkpointer with these settings, and create it if there is none."""
+        checkpointer = self._checkpointers.pop(settings, None) or self._create_checkpointer(*settings)
+        self._checkpointers[settings] = checkpointer  # now it is the most recently used one
+        if len(self._checkpointers) > _MAX_DEFAULTS:
             del self._checkpointers[next(iter(self._checkpointers))]
         return checkpointer
 
-    def _make(self, path: Path, size: int | str, timeout: float, group: dist.ProcessGroup | None) -> Checkpointer:
-        checkpointer = Checkpointer(path, max_shard_size=size, process_group=group, timeout=timeout)
+    def _create_checkpointer(
+        self, path: Path, max_shard_size: int | str, timeout: float, group: dist.ProcessGroup | None
+    ) -> Checkpointer:
+        checkpointer = Checkpointer(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout)
         checkpointer.runs, checkpointer.corrupt = self._runs, self._corrupt
         return checkpointer
 
     def clear(self) -> None:
-        """Forget all of them, and what they have loaded."""
+        """Forget all checkpointers, and the runs and corrupt checkpoints that they have recorded."""
         self._checkpointers, self._runs, self._corrupt = {}, set(), set()
 
 
@@ -83,68 +88,75 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[CheckpointInfo]:
-    """Save a training state into the folder ``path/tag``. Every rank of the process group calls it.
+    """Save a training state as the checkpoint ``path/tag``. Every rank of the process group must call it.
 
     Args:
-        path: the run's folder, shared by all ranks; made if it is not there.
-        tag: one path component, such as ``"step_1000"``.
-        model: a module in any layout (plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel, compiled) or a state dict. A
-            list holds parts of one model (stages of a pipeline), a dict separate models, which get folders of
-            their own: ``model/generator``.
-        optimizer: a ``torch.optim.Optimizer`` (``ZeroRedundancyOptimizer`` too) or a state dict of one; a list or dict
-            likewise. It is not stepped, and its state is kept at its own dtypes.
-        scheduler: anything with ``state_dict`` and ``load_state_dict``, or a state dict; taken from rank 0.
-        user_content: any tree of plain values, tensors and arrays; taken from rank 0.
-        dataloader: an object with ``state_dict`` and ``load_state_dict``, each rank's own, such as torchdata's
-            ``StatefulDataLoader``.
-        stateful: a dict of such objects that are the same on all ranks, such as ``{"scaler": scaler}``.
-        per_rank_content: the same as ``user_content``, but each rank's own is kept and given back to that rank.
-        step: kept in the manifest, for people and for retention.
-        metrics: numbers by name, likewise. Those that are not finite are kept as null.
-        async_save: return as soon as the state is safe to change, and write in the background. The next save of the
-            path, :func:`finalize` and the end of the process wait for it.
-        staging: ``"eager"``: all is copied when the call returns, and everything passed may change at once.
-            ``"overlapped"``: parameters and states of the ``torch.optim`` optimizers passed are copied beside the next
-            forward and backward, and the next step of any optimizer waits until they are; all else is copied at the
-            call. Not for training that changes parameters otherwise: by ``.data``, raw kernels, or a CUDA graph of
-            the step.
-        staging_check: proof that nothing else has changed them meanwhile: hashes of 12 chunks of 4 MiB, others each
-            time (``"sampled"``), or of all, which takes as long as an eager copy (``"full"``). A difference fails that
-            save with ``TornSnapshotError``.
-        replica_check: proof, before anything is written, that ranks hold the same values of what several of them hold:
-            hashes of 4 KiB of every tensor, others each time, and of 64 MiB beside that (``"sampled"``; of all at the
-            first save), or of all at each save (``"full"``). It is a part of the time that the call takes;
-            :class:`Saved` tells which.
-        num_kept_ckpts: keep the newest so many checkpoints of this run, and remove the older ones once this one is
-            committed. Nothing is removed without it. This process continues the run that it has loaded from; one
-            that has not loaded begins another, and leaves alone what others saved here, like what was renamed.
-        keep: the same as a policy: ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
-        overwrite: replace a checkpoint of this tag in one atomic step, instead of raising.
-        max_shard_size: the most bytes of tensors in one file, as a number or as text such as ``"5GB"``.
-        rng: keep the states of the random number generators, per rank.
-        state_dict_hooks: store tensors under the names that the model's ``state_dict`` hooks give them, also where
-            these split a parameter into several; the optimizer's states are stored alike. ``False``: parameters,
-            buffers and extra state under the names that the modules have for them, and nothing that hooks make. A load
-            takes either.
-        on_event: is told what happens: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
-        process_group: the ranks that save together; the default group, or this process alone where there is none.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        path: The run directory, on a file system that all ranks share. It is created if it does not exist.
+        tag: The checkpoint's name: one path component, such as ``"step_1000"``.
+        model: A module in any layout (plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel, compiled) or a state dict. Pass
+            a list for the parts of one model, such as pipeline stages. Pass a dict for separate models; each gets a
+            directory of its own, such as ``model/generator``.
+        optimizer: A ``torch.optim.Optimizer`` (also a ``ZeroRedundancyOptimizer``), the state dict of one, or a list
+            or dict of them. It is not stepped, and its states keep their own dtypes.
+        scheduler: An object with ``state_dict`` and ``load_state_dict``, or a state dict. Saved from rank 0.
+        user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
+        dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+            Each rank's state is saved.
+        stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` whose state is the same on all ranks,
+            such as ``{"scaler": scaler}``.
+        per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that rank.
+        step: The training step, stored in the manifest and used by retention policies.
+        metrics: Numbers by name, stored in the manifest and used by retention policies. Values that are not finite
+            are stored as null.
+        async_save: Return as soon as the training state may change again, and write in the background. The next save
+            to the same path, :func:`finalize` and the end of the process wait for the background save.
+        staging: When an asynchronous save copies the state. ``"eager"``: everything is copied before the call
+            returns. ``"overlapped"``: the parameters and states of the ``torch.optim`` optimizers passed are copied
+            during the next forward and backward pass, and the next step of any optimizer waits for these copies;
+            everything else is copied before the call returns. Do not use ``"overlapped"`` if parameters change
+            outside of optimizer steps: through ``.data``, raw kernels, or a CUDA graph of the step.
+        staging_check: How much of an overlapped copy is checked for changes made while it was copied.
+            ``"sampled"``: hashes of 12 chunks of 4 MiB, different ones in each save. ``"full"``: hashes of everything,
+            which takes as long as an eager copy. A difference fails that save with ``TornSnapshotError``.
+        replica_check: How much of the tensors that several ranks hold is checked to be equal before anything is
+            written. ``"sampled"``: hashes of 4 KiB of every tensor and of 64 MiB in addition, different ones in each
+            save, and of everything in the first save. ``"full"``: hashes of everything in each save. The check takes
+            part of the time for which the call blocks; :class:`Saved` reports how long.
+        num_kept_ckpts: The number of newest checkpoints of this run to keep; older ones are removed after this one is
+            committed. If it is ``None``, nothing is removed. Only checkpoints of the same run are removed. A process
+            continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed or copied
+            checkpoints are never removed.
+        keep: A number of checkpoints, or a policy such as ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``.
+            Pass this or ``num_kept_ckpts``.
+        overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
+        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
+            ``"5GB"``.
+        rng: Whether to save the states of the random number generators of each rank.
+        state_dict_hooks: Store tensors under the names that the model's ``state_dict`` hooks give them, also if a hook
+            splits a parameter into several tensors; optimizer states are stored likewise. If ``False``, parameters,
+            buffers and extra state are stored under the names that the modules have for them, without anything that
+            hooks add. Checkpoints of both kinds can be loaded.
+        on_event: A function that is called with each event: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
+        process_group: The ranks that save together. By default the default process group, or this process alone if
+            there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
 
     Returns:
-        A handle. The checkpoint is complete and durable when this returns, or with ``async_save`` when its ``wait()``
-        does.
+        A handle of the save. The checkpoint is complete and durable when this function returns, or, with
+        ``async_save``, when the handle's ``wait()`` returns.
+
+    Every rank raises the same error. Existing checkpoints are left unchanged then.
 
     Raises:
-        TagExistsError: there is such a checkpoint already. One that a load of this process found corrupt, and fell
-            back from, makes way: it gets a hidden name.
-        UnsupportedValueError: values that cannot be stored, each named by its path.
-        StateError: objects that contradict each other, or hooks that make up tensors: see ``state_dict_hooks``.
-        ReplicaMismatchError: ranks hold different values of one tensor.
-        RankMismatchError: ranks were called with different arguments, or see different file systems.
-        RankTimeoutError: a rank did not come in time.
-        StorageError: the file system refused.
-
-        Whatever is raised is raised on every rank, and checkpoints that were there before are as they were.
+        TagExistsError: A checkpoint with this tag exists. A corrupt one that an earlier load in this process had to
+            skip is hidden instead, and does not raise.
+        UnsupportedValueError: Some values cannot be stored; the message names each by its path.
+        StateError: The objects contradict each other, or ``state_dict`` hooks add tensors of their own (see
+            ``state_dict_hooks``).
+        ReplicaMismatchError: Ranks hold different values of one tensor.
+        RankMismatchError: Ranks were called with different arguments, or do not share a file system.
+        RankTimeoutError: A rank did not arrive in time.
+        StorageError: The file system reported an error.
     """
     options: dict[str, Any] = {"per_rank_content": per_rank_content, "step": step, "metrics": metrics, "rng": rng}
     options |= {"state_dict_hooks": state_dict_hooks}
@@ -152,7 +164,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     options |= {"async_save": async_save, "staging": staging, "staging_check": staging_check}
     options |= {"replica_check": replica_check}
     options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite, "on_event": on_event}
-    checkpointer = _defaults.get((local_path(path), max_shard_size, timeout, process_group))
+    checkpointer = _defaults.get_checkpointer((local_path(path), max_shard_size, timeout, process_group))
     return checkpointer.save(tag, model, optimizer, scheduler, user_content, **options)
 
 
@@ -167,12 +179,29 @@ def load_checkpoint(
     timeout: float = 600.0,
     **options: Any,
 ) -> Any:
-    """Load a checkpoint in place and return its user content, ``None`` when it has none.
+    """Return ``restore(...).user_content``: load a checkpoint in place and return its user content.
 
-    The arguments are those of :func:`restore`, which tells more about what was done, and gives ``per_rank_content`` back:
-    if the checkpoint has that and training is resumed, this function warns.
+    The function takes the arguments of :func:`restore`, which also returns ``per_rank_content`` and a report of what
+    was loaded.
+
+    Args:
+        path: A run directory, or one checkpoint of any format that holdfast reads.
+        tag: The checkpoint of the run to load; the latest by default.
+        model: A module or a state dict whose tensors are filled in place.
+        optimizer: A ``torch.optim.Optimizer`` to restore.
+        scheduler: An object whose ``load_state_dict`` is called.
+        process_group: The ranks that load together.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        options: The other arguments of :func:`restore`.
+
+    Returns:
+        The user content, or ``None`` if the checkpoint has none. If the checkpoint has ``per_rank_content`` and an
+        optimizer or data loader is passed, the function warns, because it does not return that.
+
+    Raises:
+        NoCheckpointError: As in :func:`restore`, like all other errors.
     """
-    return _defaults.get((local_path(path), "5GB", timeout, process_group)).load(
+    return _defaults.get_checkpointer((local_path(path), "5GB", timeout, process_group)).load(
         tag, model, optimizer, scheduler, **options
     )
 
@@ -198,47 +227,56 @@ def restore(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> RestoreResult:
-    """Load a checkpoint in place, on any number of ranks and in any layout. Every rank of the process group calls it.
+    """Load a checkpoint in place, on any number of ranks and in any layout. Every rank of the group must call it.
 
-    What is asked for and cannot be given back is an error before anything is changed; if it may be missing (``strict``,
-    ``allow_missing``) it is a warning, and in ``missing`` of the result.
+    Everything that is requested must be in the checkpoint, or an error is raised before anything is changed. Things
+    that may be missing (see ``strict`` and ``allow_missing``) cause a warning instead, and are listed in ``missing`` of
+    the result.
 
     Args:
-        path: a run's folder, or one checkpoint of any format that holdfast reads. A folder that holds checkpoints of
-            holdfast is a run's folder, whatever else is in it.
-        tag: which checkpoint of the run; the latest when left out.
-        model: a module or a state dict, whose tensors are filled in place.
-        optimizer: a ``torch.optim.Optimizer``; one that has never stepped gets its state without a step.
-        scheduler: its ``load_state_dict`` is called.
-        dataloader: its ``load_state_dict`` is called if as many ranks load as saved. Another number needs one that has
-            ``load_state_dicts``, as :class:`ResumableLoader` has.
-        stateful: the ``load_state_dict`` of each object is called.
-        strict: names must match; with ``False`` what matches is loaded, and the rest is left as it is and reported. An
-            optimizer's parameters are matched by name: those without a saved state are left without.
-        allow_missing: the parts that may be missing though names are strict: ``"dataloader"``, ``"rng"``,
-            ``"scheduler"``, ``"stateful"``, ``"model"``, ``"optimizer"``. What is given back without being asked for,
-            ``per_rank_content``, may be missing anyway, with a warning if training is resumed.
-        verify: check every byte that is read against its CRC.
-        on_corruption: where the newest checkpoint is damaged and no tag was given, load the newest sound one with a warning
-            (``"fall_back"``) or raise (``"raise"``).
-        share_reads: what several ranks need is read by one of them and passed on (``"always"``), or by each (``"never"``);
-            ``"auto"`` does the first between hosts, the second where all ranks share a page cache.
-        rng: put the states of random number generators back; by default when an optimizer is loaded, and then a
-            checkpoint may lack them. Each rank gets its own; another number of ranks derives new ones from them, other
-            ones for each rank.
-        cast_dtype: cast where floating point dtypes differ, instead of raising. Nothing else is cast: not complex
-            numbers to real ones, nor floating point to integers.
-        keys: where a checkpoint of another system has its parts, if they are not found by their names:
-            ``{"model": "app.net", "optimizer": "app.opt"}``.
-        on_event: is told what happens: :class:`Progress` and :class:`Loaded`.
-        process_group: the ranks that load together.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        path: A run directory, or one checkpoint of any format that holdfast reads. A directory that contains holdfast
+            checkpoints is treated as a run directory, whatever else it contains.
+        tag: The checkpoint of the run to load; the latest by default.
+        model: A module or a state dict whose tensors are filled in place.
+        optimizer: A ``torch.optim.Optimizer``. If it has never stepped, its state is created without a step.
+        scheduler: An object whose ``load_state_dict`` is called.
+        dataloader: An object whose ``load_state_dict`` is called if as many ranks load as saved. For another number of
+            ranks the object needs a method ``load_state_dicts``, as :class:`ResumableLoader` has.
+        stateful: A dict of objects whose ``load_state_dict`` is called.
+        strict: Whether names must match. If ``False``, matching names are loaded, and all others are left unchanged
+            and reported. An optimizer's parameters are matched by name; those without a saved state get no state.
+        allow_missing: The components that may be missing although ``strict`` is set: ``"dataloader"``, ``"rng"``,
+            ``"scheduler"``, ``"stateful"``, ``"model"``, ``"optimizer"``. ``per_rank_content`` may always be missing,
+            with a warning if training is resumed.
+        verify: Whether to check every byte that is read against its CRC.
+        on_corruption: What to do if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``: load the
+            newest intact checkpoint, with a warning. ``"raise"``: raise ``CorruptCheckpointError``.
+        share_reads: How to read bytes that several ranks need. ``"always"``: one rank reads them and sends them to the
+            others. ``"never"``: each rank reads them. ``"auto"``: ``"always"`` if the ranks are on several hosts, else
+            ``"never"``, because ranks of one host share a page cache.
+        rng: Whether to restore the states of the random number generators. By default they are restored if an
+            optimizer is loaded, and may then be missing in the checkpoint. Each rank gets its own states back; if the
+            number of ranks has changed, each rank derives new states from the saved ones, different on each rank.
+        cast_dtype: Whether to cast between floating point dtypes instead of raising if they differ. No other dtypes
+            are cast, for example complex to real or floating point to integer.
+        keys: The keys at which a checkpoint of another system has its components, if holdfast does not find them by
+            their names: ``{"model": "app.net", "optimizer": "app.opt"}``.
+        on_event: A function that is called with each event: :class:`Progress` and :class:`Loaded`.
+        process_group: The ranks that load together. By default the default process group, or this process alone if
+            there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+
+    Returns:
+        The user content and the per-rank content of the checkpoint, and a report of what was loaded.
 
     Raises:
-        NoCheckpointError: there is none; ``CheckpointReplacedError`` where others replace them faster than one can be loaded.
-        MismatchError: names, shapes, dtypes or groups do not match. Nothing was changed.
-        CorruptCheckpointError: bytes are not what was saved; names the file and tensor.
-        RankMismatchError, RankTimeoutError, StorageError: as in :func:`save_checkpoint`.
+        NoCheckpointError: There is no checkpoint.
+        CheckpointReplacedError: Other processes replace checkpoints faster than one can be loaded.
+        MismatchError: Names, shapes, dtypes or param groups do not match. Nothing was changed.
+        CorruptCheckpointError: Stored bytes differ from what was saved; the message names the file and the tensor.
+        RankMismatchError: As in :func:`save_checkpoint`.
+        RankTimeoutError: As in :func:`save_checkpoint`.
+        StorageError: As in :func:`save_checkpoint`.
     """
     options: dict[str, Any] = {
         "dataloader": dataloader,
@@ -253,23 +291,43 @@ def restore(
         "keys": keys,
         "on_event": on_event,
     }
-    checkpointer = _defaults.get((local_path(path), "5GB", timeout, process_group))
+    checkpointer = _defaults.get_checkpointer((local_path(path), "5GB", timeout, process_group))
     return checkpointer.restore(tag, model, optimizer, scheduler, **options)
 
 
 def finalize() -> None:
-    """Wait for all saves that are under way. When all have ended, raises what went wrong with the first that failed."""
+    """Wait for all background saves of this process.
+
+    Raises:
+        Exception: The error of the first save that failed, after all saves have ended. Each error is raised once: if
+            several saves failed, the next call raises the next error.
+    """
     background_saves.finalize()
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Whether a run's folder has a complete checkpoint. Looks at this process's file system only.
+    """Return whether a run directory has a complete checkpoint. Only this process's file system is checked.
 
-    Raises ``StorageError`` where that does not tell.
+    Args:
+        path: The run directory.
+
+    Returns:
+        ``True`` if there is at least one complete checkpoint.
+
+    Raises:
+        StorageError: The file system reported an error, so the answer is unknown.
     """
     return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(local_path(path)))
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints in a run's folder, oldest first; those whose manifest is damaged before all others."""
+    """Return the checkpoints in a run directory, oldest first.
+
+    Args:
+        path: The run directory.
+
+    Returns:
+        One entry for each checkpoint. Checkpoints that cannot be read, for example because their manifest is corrupt,
+        come before all others.
+    """
     return catalog.list_checkpoints(local_path(path))

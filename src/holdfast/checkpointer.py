@@ -1,4 +1,4 @@
-"""A run's folder: what is set once for all its saves and loads."""
+"""The ``Checkpointer``: saves into and loads from one run directory, with settings that are given once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,25 @@ from holdfast.storage.posix import local_path
 
 
 class Checkpointer:
-    """Saves into and loads from one run's folder. All ranks make the same calls in the same order.
+    """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
 
-    ``async_save`` and ``staging`` are what saves do where they are not told.
-    ``keep`` says which checkpoints of its run a save leaves (see :mod:`holdfast.run.retention`): the run that it has loaded
-    from, or else one that it begins. ``max_shard_size`` is the most bytes of tensors in one file (a number, or text
-    such as ``"5GB"``);
-    ``timeout`` the seconds that ranks wait for each other before all of them fail; ``on_event`` is told what happens
-    (see :mod:`holdfast.observe.events`). Usable as a context manager.
+    A ``Checkpointer`` is a context manager; at the end of the ``with`` block it waits for its background saves.
+
+    Args:
+        path: The run directory, on a file system that all ranks share.
+        keep: The number of checkpoints to keep, or a retention policy (see :mod:`holdfast.run.retention`). A save
+            removes only checkpoints of its own run: the run that was loaded from, or a new one.
+        async_save: The default of ``async_save`` in :meth:`save`.
+        staging: The default of ``staging`` in :meth:`save`.
+        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
+            ``"5GB"``.
+        process_group: The ranks that save and load together. By default the default process group, or this process
+            alone if there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        on_event: A function that is called with each event (see :mod:`holdfast.observe.events`).
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
     """
 
     def __init__(
@@ -58,14 +69,14 @@ class Checkpointer:
         on_event: OnEvent | None = None,
     ) -> None:
         self.path = local_path(path)
-        #: The ids of the runs that it has saved or loaded: a save continues one of them, retention touches no other.
+        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
         self.runs: set[str] = set()
-        #: The checkpoints that its loads found corrupt: they make way for its saves.
+        #: The checkpoints that loads found corrupt. A save may take their tags.
         self.corrupt: set[CorruptRecord] = set()
         self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
         self._process_group, self._timeout = process_group, timeout
         check_choice("staging", staging, STAGING)
-        self._async, self._staging = async_save, staging
+        self._async_save, self._staging = async_save, staging
         self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
         self._ranks: RankGroup | None = None
@@ -94,7 +105,11 @@ class Checkpointer:
         state_dict_hooks: bool = True,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
-        """Save under ``tag``: see :func:`holdfast.save_checkpoint`. Waits for the save before, if that is under way."""
+        """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
+
+        The arguments, the result and the errors are those of :func:`holdfast.save_checkpoint`. An argument that is
+        ``None`` gets the value that was passed to the constructor.
+        """
         began = time.perf_counter()
         training = TrainingObjects(
             model,
@@ -107,8 +122,8 @@ class Checkpointer:
             rng,
             state_dict_hooks=state_dict_hooks,
         )
-        own = num_kept_ckpts is None and keep is None
-        kept = self._keep if own else as_policy(num_kept_ckpts, keep)
+        uses_default = num_kept_ckpts is None and keep is None
+        policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
         request = SaveRequest(
             path=self.path,
             tag=tag,
@@ -117,44 +132,51 @@ class Checkpointer:
             step=step,
             metrics=metrics or {},
             overwrite=overwrite,
-            keep=kept,
-            async_save=self._async if async_save is None else async_save,
+            keep=policy,
+            async_save=self._async_save if async_save is None else async_save,
             staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
             replica_check=replica_check,
             on_event=on_event or self._on_event,
             began=began,
         )
-        with background_saves.turn(self.path, self._process_group):
+        with background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
             if request.async_save:
-                return self._run(request)
-            with self._watched(f"saving {request.tag}", request.on_event) as heard:
-                return self._run(replace(request, on_event=heard))
+                return self._run_save(request)
+            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
+                return self._run_save(replace(request, on_event=listener))
 
-    def _run(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+    def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         save = SaveOperation(request, self._current_ranks(), self._plans, self._timeout)
         try:
-            return background_saves.run(save, self.path, self._process_group, asynchronous=request.async_save)
+            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
-            if save.run:
-                self.runs.add(save.run)
+            if save.run_id:
+                self.runs.add(save.run_id)
 
-    def _watched(self, what: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
-        """The listener, with a bar on the terminal of the first rank."""
+    def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """Return the event listener, on the coordinator combined with a progress bar."""
         return (
-            with_progress_bar(what, on_event)
+            with_progress_bar(label, on_event)
             if self._current_ranks().rank == COORDINATOR_RANK
             else nullcontext(on_event)
         )
 
     def finalize(self) -> None:
-        """Wait for the saves of this path that are under way. Raises what went wrong with the first, once."""
+        """Wait for the background saves of this path.
+
+        Raises:
+            Exception: The error of the first save that failed. Each error is raised once.
+        """
         background_saves.finalize(self.path)
 
     def load(
         self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
     ) -> Any:
-        """Load ``tag`` or the latest, and return the user content: see :func:`holdfast.load_checkpoint`."""
+        """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
+
+        The arguments and errors are those of :func:`holdfast.load_checkpoint`.
+        """
         restored = self.restore(tag, model, optimizer, scheduler, **options)
         if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
             warn_caller(
@@ -181,13 +203,16 @@ class Checkpointer:
         keys: Mapping[str, str] | None = None,
         on_event: OnEvent | None = None,
     ) -> RestoreResult:
-        """Load ``tag`` or the latest, and tell all about it: see :func:`holdfast.restore`."""
+        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+
+        The arguments, the result and the errors are those of :func:`holdfast.restore`.
+        """
         policy = RestorePolicy(
             strict=strict,
             cast_dtype=cast_dtype,
             rng=optimizer is not None if rng is None else rng,
             per_rank_content=_is_resume_call(optimizer, dataloader),
-            # What nobody has asked for in so many words may be missing, but not without a word.
+            # Components that were not requested explicitly may be missing, but a warning says so.
             allow_missing=_as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
         )
         request = LoadRequest(
@@ -201,22 +226,22 @@ class Checkpointer:
             keys=keys or {},
             on_event=on_event or self._on_event,
         )
-        with self._watched(f"loading {tag or self.path.name}", request.on_event) as heard:
+        with self._with_progress_bar(f"loading {tag or self.path.name}", request.on_event) as listener:
             restored = load_with_fallback(
-                replace(request, on_event=heard), self._current_ranks(), self._timeout, self.corrupt
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt
             )
         if restored.run:
             self.runs.add(restored.run)
         return restored
 
     def list(self) -> list[CheckpointInfo]:
-        """The checkpoints in the folder, oldest first."""
+        """Return the checkpoints in the run directory, oldest first. See :func:`holdfast.list_checkpoints`."""
         return list_checkpoints(self.path)
 
     def _current_ranks(self) -> RankGroup:
-        if self._ranks is None or self._ranks.group is not current_process_group(self._process_group):
+        if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
             self._ranks = RankGroup(self._process_group)
-            self._plans = SavePlanCache()  # a plan is one rank's share, and this may be another rank now
+            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
         return self._ranks
 
     def __enter__(self) -> Self:
@@ -228,10 +253,10 @@ class Checkpointer:
         self.finalize()
 
 
-def _as_components(given: Collection[str]) -> frozenset[str]:
-    return frozenset({given} if isinstance(given, str) else given)
+def _as_components(names: Collection[str]) -> frozenset[str]:
+    return frozenset({names} if isinstance(names, str) else names)
 
 
 def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
-    """Whether a load goes on with the training, and so wants all that ranks had of their own."""
+    """Return whether a load resumes training, and so must restore the per-rank content."""
     return optimizer is not None or dataloader is not None

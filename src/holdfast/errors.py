@@ -1,4 +1,4 @@
-"""One type for each thing that can go wrong; each is also the built-in that fits it.
+"""The exceptions that holdfast raises; each is also a subclass of the built-in exception that fits it.
 
 Every message names the thing (tensor, file, rank, tag) and says what to do. In a distributed
 run all ranks raise the same error: see :mod:`holdfast.engine.comm.session`.
@@ -8,27 +8,27 @@ from __future__ import annotations
 
 
 class HoldfastError(Exception):
-    """Base of every error that holdfast raises on purpose."""
+    """Base class of all errors that holdfast raises on purpose."""
 
 
 class InvalidArgumentError(HoldfastError, ValueError):
-    """An argument cannot be used: a tag with a slash, a size that is no size."""
+    """An argument is invalid, for example a tag with a slash or a size that cannot be parsed."""
 
 
 class NoCheckpointError(HoldfastError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint at the path, or none with the tag."""
 
 
 class CheckpointReplacedError(NoCheckpointError):
-    """A checkpoint that another process replaced or removed while it was read."""
+    """Another process replaced or removed the checkpoint while it was read."""
 
 
 class TagExistsError(HoldfastError, FileExistsError):
-    """The tag is taken; a checkpoint is never overwritten by accident."""
+    """The tag or path is taken. A checkpoint is only overwritten if the caller asks for it."""
 
 
 class UnsupportedValueError(HoldfastError, TypeError):
-    """Values that have no place in a checkpoint, each named by its path in the tree."""
+    """Values of types that cannot be stored. The message names each by its path in the tree of values."""
 
 
 class UnsupportedTensorError(HoldfastError, TypeError):
@@ -36,35 +36,35 @@ class UnsupportedTensorError(HoldfastError, TypeError):
 
 
 class StateError(HoldfastError, ValueError):
-    """Training objects that contradict each other: a parameter no model holds, a name twice."""
+    """Training objects that contradict each other, for example an optimizer's parameter that no model has."""
 
 
 class MismatchError(HoldfastError, ValueError):
-    """What was asked for is not what the checkpoint holds: missing, unexpected, shape, dtype."""
+    """The checkpoint does not match the objects it is loaded into: names, shapes or dtypes differ."""
 
 
 class OptimizerMismatchError(MismatchError):
-    """The checkpoint's optimizer is of another class, or groups its parameters otherwise."""
+    """The checkpoint's optimizer is of another class, or has other param groups."""
 
 
 class ReplicaMismatchError(HoldfastError, ValueError):
-    """Ranks that should hold the same tensor hold different values."""
+    """Ranks that should hold equal replicas of a tensor hold different values."""
 
 
 class TornSnapshotError(HoldfastError, RuntimeError):
-    """What was saved changed while it was copied. That save failed; nothing of it is left."""
+    """A tensor changed while it was copied in the background. That save failed and left nothing behind."""
 
 
 class RankMismatchError(HoldfastError, ValueError):
-    """Ranks called with different arguments, or see different files."""
+    """Ranks were called with different arguments, or see different files."""
 
 
 class RankFailedError(HoldfastError, RuntimeError):
-    """One rank failed for a reason of its own; every rank raises this, naming it."""
+    """One rank failed with an error of its own. Every rank raises this error, which names that rank."""
 
 
 class PeerFailedError(RankFailedError):
-    """A rank stopped because another one failed; where that one's error is known, it is raised instead."""
+    """A rank stopped because another rank failed. If the other rank's error is known, that one is raised instead."""
 
 
 class RankTimeoutError(HoldfastError, TimeoutError):
@@ -72,24 +72,24 @@ class RankTimeoutError(HoldfastError, TimeoutError):
 
 
 class StorageError(HoldfastError, OSError):
-    """The file system refused: no space, no permission, an input or output error."""
+    """The file system reported an error: no space, no permission, or an I/O error."""
 
 
 class CorruptCheckpointError(HoldfastError, ValueError):
-    """Bytes that are not what was saved. Names the file and, where it is one, the tensor."""
+    """Stored bytes differ from what was saved. The message names the file and, if one is affected, the tensor."""
 
 
 class ReadBudgetError(CorruptCheckpointError):
-    """A file asks for more work than its bytes can: its values name each other again and again."""
+    """A file whose values refer to each other so often that reading them exceeds the budget for a file of its size."""
 
 
 class UnsafeNameError(CorruptCheckpointError):
-    """A name inside a checkpoint that leads out of its folder."""
+    """A name in a checkpoint that points outside the checkpoint's directory."""
 
 
 class FormatError(HoldfastError, ValueError):
-    """Not a checkpoint of a format known here, or of a newer version of it."""
+    """The file or directory is not a checkpoint in a supported format, or is in a newer version of one."""
 
 
 class UnsafePickleError(FormatError):
-    """A pickle that names something other than tensors and plain values. Nothing of it was run."""
+    """A pickle that refers to something other than tensors and plain values. Nothing in it was executed."""

@@ -1,10 +1,10 @@
-"""transformers' ``Trainer``, saving and resuming through holdfast: import it from here, and leave the rest as it is.
+"""transformers' ``Trainer`` with holdfast's checkpoints: a drop-in replacement for ``transformers.Trainer``.
 
-``TrainingArguments`` mean what they mean: ``output_dir``, ``save_steps``, ``save_total_limit``, ``save_only_model``,
+All ``TrainingArguments`` keep their meaning: ``output_dir``, ``save_steps``, ``save_total_limit``, ``save_only_model``,
 ``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. One more argument,
-``async_save``, writes in the background. A run resumes on any number of ranks, under DDP, FSDP or none of them.
+``async_save``, writes in the background. A run resumes on any number of ranks, with DDP, FSDP or neither.
 
-No callback could do this: the ``Trainer`` works out what data to skip, and saves for itself, where it asks no callback.
+The integration is a subclass and not a callback, because ``Trainer`` has no callbacks for saving and data skipping.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holdfast.run.retention import KeepLast, KeepTags, Retention
 from holdfast.state.model.hf_config import has_adapters
 from holdfast.storage.posix import local_path, path_exists, write_small
 
-#: What the ``Trainer`` calls a checkpoint, and the file that it reads its own state from.
-_TAG, _STATE = "checkpoint-{}", "trainer_state.json"
+#: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
+_TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -36,16 +36,22 @@ else:
 
 
 class CheckpointMixin(_Base):
-    """For a ``Trainer`` of another library: ``class MyTrainer(Checkpoints, SFTTrainer): pass``.
+    """A mixin for the ``Trainer`` of another library: ``class MyTrainer(CheckpointMixin, SFTTrainer): pass``.
 
-    Raises ``InvalidArgumentError`` with DeepSpeed, which has checkpoints of its own, if each checkpoint is to be pushed
-    to the hub, and for an ``output_dir`` that is an address of an object store.
+    Args:
+        args: The positional arguments of the ``Trainer``.
+        async_save: Write checkpoints in the background.
+        options: The keyword arguments of the ``Trainer``.
+
+    Raises:
+        InvalidArgumentError: DeepSpeed is enabled, which has its own checkpoints; or each checkpoint would be pushed to
+            the hub; or ``output_dir`` is the address of an object store.
     """
 
     def __init__(self, *args: Any, async_save: bool = False, **options: Any) -> None:
-        for one in (*args, *options.values()):
-            if isinstance(one, transformers.TrainingArguments):
-                local_path(str(one.output_dir))  # transformers would make a local folder of an address
+        for argument in (*args, *options.values()):
+            if isinstance(argument, transformers.TrainingArguments):
+                local_path(str(argument.output_dir))  # transformers would create a local directory for an address
         super().__init__(*args, **options)
         if self.is_deepspeed_enabled:
             raise InvalidArgumentError("DeepSpeed keeps its own checkpoints: use transformers' Trainer with it")
@@ -53,104 +59,115 @@ class CheckpointMixin(_Base):
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
         self._async_save = async_save
         self._resumed: Path | None = None
-        self._warned = False
+        self._has_warned = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As ever; ``resume_from_checkpoint`` is ``True`` (the latest in ``output_dir``), a checkpoint, or a run."""
+        """Train as ``transformers.Trainer`` does, and wait for background saves at the end.
+
+        Args:
+            resume_from_checkpoint: ``True`` for the latest checkpoint in ``output_dir``, or the path of a checkpoint or
+                of a run directory. Checkpoints of transformers' own ``Trainer`` are accepted, too.
+            args: Further positional arguments of ``transformers.Trainer.train``.
+            options: Further keyword arguments of ``transformers.Trainer.train``.
+
+        Returns:
+            The result of ``transformers.Trainer.train``.
+        """
         try:
-            self._resumed, state = self._find(resume_from_checkpoint)
+            self._resumed, state = self._find_checkpoint(resume_from_checkpoint)
             if self._resumed is None:
                 return super().train(resume_from_checkpoint, *args, **options)
             with tempfile.TemporaryDirectory() as folder:
-                write_small(Path(folder) / _STATE, json.dumps(state).encode())
+                write_small(Path(folder) / _STATE_FILE, json.dumps(state).encode())
                 return super().train(folder, *args, **options)
         finally:
             finalize()
 
-    def _find(self, given: str | bool | None) -> tuple[Path | None, Any]:
-        """The checkpoint to go on from, if it is one of ours, and the ``Trainer``'s state in it."""
-        if given is None or given is False:
+    def _find_checkpoint(self, resume_from: str | bool | None) -> tuple[Path | None, Any]:
+        """Return the holdfast checkpoint to resume from and the ``Trainer``'s state in it, or two ``None``."""
+        if resume_from is None or resume_from is False:
             return None, None
-        path = local_path(str(self.args.output_dir) if given is True else given)
+        path = local_path(str(self.args.output_dir) if resume_from is True else resume_from)
         if not is_native(path) and not has_checkpoint(path):
             return None, None
-        found = restore(path)
-        folder = path / found.tag if has_checkpoint(path) else path
-        return folder, found.user_content["trainer_state"]
+        result = restore(path)
+        folder = path / result.tag if has_checkpoint(path) else path
+        return folder, result.user_content["trainer_state"]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         del model
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._warn_of_adapters()
+        self._warn_about_adapters()
         run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
-        self._note(run)
-        parts: dict[str, Any] = {"model": self.model_wrapped}
+        self._update_trainer_state(run)
+        components: dict[str, Any] = {"model": self.model_wrapped}
         if not self.args.save_only_model:
-            parts |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "stateful": self._scaler()}
+            components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            components |= {"stateful": self._stateful_objects()}
         save_checkpoint(
             run,
             _TAG.format(step),
-            **parts,
+            **components,
             user_content={"trainer_state": json.loads(json.dumps(dataclasses.asdict(self.state)))},
             step=step,
-            keep=self._policy(),
+            keep=self._retention_policy(),
             overwrite=True,
             async_save=self._async_save,
         )
 
-    def _warn_of_adapters(self) -> None:
-        """Tell once what a checkpoint of a PEFT model is."""
+    def _warn_about_adapters(self) -> None:
+        """Warn once that a checkpoint of a PEFT model holds all weights and cannot be opened by PEFT."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
         if (
-            self._warned
+            self._has_warned
             or not self.is_world_process_zero()
             or not has_adapters(name for name, _ in model.named_modules())
         ):
             return
-        self._warned = True
+        self._has_warned = True
         warnings.warn(
-            "this model has PEFT's adapters in it: each checkpoint holds all of its weights, those of the base model "
-            "and those of the adapters, to resume from. Its folder 'model' is no Hugging Face checkpoint: neither "
-            "from_pretrained() nor peft can open it. trainer.save_model() writes the adapter as peft does",
+            "this model has PEFT adapters: each checkpoint holds all weights that are needed to resume, those of the "
+            "base model and those of the adapters. Its directory 'model' is not a Hugging Face checkpoint: neither "
+            "from_pretrained() nor peft can open it. trainer.save_model() writes the adapter in peft's format",
             stacklevel=2,
         )
 
-    def _note(self, run: Path) -> None:
-        """What the ``Trainer`` notes when it saves: its best checkpoint, and the state of its callbacks."""
+    def _update_trainer_state(self, run: Path) -> None:
+        """Record in the ``Trainer``'s state its best checkpoint and the states of its callbacks."""
         best = self.state.best_global_step
         if best and (best == self.state.global_step or path_exists(run / _TAG.format(best))):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
-        for one in (*self.callback_handler.callbacks, self.control):
-            if isinstance(one, ExportableState):
-                known: Any = self.state.stateful_callbacks
-                name = type(one).__name__
-                if isinstance(known[name], list):
-                    known[name].append(one.state())
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                states: Any = self.state.stateful_callbacks
+                name = type(callback).__name__
+                if isinstance(states[name], list):
+                    states[name].append(callback.state())
                 else:
-                    known[name] = one.state()
+                    states[name] = callback.state()
 
-    def _policy(self) -> Retention | None:
+    def _retention_policy(self) -> Retention | None:
         if not self.args.save_total_limit:
             return None
         best = self.state.best_model_checkpoint
         last = KeepLast(self.args.save_total_limit)
         return last | KeepTags(Path(best).name) if best else last
 
-    def _scaler(self) -> dict[str, Any] | None:
+    def _stateful_objects(self) -> dict[str, Any] | None:
         scaler = getattr(self.accelerator, "scaler", None)
         return None if scaler is None else {"scaler": scaler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._resumed is None:  # else all is loaded when all is there
+        if self._resumed is None:  # else the model is loaded together with the optimizer
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        parts: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-        restore(self._resumed, model=self.model_wrapped, **parts, stateful=self._scaler(), rng=False)
+        components: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        restore(self._resumed, model=self.model_wrapped, **components, stateful=self._stateful_objects(), rng=False)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -168,4 +185,4 @@ class CheckpointMixin(_Base):
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):
-    """transformers' ``Trainer`` with holdfast's checkpoints: the same arguments, and ``async_save``."""
+    """transformers' ``Trainer`` with holdfast's checkpoints. It has one more argument: ``async_save``."""

@@ -1,4 +1,4 @@
-"""A read-only view of one checkpoint of any format: what is in it, and any part of any tensor."""
+"""A read-only view of one checkpoint of any format: its tensors, ranges of them, and its values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_pieces
+from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
@@ -28,12 +28,12 @@ from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.posix import local_path
 
-#: Tensors inside values, which are reached through them.
-_INSIDE = frozenset({"state", "ranks"})
+#: The groups of tensors that belong to values, and are read through these.
+_VALUE_GROUPS = frozenset({"state", "ranks"})
 
 
 class _ByteRange(NamedTuple):
-    """Bytes ``[start, stop)`` of a stored tensor, by its number."""
+    """Bytes ``[start, stop)`` of the stored tensor with this number."""
 
     tensor: int
     start: int
@@ -41,10 +41,11 @@ class _ByteRange(NamedTuple):
 
 
 class Checkpoint:
-    """One checkpoint, open for reading. Tensors are named by their group: ``"model/layers.0.weight"``.
+    """A checkpoint that is open for reading. Names of tensors begin with their group: ``"model/layers.0.weight"``.
 
-    Whatever is read is verified against its CRCs, in whole blocks of 16 MiB. Files are opened when they are read: where
-    another process has replaced or removed the checkpoint by then, ``CheckpointReplacedError`` is raised.
+    A ``Checkpoint`` is iterable, and has a length: those of :meth:`keys`. All bytes that are read are verified against
+    their CRCs, in whole blocks of 16 MiB. Files are opened when they are read. If another process has replaced or
+    removed the checkpoint by then, ``CheckpointReplacedError`` is raised.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -54,48 +55,86 @@ class Checkpoint:
         for group, names in reader.tied.items():
             for alias, name in names.items():
                 self._number.setdefault(f"{group}/{alias}", self._number[f"{group}/{name}"])
-        self._checks = ChecksumVerifier(reader, self._stored)
+        self._verifier = ChecksumVerifier(reader, self._stored)
 
     @property
     def path(self) -> Path:
-        """Its folder or file."""
+        """The path of the checkpoint's directory or file."""
         return self._reader.path
 
     @property
     def format(self) -> str:
-        """The name of its format."""
+        """The name of the checkpoint's format."""
         return self._reader.format
 
     def keys(self) -> list[str]:
-        """The names of the tensors of models and optimizers; further names of tied ones are not among them."""
-        return [f"{group}/{name}" for group, name in self._stored if group not in _INSIDE]
+        """Return the names of the tensors of models and optimizers. A tied tensor is listed under one name only."""
+        return [f"{group}/{name}" for group, name in self._stored if group not in _VALUE_GROUPS]
 
     def info(self, name: str) -> TensorInfo:
-        """The dtype (by its safetensors name), shape and size in bytes of a tensor."""
-        return self._info(self._find(name))
+        """Return the dtype (by its safetensors name), shape and size in bytes of a tensor.
+
+        Args:
+            name: The name of the tensor, with its group.
+
+        Returns:
+            The information of the tensor.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            FormatError: holdfast cannot read this tensor.
+        """
+        return self._tensor_info(self._tensor_number(name))
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of a tensor in row-major order, as a 1-D CPU tensor."""
+        """Read elements ``[start, stop)`` of a tensor in row-major order.
+
+        Args:
+            name: The name of the tensor, with its group.
+            start: The index of the first element.
+            stop: The index after the last element.
+
+        Returns:
+            The elements as a 1-D CPU tensor.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            InvalidArgumentError: The tensor has no such elements.
+            FormatError: holdfast cannot read this tensor.
+            CorruptCheckpointError: Stored bytes differ from what was saved.
+            CheckpointReplacedError: Another process has replaced or removed the checkpoint.
+            StorageError: The file system reported an error.
+        """
         info = self.info(name)
         size = dtype_width(info.dtype)
         if not 0 <= start <= stop <= info.nbytes // size:
             raise InvalidArgumentError(
-                f"{name} has {info.nbytes // size} elements; there are no elements {start} to {stop}"
+                f"{name} has {info.nbytes // size} elements; {start} to {stop} is not a range of them"
             )
         first, last = (
             start * size // BLOCK_BYTES * BLOCK_BYTES,
             min(info.nbytes, -(-stop * size // BLOCK_BYTES) * BLOCK_BYTES),
         )
         blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype], device="cpu")
-        self._fill({_ByteRange(self._find(name), first, first + blocks.nbytes): blocks})
-        wanted = blocks[start - first // size : stop - first // size]
-        return wanted if wanted.numel() == blocks.numel() else wanted.clone()
+        self._read_ranges({_ByteRange(self._tensor_number(name), first, first + blocks.nbytes): blocks})
+        elements = blocks[start - first // size : stop - first // size]
+        return elements if elements.numel() == blocks.numel() else elements.clone()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU. Raises ``FormatError`` for one that holdfast does not read."""
+        """Read a whole tensor into CPU memory.
+
+        Args:
+            name: The name of the tensor, with its group.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            KeyError: As in :meth:`read`, like all other errors.
+        """
         info = self.info(name)
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
-        self._fill({_ByteRange(self._find(name), 0, info.nbytes): tensor})
+        self._read_ranges({_ByteRange(self._tensor_number(name), 0, info.nbytes): tensor})
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -109,75 +148,83 @@ class Checkpoint:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The plain values, tensors in them included: ``optimizer``, ``scheduler``, ``user_content``, as saved.
+        """The plain values of the checkpoint, with the tensors in them: ``optimizer``, ``scheduler``, ``user_content``.
 
-        Raises ``FormatError`` naming one that holdfast does not read, if there is one.
+        Raises ``FormatError``, which names the value, if holdfast cannot read one of them.
         """
-        check_read(self._reader, lambda one: one.is_value)
-        found, arrays = self._decoded()
-        inside = {self._number[f"state/{name}"]: tensor for name, tensor in arrays.items()}
-        self._fill({_ByteRange(number, 0, tensor.nbytes): tensor for number, tensor in inside.items()})
-        return found
+        check_read(self._reader, lambda note: note.is_value)
+        values, tensors = self._decode_values()
+        by_number = {self._number[f"state/{name}"]: tensor for name, tensor in tensors.items()}
+        self._read_ranges({_ByteRange(number, 0, tensor.nbytes): tensor for number, tensor in by_number.items()})
+        return values
 
-    def _decoded(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The values, and the tensors in them, by name, to be filled."""
-        arrays, own = (
+    def _decode_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the values, and the tensors in them, by name, which are not filled yet."""
+        shared_arrays, rank_arrays = (
             ArrayDecoder(self._reader.groups.get("state", {})),
             ArrayDecoder(self._reader.groups.get("ranks", {})),
         )
         with detect_replacement(self._reader):
-            return dict(self._reader.values(0, arrays, own).shared), arrays.tensors
+            return dict(self._reader.read_values(0, shared_arrays, rank_arrays).shared), shared_arrays.tensors
 
     def verify(self) -> Iterator[VerificationResult]:
-        """Read every byte and check every CRC, and tell of each part read. What is damaged is told, not raised.
+        """Read every byte, check every CRC, and yield a result for each range that was read.
 
-        Of other systems' files those of ``torch.save`` and of ``torch.distributed.checkpoint`` have CRCs.
+        Corruption is reported in the results, and does not raise. Of other systems' formats, files of ``torch.save``
+        and of ``torch.distributed.checkpoint`` have CRCs; the bytes of all others are only read.
 
-        Raises ``CheckpointReplacedError`` where another process replaces or removes the checkpoint meanwhile.
+        Yields:
+            One result for each range. ``problem`` is ``None`` if the range is intact.
+
+        Raises:
+            CheckpointReplacedError: Another process replaced or removed the checkpoint meanwhile.
         """
         with detect_replacement(self._reader):
-            for part in self._parts():
-                if part.problem is not None and not self._reader.is_current():
+            for result in self._verify_parts():
+                if result.problem is not None and not self._reader.is_current():
                     raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was verified")
-                yield part
+                yield result
 
-    def _parts(self) -> Iterator[VerificationResult]:
+    def _verify_parts(self) -> Iterator[VerificationResult]:
         if isinstance(self._reader, NativeReader):
-            yield from (VerificationResult("", 0, str(error)) for error in self._reader.damaged_files())
+            yield from (VerificationResult("", 0, str(error)) for error in self._reader.find_corrupt_files())
         try:
             if not isinstance(self._reader, NativeReader):
                 self._reader.check_files()
-            self._decoded()
+            self._decode_values()
         except CorruptCheckpointError as error:
             yield VerificationResult("", 0, str(error))
-        for unread in self._reader.unread:
-            why = f"{self.path}: {unread.group} {unread.name!r} {unread.why}"
-            yield VerificationResult(f"{unread.group}/{unread.name}", 0, why)
-        yield from CheckpointVerification(self._reader).parts()
+        for note in self._reader.unread:
+            problem = f"{self.path}: {note.group} {note.name!r} {note.why}"
+            yield VerificationResult(f"{note.group}/{note.name}", 0, problem)
+        yield from CheckpointVerification(self._reader).verify_parts()
 
-    def _find(self, name: str) -> int:
+    def _tensor_number(self, name: str) -> int:
         if name not in self._number:
-            check_read(self._reader, lambda one: f"{one.group}/{one.name}" == name)
+            check_read(self._reader, lambda note: f"{note.group}/{note.name}" == name)
             close = [key for key in self._number if name in key][:3]
             raise KeyError(f"{name!r} is not in {self.path}" + (f"; did you mean {', '.join(close)}?" if close else ""))
         return self._number[name]
 
-    def _info(self, number: int) -> TensorInfo:
+    def _tensor_info(self, number: int) -> TensorInfo:
         group, name = self._stored[number]
         return self._reader.groups[group][name]
 
-    def _fill(self, parts: Mapping[_ByteRange, torch.Tensor]) -> None:
-        """Read parts of stored tensors, whole blocks, into tensors of that size, and verify them."""
+    def _read_ranges(self, destinations: Mapping[_ByteRange, torch.Tensor]) -> None:
+        """Read and verify ranges of stored tensors, in whole blocks, each into a tensor of the range's size."""
         files: dict[Source, int] = {}
-        pieces = [piece for part in parts for piece in self._pieces(part, files)]
-        sinks = {part.tensor: TensorBytes(tensor) for part, tensor in parts.items()}
+        file_ranges = [
+            file_range for byte_range in destinations for file_range in self._find_file_ranges(byte_range, files)
+        ]
+        sinks = {byte_range.tensor: TensorBytes(tensor) for byte_range, tensor in destinations.items()}
         with detect_replacement(self._reader):
-            self._checks.check_own(read_pieces(list(files), pieces, sinks.__getitem__))
+            self._verifier.verify_local(read_file_ranges(list(files), file_ranges, sinks.__getitem__))
 
-    def _pieces(self, part: _ByteRange, files: dict[Source, int]) -> Iterator[FileRange]:
-        for extent in self._reader.extents(*self._stored[part.tensor], part.start, part.stop):
+    def _find_file_ranges(self, byte_range: _ByteRange, files: dict[Source, int]) -> Iterator[FileRange]:
+        tensor, start, stop = byte_range
+        for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
             file = files.setdefault(extent.file, len(files))
-            yield FileRange(part.tensor, extent.start, extent.stop, extent.start - part.start, file, extent.offset)
+            yield FileRange(tensor, extent.start, extent.stop, extent.start - start, file, extent.offset)
 
 
 def open(  # noqa: A001 - the public name
@@ -186,20 +233,26 @@ def open(  # noqa: A001 - the public name
     """Open a checkpoint of any format for reading.
 
     Args:
-        path: a checkpoint, or a run's folder.
-        tag: of a run's folder, which checkpoint; without it the latest.
-        keys: where a checkpoint of another system has its parts, if they are not found by their names:
-            ``{"model": "app.net"}``.
+        path: A checkpoint, or a run directory.
+        tag: The checkpoint of the run to open; the latest by default.
+        keys: The keys at which a checkpoint of another system has its components, if holdfast does not find them by
+            their names: ``{"model": "app.net"}``.
+
+    Returns:
+        The open checkpoint.
 
     Raises:
-        NoCheckpointError: there is no checkpoint at the path, or none of this tag in the run.
-        InvalidArgumentError: a tag for a path that is a checkpoint itself; a tag or keys of another type.
-        FormatError: not a format that is known here.
-        CorruptCheckpointError: not what was saved.
+        NoCheckpointError: There is no checkpoint at the path, or none with the tag in the run.
+        InvalidArgumentError: A tag was passed although the path is a checkpoint itself, or ``tag`` or ``keys`` have
+            the wrong type.
+        FormatError: The format is not supported.
+        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CheckpointReplacedError: Other processes replace checkpoints faster than one can be opened.
+        StorageError: The file system reported an error.
     """
     check_keys(keys)
-    place = local_path(path)
-    opened = Checkpoint(open_latest(place if tag is None else checkpoint_path(place, tag), keys))
-    if tag is None and opened.path != place and (ignored := describe_ignored_files(place)):
+    root = local_path(path)
+    checkpoint = Checkpoint(open_latest(root if tag is None else checkpoint_path(root, tag), keys))
+    if tag is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):
         warn_caller(ignored)
-    return opened
+    return checkpoint

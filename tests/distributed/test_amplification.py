@@ -1,4 +1,4 @@
-"""How many bytes the ranks ask storage for, for each byte of the checkpoint: one, whatever the layouts."""
+"""Tests that ranks request each byte of a checkpoint from storage once, in all layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ def asked_for() -> int:
 
 
 def load(path: str, placement: Placement, exchange: str = "always") -> int:
-    holdfast.load_checkpoint(path, model=state(placement), exchange=exchange)  # what Python reads at first use
+    holdfast.load_checkpoint(path, model=state(placement), share_reads=exchange)  # what Python reads at first use
     target = state(placement, fill=-1.0)
     before = asked_for()
-    holdfast.load_checkpoint(path, model=target, exchange=exchange)
+    holdfast.load_checkpoint(path, model=target, share_reads=exchange)
     asked = asked_for() - before
     for name, tensor in state(placement).items():
         assert torch.equal(target[name].to_local(), tensor.to_local())
@@ -67,7 +67,7 @@ def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, n: int, saved: Pla
 
 
 def load_on_two_hosts(path: str, placement: Placement) -> int:
-    with mock.patch("holdfast.load.operation.host_name", return_value=f"host{dist.get_rank() // 2}"):
+    with mock.patch("holdfast.load.operation.host_id", return_value=f"host{dist.get_rank() // 2}"):
         return load(path, placement, "auto")
 
 

@@ -1,4 +1,4 @@
-"""Any world size and layout loads what any other has saved, bit for bit as a single-process run holds it."""
+"""Tests that any world size and layout loads what any other saved, bit for bit as a single process does."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Asynchronous saves: the state at the call is what is saved, errors come out, and the end of a process waits."""
+"""Tests asynchronous saves: they have the state at the call, raise their errors, and finish before the process ends."""
 
 import contextlib
 import os
@@ -28,13 +28,13 @@ from tests.helpers.zoo import CASES, LAYOUTS, fill, local, tensors
 
 def slow(seconds: float = 0.5) -> Any:
     """Writing takes its time."""
-    from holdfast.engine.io.write import write_pieces
+    from holdfast.engine.io.write import write_file_ranges
 
     def write(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return write_pieces(*arguments)
+        return write_file_ranges(*arguments)
 
-    return mock.patch("holdfast.save.shard_writer.write_pieces", write)
+    return mock.patch("holdfast.save.shard_writer.write_file_ranges", write)
 
 
 def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -
         assert handle.path == tmp_path / "s"
         assert handle.blocking_seconds < 0.4
         assert not handle.path.exists()
-        with pytest.raises(RankTimeoutError, match="still under way"):
+        with pytest.raises(RankTimeoutError, match="still in progress"):
             handle.wait(0.01)
         assert handle.wait().tag == "s"
     assert handle.done()
@@ -78,7 +78,8 @@ def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) 
 
 
 def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_once(tmp_path: Path) -> None:
-    broken = mock.patch("holdfast.save.shard_writer.write_pieces", side_effect=StorageError(28, "the disk is full"))
+    disk_full = StorageError(28, "the disk is full")
+    broken = mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=disk_full)
     for ask in (holdfast.finalize, lambda: holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})):
         with broken:
             handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
@@ -187,8 +188,8 @@ rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.arg
 store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), size, rank == 0, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 import holdfast.save.shard_writer as moving
-write = moving.write_pieces
-moving.write_pieces = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
+write = moving.write_file_ranges
+moving.write_file_ranges = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
 holdfast.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
 if how == "destroyed":
     dist.destroy_process_group()
@@ -210,7 +211,7 @@ def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: s
 def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:
     code = (
         "import sys, os, time, torch, holdfast, holdfast.save.shard_writer as moving\n"
-        "moving.write_pieces = lambda *a: time.sleep(60)\n"
+        "moving.write_file_ranges = lambda *a: time.sleep(60)\n"
         "holdfast.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
         "os._exit(3)\n"
     )
@@ -230,7 +231,7 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         raise StorageError(5, "enough")
 
-    with mock.patch("holdfast.save.shard_writer.write_pieces", write):
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", write):
         handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         with pytest.raises(StorageError):
             handle.wait()
@@ -261,14 +262,14 @@ def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path:
 INTERRUPTED = """
 import os, sys, threading, time, signal
 import torch, holdfast
-from holdfast.engine import write
-fill, started = write._fill, []
+from holdfast.engine.io import write
+fill, started = write._copy_and_hash, []
 def slow(*a):
     if not started:
         started.append(threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start())
     time.sleep(1)
     return fill(*a)
-write._fill = slow
+write._copy_and_hash = slow
 try:
     holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
 except KeyboardInterrupt:
@@ -290,7 +291,7 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
 
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
     with slow(0.4):
-        with mock.patch.object(SaveOperation, "finish", side_effect=MemoryError):
+        with mock.patch.object(SaveOperation, "write_and_commit", side_effect=MemoryError):
             holdfast.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
             time.sleep(0.1)
         other = holdfast.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)
@@ -307,7 +308,7 @@ def fail_and_look_for_the_group(path: str) -> bool:
     group = dist.new_group([0, 1])
     alive, model = weakref.ref(group), torch.nn.Linear(2, 2)
     run = holdfast.Checkpointer(path, process_group=group, async_save=True)
-    with mock.patch("holdfast.save.shard_writer.write_pieces", side_effect=StorageError(28, "the disk is full")):
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
         run.save("s", model)
         while background_saves._flights[-1].thread.is_alive():
             time.sleep(0.01)
@@ -322,7 +323,7 @@ def test_a_failure_that_nobody_asks_about_does_not_keep_the_process_group(ranks:
 
 
 def test_each_failure_is_raised_once_also_if_several_saves_have_failed(tmp_path: Path) -> None:
-    with mock.patch("holdfast.save.shard_writer.write_pieces", side_effect=StorageError(28, "the disk is full")):
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
         for number in range(2):
             holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)}, async_save=True)
         for _ in range(2):
@@ -349,7 +350,7 @@ def in_threads(number: int, function: Any) -> list[BaseException | None]:
 
 
 def test_one_of_several_threads_that_finalize_gets_the_error(tmp_path: Path) -> None:
-    with mock.patch("holdfast.engine.io.write.write_pieces", side_effect=StorageError(28, "full")), slow(0.2):
+    with mock.patch("holdfast.engine.io.write.write_file_ranges", side_effect=StorageError(28, "full")), slow(0.2):
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
         errors = in_threads(3, lambda _: holdfast.finalize())
     assert sorted(type(error).__name__ for error in errors) == ["NoneType", "NoneType", "StorageError"]

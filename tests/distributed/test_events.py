@@ -1,4 +1,4 @@
-"""What is told of saves and loads: to listeners, to ``logging``, and on a terminal."""
+"""Tests reports of saves and loads: to listeners, to ``logging``, and on a terminal."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def save_and_load(path: Path, exchange: str) -> list[Any]:
     }
     events: list[Any] = []
     holdfast.save_checkpoint(path, "a", model, on_event=events.append)
-    holdfast.load_checkpoint(path, model=model, exchange=exchange, on_event=events.append)
+    holdfast.load_checkpoint(path, model=model, share_reads=exchange, on_event=events.append)
     return events
 
 

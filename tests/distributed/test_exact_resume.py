@@ -1,4 +1,4 @@
-"""Training goes on as if it had not been interrupted."""
+"""Tests that a resumed training continues as if it had not been interrupted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Experts on meshes of their own, next to dense layers on all ranks; some ranks hold no expert at all."""
+"""Tests experts on meshes of their own, next to dense layers on all ranks; some ranks hold no expert."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def save(path: str, layout: str) -> None:
 
 def load(path: str, layout: str, exchange: str) -> None:
     run = blank(build(layout))
-    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer, exchange=exchange)
+    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     mine, oracle = dict(tensors(run)), dict(tensors(fill(build(layout))))
     assert mine.keys() == oracle.keys()
     for name, tensor in mine.items():

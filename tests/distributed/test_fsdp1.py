@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters, against torch: its full state dicts, which gather, and the model before it was wrapped."""
+"""Tests FSDP1's flat parameters against torch's gathered full state dicts and the model before wrapping."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def gathered(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters as the parts tell them, under all their names."""
-    parts = list(fsdp1.flat_parts(model))
+    parts = list(fsdp1.flat_shards(model))
     whole = gathered([(part, part.local) for part in parts])
     return whole | {name: whole[part.fqn] for part in parts for name in part.tied}
 
@@ -139,7 +139,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, names: tuple[str,
     result: dict[str, dict[str, Any]] = {}
     for name in names:
         described = []
-        for part in fsdp1.flat_parts(model):
+        for part in fsdp1.flat_shards(model):
             state = optimizer.state.get(part.parameter, {}).get(name)
             if not part.parameter.requires_grad:
                 assert state is None
@@ -185,7 +185,7 @@ def check_writing(model: nn.Module, *, evaluate: bool = True) -> None:
     if evaluate:
         model(tokens)  # what it leaves gathered is not what is then written
     fsdp1.reshard(model)
-    for part in fsdp1.flat_parts(model):
+    for part in fsdp1.flat_shards(model):
         start, stop = run_of(part, dist.get_rank())
         part.local.copy_(torch.arange(start, max(stop, start)) / 64 + len(part.fqn))
         assert part.parameter.requires_grad
@@ -205,7 +205,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def everything(build: Callable[..., FullyShardedDataParallel], options: dict[str, Any]) -> list[tuple[int, ...]]:
     model = build(**options)
     check(model, adam(model))
-    return sorted({part.mesh_shape for part in fsdp1.flat_parts(model)})
+    return sorted({part.mesh_shape for part in fsdp1.flat_shards(model)})
 
 
 def single(**options: Any) -> FullyShardedDataParallel:
@@ -244,7 +244,7 @@ def hybrid(given: str, **options: Any) -> FullyShardedDataParallel:
 def in_hybrid(given: str, orig: bool) -> tuple[Any, ...]:
     model = hybrid(given, use_orig_params=orig)
     check(model, adam(model))
-    (mesh,) = {(part.mesh_shape, part.mesh_ranks) for part in fsdp1.flat_parts(model)}
+    (mesh,) = {(part.mesh_shape, part.mesh_ranks) for part in fsdp1.flat_shards(model)}
     return mesh
 
 
@@ -258,8 +258,8 @@ def in_irregular_groups() -> None:
     shards, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     replicas, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     model = wrap(net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(shards, replicas))
-    with pytest.raises(UnsupportedTensorError, match="make no mesh"):
-        list(fsdp1.flat_parts(model))
+    with pytest.raises(UnsupportedTensorError, match="do not form a mesh"):
+        list(fsdp1.flat_shards(model))
 
 
 def test_groups_from_which_no_mesh_can_be_told_are_refused(ranks: Ranks) -> None:
@@ -270,7 +270,7 @@ def in_part_of_the_world(orig: bool) -> tuple[Any, ...]:
     """Two models over two ranks each, in a mesh whose other dimension is a pipeline's."""
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("stage", "shard"))
     model = wrap(net(), use_orig_params=orig, process_group=mesh.get_group("shard"))
-    for part in fsdp1.flat_parts(model):
+    for part in fsdp1.flat_shards(model):
         start, stop = run_of(part, dist.get_rank())
         known = net().state_dict()[part.fqn].flatten()[start : max(stop, start)]
         assert torch.equal(part.local, known)
@@ -311,7 +311,7 @@ def in_offload(orig: bool, early: bool) -> None:
         if early:
             model.check_is_root()  # as many calls do: from here on there is a pinned copy, not yet in use
             with pytest.raises(StateError, match=r"not sharded now"):
-                list(fsdp1.flat_parts(model))
+                list(fsdp1.flat_shards(model))
             check_writing(model, evaluate=False)
         else:
             check(model, adam(model))
@@ -343,7 +343,7 @@ def frozen(orig: bool, separate: bool) -> None:
     body = {name: tensor for name, tensor in net().state_dict().items() if name.startswith("body.")}
     assert_equal({name: tensor for name, tensor in parameters(model).items() if name in body}, body)
     known = full_optimizer(model, optimizer)
-    trained = {part.fqn for part in fsdp1.flat_parts(model)} - body.keys()
+    trained = {part.fqn for part in fsdp1.flat_shards(model)} - body.keys()
     assert known.keys() == trained
     found = states(model, optimizer, ("exp_avg",))
     assert all(torch.equal(found[name]["exp_avg"], known[name]["exp_avg"]) for name in trained)
@@ -356,7 +356,7 @@ def test_frozen_parameters(ranks: Ranks, orig: bool, separate: bool) -> None:
 
 
 def tied_names(orig: bool) -> dict[str, tuple[str, ...]]:
-    return {part.fqn: part.tied for part in fsdp1.flat_parts(nested(use_orig_params=orig)) if part.tied}
+    return {part.fqn: part.tied for part in fsdp1.flat_shards(nested(use_orig_params=orig)) if part.tied}
 
 
 @ORIG
@@ -373,7 +373,7 @@ def pieces(orig: bool) -> tuple[list[int], list[int]]:
     """Four elements and one over three ranks."""
     model = wrap(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(1, 1, bias=False)), use_orig_params=orig)
     assert_equal(parameters(model), full_state(model))
-    parts = list(fsdp1.flat_parts(model))
+    parts = list(fsdp1.flat_shards(model))
     with torch.no_grad():
         for part in parts:
             part.local.fill_(7)
@@ -397,7 +397,7 @@ def tiny(orig: bool) -> list[int]:
     known = full_optimizer(model, optimizer)
     for fqn, found in states(model, optimizer, ("exp_avg",)).items():
         assert torch.equal(found["exp_avg"], known[fqn]["exp_avg"])
-    return [part.local.numel() for part in fsdp1.flat_parts(model)]
+    return [part.local.numel() for part in fsdp1.flat_shards(model)]
 
 
 def test_a_rank_whose_shard_is_padding(ranks: Ranks) -> None:
@@ -422,13 +422,13 @@ def inside_other_wrappers(orig: bool) -> None:
     model.body = wrap(checkpoint_wrapper(model.body), use_orig_params=orig)
     model.norm = model.again = torch.compile(wrap(model.norm, use_orig_params=orig), backend="eager")
     root = Root(torch.compile(wrap(model, use_orig_params=orig, ignored_modules=ignored), backend="eager"))
-    parts = list(fsdp1.flat_parts(root))
+    parts = list(fsdp1.flat_shards(root))
     names = [name for part in parts for name in (part.fqn, *part.tied)]
     assert sorted(names) == sorted(known - {"inner.ddp.weight", "inner.ddp.bias"})
     linear = {name for name, module in fsdp1.named_modules(root) if isinstance(module, nn.Linear)}
     assert linear == {"inner.body.0", "inner.body.2", "inner.ddp", "inner.head", "inner.out"}
-    assert fsdp1.wrapped_modules(root)
-    assert not fsdp1.wrapped_modules(model.ddp)
+    assert fsdp1.uses_fsdp1(root)
+    assert not fsdp1.uses_fsdp1(model.ddp)
 
 
 @ORIG
@@ -458,7 +458,7 @@ def loading(orig: bool) -> None:
     trained, fresh = adam(model), adam(other)
     train(model, trained)
     fsdp1.reshard(other)
-    for source, target in zip(fsdp1.flat_parts(model), fsdp1.flat_parts(other), strict=True):
+    for source, target in zip(fsdp1.flat_shards(model), fsdp1.flat_shards(other), strict=True):
         target.local.copy_(source.local)
         if source.parameter not in trained.state:
             assert source.local.numel() == 0
@@ -494,7 +494,7 @@ def collectives() -> tuple[int, bool]:
     train(model, optimizer)
     with CommDebugMode() as ours:
         fsdp1.reshard(model)
-        for part in fsdp1.flat_parts(model):
+        for part in fsdp1.flat_shards(model):
             fsdp1.flat_elements(part, optimizer.state[part.parameter]["exp_avg"])
     with CommDebugMode() as torchs:
         full_state(model)
@@ -507,7 +507,7 @@ def test_nothing_is_communicated(ranks: Ranks) -> None:
 
 def factored() -> None:
     model = wrap(nn.Linear(6, 5), use_orig_params=True)
-    (part, _) = fsdp1.flat_parts(model)
+    (part, _) = fsdp1.flat_shards(model)
     assert fsdp1.flat_elements(part, torch.tensor(3.0)) is None
     with pytest.raises(UnsupportedTensorError, match="'weight' has shape"):
         fsdp1.flat_elements(part, torch.zeros(1))
@@ -519,7 +519,7 @@ def test_states_that_are_not_elementwise_are_refused(ranks: Ranks) -> None:
 
 def refused(model: nn.Module) -> bool:
     try:
-        list(fsdp1.flat_parts(model))
+        list(fsdp1.flat_shards(model))
     except StateError as error:
         assert "between steps" in str(error)
         return True
@@ -569,19 +569,19 @@ def test_only_between_steps(ranks: Ranks, orig: bool, strategy: str) -> None:
 
 def replaced(how: str) -> None:
     model = wrap(nn.Linear(6, 5), use_orig_params=True)
-    (weight, _) = fsdp1.flat_parts(model)
+    (weight, _) = fsdp1.flat_shards(model)
     if how == "data":
         weight.parameter.data = weight.parameter.data.clone()
     else:
         model.module.weight = nn.Parameter(weight.parameter.data.clone())
     try:
-        list(fsdp1.flat_parts(model))
+        list(fsdp1.flat_shards(model))
     except StateError as error:
-        assert "'weight' was given other memory" in str(error)
+        assert "'weight' was assigned memory outside of FSDP1's flat parameter" in str(error)
     else:
         raise AssertionError("the clone would not be saved")
     model(torch.ones(2, 6))  # here FSDP1 takes it over
-    list(fsdp1.flat_parts(model))
+    list(fsdp1.flat_shards(model))
 
 
 @pytest.mark.parametrize("how", ["data", "parameter"])
@@ -599,7 +599,7 @@ def unsupported(model: nn.Module) -> bool:
     try:
         assert_equal(parameters(model), full_state(model))
     except UnsupportedTensorError as error:
-        assert "'weight' is not laid out row by row" in str(error)
+        assert "'weight' is not in row-major order" in str(error)
         return True
     return False
 
@@ -614,7 +614,7 @@ def over_tensor_parallel() -> None:
     model = parallelize_module(nn.Linear(6, 8), mesh["tensor"], ColwiseParallel())
     model = wrap(model, device_mesh=mesh["data"], use_orig_params=True)
     try:
-        list(fsdp1.flat_parts(model))
+        list(fsdp1.flat_shards(model))
     except UnsupportedTensorError as error:
         assert "'weight' is a DTensor" in str(error)
     else:

@@ -1,4 +1,4 @@
-"""Every layout gives the same files, and loads them: against an oracle that lays tensors out with torch alone."""
+"""Tests that every layout gives the same files and loads them. The oracle lays tensors out with torch alone."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def test_files_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, expecte
 
 def load(path: str, layout: str, exchange: str) -> list[str]:
     run = blank(LAYOUTS[layout][0]())
-    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, exchange=exchange)
+    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     assert found.verified
     oracle = dict(tensors(fill(LAYOUTS[layout][0]())))
     mine = dict(tensors(run))

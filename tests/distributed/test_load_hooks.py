@@ -1,4 +1,4 @@
-"""What modules do in ``load_state_dict`` is done by a load, too: models are as torch's own load makes them."""
+"""Tests that a load has the effects of ``load_state_dict`` hooks, as torch's own load does."""
 
 from __future__ import annotations
 
@@ -349,5 +349,5 @@ def test_modules_of_torch_are_as_torch_loads_them(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_with_packed_weights_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="'scale' in the model's state_dict is made up"):
+    with pytest.raises(StateError, match="'scale' in the model's state_dict is computed by a hook"):
         holdfast.save_checkpoint(tmp_path, "s", torch.ao.nn.quantized.Linear(2, 2))

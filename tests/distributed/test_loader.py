@@ -1,4 +1,4 @@
-"""Data loaders are saved and resumed in the middle of an epoch: torchdata's on as many ranks, ours on any number."""
+"""Tests saving and resuming data loaders within an epoch: torchdata's on as many ranks, holdfast's on any number."""
 
 import os
 import random

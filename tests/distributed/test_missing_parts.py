@@ -1,4 +1,4 @@
-"""What is asked for and cannot be given back is an error before anything is changed, or, if it may be, a warning."""
+"""Tests that components missing from a checkpoint are an error before any change, or a warning if allowed."""
 
 import logging
 import warnings

@@ -1,4 +1,4 @@
-"""Overlapped saves: copied beside the next forward and backward, and still the state at the call, bit for bit."""
+"""Tests overlapped saves: copied during the next forward and backward, with the state at the call, bit for bit."""
 
 import threading
 import time
@@ -20,13 +20,13 @@ from tests.helpers.training import clean, full, wrap
 
 def slow(seconds: float = 0.3) -> Any:
     """The copy that is left for later takes its time."""
-    complete = staging.StagedTensors.complete
+    complete = staging.StagedTensors.copy_deferred
 
     def wait(*arguments: Any) -> None:
         time.sleep(seconds)
         complete(*arguments)
 
-    return mock.patch.object(staging.StagedTensors, "complete", wait)
+    return mock.patch.object(staging.StagedTensors, "copy_deferred", wait)
 
 
 def make(layout: str, kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -165,13 +165,13 @@ def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) ->
             assert changed.wait(10)
         return in_threads(*arguments)
 
-    complete = staging.StagedTensors.complete
+    complete = staging.StagedTensors.copy_deferred
 
     def held(*arguments: Any) -> None:
         with mock.patch.object(staging, "run_in_threads", later):
             complete(*arguments)
 
-    with mock.patch.object(staging.StagedTensors, "complete", held):
+    with mock.patch.object(staging.StagedTensors, "copy_deferred", held):
         handle = holdfast.save_checkpoint(
             tmp_path, "s", model, optimizer, async_save=True, staging="overlapped", staging_check="full"
         )
@@ -286,12 +286,12 @@ def test_the_hook_goes_with_the_save(tmp_path: Path) -> None:
 
 def test_a_step_goes_on_where_the_copy_failed(tmp_path: Path) -> None:
     model, optimizer = make("plain", "AdamW")
-    with mock.patch.object(staging, "_copy", side_effect=MemoryError("no room")):
+    with mock.patch.object(staging, "_copy_chunk", side_effect=MemoryError("no room")):
         # The buffers are copied at the call, which fails; what is left for later is let go of.
         with pytest.raises(MemoryError):
             holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, optimizer)
-    with mock.patch.object(staging.StagedTensors, "complete", side_effect=MemoryError("no room")):
+    with mock.patch.object(staging.StagedTensors, "copy_deferred", side_effect=MemoryError("no room")):
         handle = holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, optimizer)
         with pytest.raises(MemoryError):
@@ -304,7 +304,7 @@ def test_a_step_goes_on_where_the_copy_failed(tmp_path: Path) -> None:
 def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
     for options in ({"staging": "later"}, {"staging": ""}, {"staging_check": "some"}):
         for async_save in (True, False):
-            with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} is one of"):
+            with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} must be one of"):
                 holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
     with pytest.raises(InvalidArgumentError, match="staging must be one of eager, overlapped; got 'foo'"):
         holdfast.Checkpointer(tmp_path, staging="foo")

@@ -1,4 +1,4 @@
-"""Optimizers that do not train what was saved: what is in both keeps its state, and the rest is told, never silent.
+"""Tests optimizers of other parameters than the saved ones: shared states are restored, the others are reported.
 
 The oracle is torch alone: an optimizer that was given the states of another one by parameter.
 """

@@ -1,4 +1,4 @@
-"""A signal on any rank, and all ranks stop at the same step."""
+"""Tests that a signal on any rank stops all ranks at the same step."""
 
 import os
 import random
@@ -149,7 +149,7 @@ class Simulated:
             self._told |= step == self._told_at
             collective()
             time.sleep(self._random.uniform(0, self._pace))
-            if self._calls.arrive():
+            if self._calls.count_step():
                 self.stopped_at = step
                 break
         self._done = True
@@ -157,9 +157,9 @@ class Simulated:
     def _beside(self) -> None:
         while not self._done:
             if self._told:
-                self._calls.ask()
-            if self._calls.is_asked():
-                self._calls.choose()
+                self._calls.request_stop()
+            if self._calls.is_stop_requested():
+                self._calls.agree_on_step()
                 return
             time.sleep(self._random.uniform(0, 0.002))
         self._calls.leave()
@@ -190,25 +190,25 @@ def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_
 def test_a_rank_that_does_not_answer_is_named_within_the_timeout() -> None:
     store = prompt(HashStore())
     calls = [StepConsensus(Session(store, rank, 3, 0.5), store) for rank in range(3)]
-    calls[1].ask()
-    threads = [threading.Thread(target=calls[rank].choose) for rank in (0, 1)]
+    calls[1].request_stop()
+    threads = [threading.Thread(target=calls[rank].agree_on_step) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     started = time.monotonic()
     for rank in (0, 1):
         with pytest.raises(RankTimeoutError, match=r"^rank 2 did not answer"):
-            all(not calls[rank].arrive() for _ in range(10_000_000))
+            all(not calls[rank].count_step() for _ in range(10_000_000))
     assert time.monotonic() - started < 5
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     store = prompt(HashStore())
     first, second = (StepConsensus(Session(store, rank, 2, 20.0), store) for rank in range(2))
-    assert [first.arrive() for _ in range(3)] == [False] * 3
+    assert [first.count_step() for _ in range(3)] == [False] * 3
     first.leave()
-    second.ask()
-    second.choose()
-    assert [second.arrive() for _ in range(5)] == [False, False, False, True, True]
+    second.request_stop()
+    second.agree_on_step()
+    assert [second.count_step() for _ in range(5)] == [False, False, False, True, True]
 
 
 class Lost(Store):
@@ -223,13 +223,13 @@ class Lost(Store):
 
 def test_counting_does_not_touch_the_store() -> None:
     calls = StepConsensus(Session(prompt(Lost()), 0, 2, 5.0), prompt(Lost()))
-    assert not any(calls.arrive() for _ in range(1000))
+    assert not any(calls.count_step() for _ in range(1000))
 
 
 class Lonely:
     """The ranks of a job that has lost its store."""
 
-    def session(self, timeout: float) -> Session:
+    def open_session(self, timeout: float) -> Session:
         return Session(prompt(Lost()), 0, 2, timeout)
 
 

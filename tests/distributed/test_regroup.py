@@ -1,4 +1,4 @@
-"""Process groups that are made again over the same store: by elastic jobs, and by whoever divides ranks anew."""
+"""Tests process groups that are created again over the same store, by elastic jobs or by a new division of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import holdfast
 from campaigns.kit.forks import CONTEXT
 from holdfast import api
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.rendezvous import ConversationStore, Rendezvous, rendezvous_of
+from holdfast.engine.comm.rendezvous import Rendezvous, SessionStore, rendezvous_of
 from holdfast.engine.comm.session import RankGroup as Members
 from holdfast.engine.comm.store import DeadlineStore
 from holdfast.errors import RankMismatchError, RankTimeoutError
@@ -87,7 +87,7 @@ def shared(store: Store) -> DeadlineStore:
 def met(store: DeadlineStore, *meetings: Rendezvous) -> list[str | None]:
     """The names that ranks know when nobody has anything left to do."""
     for _ in range(3):
-        names = [meeting.look(store) for meeting in meetings]
+        names = [meeting.poll_name(store) for meeting in meetings]
     return names
 
 
@@ -97,7 +97,7 @@ def test_all_learn_the_name_of_their_own_group_whoever_comes_first() -> None:
     (name,) = set(met(store, *first))
     second = [Rendezvous(rank, 3) for rank in range(3)]
     assert met(store, second[1], second[2]) == [None, None]  # they are early: all that is there is of the first
-    assert {*met(store, *second)} == {second[0].look(store)} != {name}
+    assert {*met(store, *second)} == {second[0].poll_name(store)} != {name}
     assert all(meeting.is_over for meeting in second)
 
 
@@ -106,7 +106,7 @@ def test_rank_0_of_a_group_that_was_made_again_answers_nobody() -> None:
     old, new, other = Rendezvous(0, 3), Rendezvous(0, 3), Rendezvous(1, 3)
     old.close()
     assert met(store, other, old)[0] is None
-    assert met(store, other, old, new)[0] == new.look(store)
+    assert met(store, other, old, new)[0] == new.poll_name(store)
 
 
 def test_who_died_on_arrival_holds_up_nobody() -> None:
@@ -115,12 +115,12 @@ def test_who_died_on_arrival_holds_up_nobody() -> None:
     keys.add("arrivals", 1)
     keys.set("arrival/2", b"who never asks")
     leader, other = Rendezvous(0, 2), Rendezvous(1, 2)
-    assert met(shared(keys), leader, other) == [leader.look(shared(keys))] * 2
+    assert met(shared(keys), leader, other) == [leader.poll_name(shared(keys))] * 2
     assert leader.is_over
 
 
-def conversation(keys: Store, meeting: Rendezvous, seconds: float = 5.0) -> ConversationStore:
-    return ConversationStore(keys, DaemonExecutor("store"), seconds, meeting, meeting.next_number())
+def conversation(keys: Store, meeting: Rendezvous, seconds: float = 5.0) -> SessionStore:
+    return SessionStore(keys, DaemonExecutor("store"), seconds, meeting, meeting.next_session_number())
 
 
 def test_a_rank_that_has_waited_in_vain_is_heard_in_the_next_conversation() -> None:
@@ -164,7 +164,7 @@ def sessions_of_two() -> list[tuple[int, str]]:
     """Ranks that have other objects for one group, and vote over them in turn."""
     first, second = Members(), Members()
     mine = [first, second, first, second] if dist.get_rank() else [second, first, first, second]
-    sessions = [one.session(10.0) for one in mine]
+    sessions = [one.open_session(10.0) for one in mine]
     return [
         (session.number, session.vote(f"vote {number}", lambda: b"", lambda own: own, b"".join)[1].decode())
         for number, session in enumerate(sessions)

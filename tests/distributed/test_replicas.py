@@ -1,4 +1,4 @@
-"""Replicated state is proven to be replicated before ranks share the writing of it."""
+"""Tests that replicated state is checked to be equal before ranks divide the writing of it."""
 
 import logging
 import re

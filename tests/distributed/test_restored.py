@@ -1,4 +1,4 @@
-"""A load says of each part whether it is what was saved, was made from it, or is missing."""
+"""Tests that a load reports for each component whether it was restored exactly, reconstructed, or missing."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The same state saved from any number of ranks, in any layout, gives the same files, byte for byte."""
+"""Tests that any number of ranks, in any layout, save the same state as the same files, byte for byte."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
-"""Several hosts write into one page, on a file system that may lose what one of them wrote.
+"""Tests several hosts that write into one page, on a file system that may lose a write of one of them.
 
-Ranks play the hosts. A host that writes back all of a page, as it knows it, is played by a rank that puts back the
-bytes which it has not written.
+Ranks play the hosts. A host that writes back a whole page from its cache is played by a rank that restores the bytes
+that it has not written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NFS, LUSTRE, EXT4 = 0x6969, 0x0BD00BD0, 0xEF53
 def hosts(magic: int, *, one: bool = False) -> Iterator[None]:
     """Each rank is a host of its own, or all are on one."""
     with (
-        mock.patch("holdfast.save.negotiation.host_name", return_value="host" if one else f"host {dist.get_rank()}"),
+        mock.patch("holdfast.save.negotiation.host_id", return_value="host" if one else f"host {dist.get_rank()}"),
         mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Any shape, dtype and memory layout, on any number of ranks, comes back bit for bit."""
+"""Tests that any shape, dtype and memory layout, on any number of ranks, is restored bit for bit."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lists of parts, dicts of separate objects, and state dicts in their place."""
+"""Tests lists of models, dicts of separate objects, and state dicts in their place."""
 
 import itertools
 from collections.abc import Iterator

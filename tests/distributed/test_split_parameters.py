@@ -1,4 +1,4 @@
-"""Parameters that hooks on ``state_dict`` split, rename or make: saved as they say, against what torch itself saves."""
+"""Tests parameters that ``state_dict`` hooks split, rename or create, against torch's own checkpoint."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def save(path: str, make: Make, **options: Any) -> dict[str, torch.Tensor]:
 
 def load(path: str, make: Make, exchange: str = "auto", tag: str | None = None) -> dict[str, torch.Tensor]:
     model, optimizer = trained(make, seed=1)
-    restored = holdfast.restore(path, tag, model, optimizer, exchange=exchange)
+    restored = holdfast.restore(path, tag, model, optimizer, share_reads=exchange)
     assert restored.verified
     assert {"model", "optimizer"} <= {*restored.exact}
     return state(model, optimizer)
@@ -256,7 +256,7 @@ def stage(path: str, *, first: bool) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     for exchange in ("never", "always"):
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer, exchange=exchange)
+        holdfast.load_checkpoint(path, model=model, optimizer=optimizer, share_reads=exchange)
         assert_equal(state(model, optimizer), expected)
 
 
@@ -436,7 +436,7 @@ def test_what_hooks_make_otherwise_is_refused_and_the_way_out_works(
     model = Hooked(hook)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
-    with pytest.raises(StateError, match=f"'{name}' .*made up by a hook.*state_dict_hooks=False"):
+    with pytest.raises(StateError, match=f"'{name}' .*computed by a hook.*state_dict_hooks=False"):
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
     holdfast.save_checkpoint(tmp_path, "s", model, optimizer, state_dict_hooks=False)
     other = Hooked(hook)

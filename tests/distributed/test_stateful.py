@@ -1,4 +1,4 @@
-"""Objects with a state of their own: the same on all ranks, or each rank's."""
+"""Tests objects with a state of their own, shared by all ranks or one per rank."""
 
 import warnings
 from pathlib import Path

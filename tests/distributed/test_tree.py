@@ -1,4 +1,4 @@
-"""Ranks tell rank 0 what they hashed by way of groups: the same files, and a rank that is lost is named by all."""
+"""Tests that ranks report CRCs through groups: the files are the same, and a lost rank is named by all."""
 
 import contextlib
 import time
@@ -65,7 +65,7 @@ def test_a_part_and_a_conversion_go_the_same_way(ranks: Ranks, tmp_path: Path, e
 def tell() -> tuple[list[int], list[str], list[str]]:
     """Each rank hashes ten neighbours: how many fragments rank 0 is told by each, what else, and what keys stay."""
     told: list[int] = []
-    session = Members().session(20.0)
+    session = Members().open_session(20.0)
     mine = [Fragment(100 * (10 * session.rank + n), 100 * (10 * session.rank + n + 1), 0) for n in range(10)]
     decode = crc_gather.decode_fragments
 
@@ -128,8 +128,8 @@ def failing(path: str, where: str, who: int, what: Any) -> float:
 
 #: What a rank does before it tells its group, in telling it, and what a group's first rank does then.
 STEPS = [
-    ("holdfast.save.shard_writer.write_pieces", 3),
-    ("holdfast.engine.integrity.crc_gather._RankBucket.tell", 1),
+    ("holdfast.save.shard_writer.write_file_ranges", 3),
+    ("holdfast.engine.integrity.crc_gather._RankBucket.publish_report", 1),
     ("holdfast.engine.integrity.crc_gather.merge_adjacent_fragments", 2),
     ("holdfast.engine.integrity.crc_gather.decode_fragments", 0),
 ]

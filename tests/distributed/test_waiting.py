@@ -1,4 +1,4 @@
-"""A rank that waits long for others says for whom, and while what they are missed."""
+"""Tests that a rank that waits long for others logs for whom, and in which phase."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def exchange_slowly(path: str) -> list[str]:
 
 def test_who_is_late_in_an_exchange_is_named(ranks: Ranks, tmp_path: Path) -> None:
     first, _ = ranks(2, exchange_slowly, str(tmp_path))
-    assert "rank 1 while exchanging parts of tensors" in map(who_is_missing, first)
+    assert "rank 1 while exchanging shards of tensors" in map(who_is_missing, first)
 
 
 def stop_without_one() -> list[str]:
@@ -180,17 +180,17 @@ def test_who_does_not_answer_a_signal_is_named(ranks: Ranks) -> None:
 
 
 def part_late() -> list[str]:
-    session = Members().session(10.0)
-    session.all("something", lambda: None)
+    session = Members().open_session(10.0)
+    session.run_on_all("something", lambda: None)
     with logged() as messages:
         time.sleep(1.0 if dist.get_rank() else 0.0)
-        session.part()
+        session.leave()
     return messages
 
 
 def test_rank_0_tells_who_has_not_heard_how_it_ended(ranks: Ranks) -> None:
     first, *others = ranks(3, part_late)
-    assert who_is_missing(first[0]) == "ranks 1, 2 while telling all ranks how it ended"
+    assert who_is_missing(first[0]) == "ranks 1, 2 while reporting the outcome to all ranks"
     assert others == [[], []]
 
 
@@ -200,11 +200,11 @@ def test_where_ranks_are_many_each_looks_at_few_keys(
     monkeypatch.setattr(polling, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(ballot, "_FEW", 3)
     vote = VoteRound(DeadlineStore(HashStore(), DaemonExecutor("store"), 5.0), 1, 4, "writing")
-    vote.post(1, VoteOutcome())
+    vote.post_outcome(1, VoteOutcome())
     for _ in range(2):
         with suppress(HoldfastError):
-            vote.follow(0.1, lambda _: b"")
-        vote.post(0, VoteOutcome())
+            vote.await_decision(0.1, lambda _: b"")
+        vote.post_outcome(0, VoteOutcome())
     assert [*dict.fromkeys(map(who_is_missing, caplog.messages))] == [
         "rank 0 while writing",
         "other ranks while writing",

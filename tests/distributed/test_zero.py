@@ -1,4 +1,4 @@
-"""``ZeroRedundancyOptimizer``: each rank's own states, without consolidation, to any world size and order."""
+"""Tests ``ZeroRedundancyOptimizer``: per-rank states without consolidation, to any world size and order."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The training script that users copy: it resumes on other numbers of ranks, and transformers opens what it saves."""
+"""Tests the example training script: it resumes on other numbers of ranks, and transformers opens its checkpoints."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Every block of code in the README and the documentation runs as it is written, page by page.
+"""Tests that every block of code in the README and the documentation runs as it is written, page by page.
 
-A page's blocks of Python run one after the other in one namespace, its commands (``$ holdfast ...``) in between, all
-in one empty folder. Comments that readers do not see say what is around them: ``<!-- ranks: 4 -->`` on how many ranks
-the page runs, ``<!-- given ... -->`` what is there already, ``<!-- not run: why -->`` that the next block is not.
+The Python blocks of a page run one after the other in one namespace, with its commands (``$ holdfast ...``) in between,
+in one empty directory. Hidden comments describe the context: ``<!-- ranks: 4 -->`` runs the page on that many ranks,
+``<!-- given ... -->`` creates what it needs, and ``<!-- not run: why -->`` skips the next block.
 """
 
 from __future__ import annotations

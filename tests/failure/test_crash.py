@@ -1,4 +1,4 @@
-"""A crash anywhere leaves the old or the new checkpoint: the short form of ``python -m campaigns.crash``."""
+"""Tests that a crash leaves the old or the new checkpoint: the short form of ``python -m campaigns.crash``."""
 
 from __future__ import annotations
 

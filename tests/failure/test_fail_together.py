@@ -1,4 +1,4 @@
-"""A failure on any rank is the same error on every rank; none hangs; what was there before is as it was."""
+"""Tests that a failure on any rank is the same error on all ranks, none hangs, and old checkpoints are unchanged."""
 
 import os
 import time
@@ -278,7 +278,7 @@ def vote_with_narrow_error() -> None:
         if rank() == 1:
             raise NarrowError("the file is cut short")
 
-    RanksOfGroup().session(20.0).all("reading", work)
+    RanksOfGroup().open_session(20.0).run_on_all("reading", work)
 
 
 def test_an_error_that_only_one_module_knows_reaches_the_others_as_the_public_type(ranks: Ranks) -> None:

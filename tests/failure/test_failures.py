@@ -1,4 +1,4 @@
-"""A rank that fails, leaves or stalls at any point of a save or load: all ranks raise one error, and soon."""
+"""Tests ranks that fail, leave or stall at any point of a save or load: all ranks soon raise one error."""
 
 import contextlib
 import time
@@ -19,36 +19,36 @@ from tests.helpers.zoo import LAYOUTS, blank, fill
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
     "holdfast.save.negotiation.capture_training",
-    "holdfast.save.negotiation.merged_bytes",
+    "holdfast.save.negotiation.encode_merged_values",
     "holdfast.save.operation.plan_save",
     "holdfast.engine.integrity.replicas.digest_replicas",
     "holdfast.save.shard_writer.write_stripes",
     "holdfast.engine.io.p2p.P2PExchange.send",
     "holdfast.engine.io.p2p.P2PExchange.receive",
     "holdfast.engine.io.p2p.P2PExchange.wait",
-    "holdfast.engine.plan.stripes.StripeSlice.put",
+    "holdfast.engine.plan.stripes.StripeSlice.copy_in",
     "holdfast.storage.direct_io.DirectWriter.write",
     "holdfast.storage.direct_io.DirectWriter.sync",
-    "holdfast.save.shard_writer.write_pieces",
+    "holdfast.save.shard_writer.write_file_ranges",
     "holdfast.engine.integrity.crc_gather.encode_fragments",
 ]
 LEADING = [
     "holdfast.save.operation.next_identity",
-    "holdfast.engine.io.commit.StagingDirectory.open",
+    "holdfast.engine.io.commit.StagingDirectory.create_directory",
     "holdfast.engine.io.commit.StagingDirectory.publish",
 ]
 LOADING = [
     "holdfast.load.operation.NativeReader",
-    "holdfast.state.restore.LoadTargets.match",
-    "holdfast.state.restore.LoadTargets.check",
+    "holdfast.state.restore.LoadTargets.match_targets",
+    "holdfast.state.restore.LoadTargets.check_matches",
     "holdfast.load.read_plan.plan_load",
     "holdfast.load.read_plan.read_shared",
     "holdfast.engine.io.p2p.P2PExchange.send",
     "holdfast.engine.io.p2p.P2PExchange.receive",
     "holdfast.engine.io.p2p.P2PExchange.wait",
-    "holdfast.engine.plan.stripes.StripeSlice.take",
+    "holdfast.engine.plan.stripes.StripeSlice.copy_out",
     "holdfast.engine.io.source_reader.SourceReader.read",
-    "holdfast.engine.integrity.verify.ChecksumVerifier.check_own",
+    "holdfast.engine.integrity.verify.ChecksumVerifier.verify_local",
     "holdfast.state.restore.LoadTargets.apply",
 ]
 
@@ -154,7 +154,7 @@ def test_the_blank_state_is_not_the_saved_one(saved: Path) -> None:
 
 def slow_work(path: str) -> str:
     patch = pytest.MonkeyPatch()
-    patch.setattr("holdfast.save.shard_writer.write_pieces", _slow_write)
+    patch.setattr("holdfast.save.shard_writer.write_file_ranges", _slow_write)
     try:
         return holdfast.save_checkpoint(path, "s", MODEL, timeout=1).wait().tag
     finally:
@@ -162,10 +162,10 @@ def slow_work(path: str) -> str:
 
 
 def _slow_write(*arguments: Any) -> Any:
-    from holdfast.engine.io.write import write_pieces
+    from holdfast.engine.io.write import write_file_ranges
 
     time.sleep(2 + 0.2 * dist.get_rank())
-    return write_pieces(*arguments)
+    return write_file_ranges(*arguments)
 
 
 def slow_commit(path: str) -> str:

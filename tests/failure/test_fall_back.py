@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged: the newest sound one is loaded, with a word about it, or nothing is."""
+"""Tests that a load falls back from a corrupt newest checkpoint to the newest intact one, with a warning, or fails."""
 
 import logging
 import shutil
@@ -32,7 +32,7 @@ def test_it_falls_back_over_damaged_tensors_and_manifests(tmp_path: Path) -> Non
     flip(tmp_path, 3)
     (tmp_path / "step_2/manifest.json").write_text("{")
     model = {"w": torch.zeros(64)}
-    with pytest.warns(UserWarning, match=r"^loaded 'step_1', as step_2, step_3 are corrupt; .*"):
+    with pytest.warns(UserWarning, match=r"^loaded 'step_1' and .*: step_2, step_3 are corrupt; .*"):
         found = holdfast.restore(tmp_path, model=model)
     assert (found.tag, found.skipped_checkpoints, found.verified) == ("step_1", ("step_2", "step_3"), True)
     assert torch.equal(model["w"], torch.ones(64))
@@ -53,13 +53,14 @@ def test_only_corrupt_ones_are_called_so_in_one_short_sentence_also_in_the_log(
     assert found.skipped_checkpoints == ("step_2",)
     (warning,) = [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
     assert warning == (
-        "loaded 'step_1', as step_2 is corrupt and weights is unlike what is loaded and future is unreadable; "
-        f"`holdfast verify --all {tmp_path}` tells more"
+        "loaded 'step_1' and ignored other checkpoints: step_2 is corrupt; "
+        "weights does not match the objects passed; future is unreadable; "
+        f"run `holdfast verify --all {tmp_path}` for details"
     )
     assert ("holdfast", logging.WARNING, warning) in caplog.record_tuples
     reasons = [message for _, level, message in caplog.record_tuples if level == logging.INFO]
     assert any("'w' in" in reason and "step_2" in reason for reason in reasons)
-    stale = ("partly filled", "do not use", "strict=False", "Nothing of yours")
+    stale = ("partly filled", "do not use", "strict=False", "were not changed")
     assert not [reason for reason in (warning, *reasons) if any(word in reason for word in stale)]
 
 
@@ -69,7 +70,7 @@ def test_a_sound_copy_of_a_corrupt_one_is_loaded(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step_2", tmp_path / "a_copy")
     flip(tmp_path, 2)
     model = {"w": torch.zeros(64)}
-    with pytest.warns(UserWarning, match="loaded 'a_copy', as step_2 is corrupt;"):
+    with pytest.warns(UserWarning, match="loaded 'a_copy' and ignored other checkpoints: step_2 is corrupt;"):
         assert holdfast.restore(tmp_path, model=model).skipped_checkpoints == ("step_2",)
     assert torch.equal(model["w"], torch.full((64,), 2.0))
 
@@ -96,7 +97,7 @@ def test_nobody_falls_back_who_does_not_want_to(tmp_path: Path) -> None:
     (tmp_path / "step_1/manifest.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"step_1.*may be the newest"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_corruption="raise")
-    with pytest.raises(ValueError, match="on_corruption is one of"):
+    with pytest.raises(ValueError, match="on_corruption must be one of"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_corruption="ignore")
 
 
@@ -152,7 +153,7 @@ def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_ca
     holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
     flip(tmp_path, 2)
     model = {"w": torch.zeros(64), "v": torch.zeros(2)}
-    with pytest.warns(UserWarning, match=r"loaded 'step_0', as step_2 is corrupt and step_1 is unlike what is loaded"):
+    with pytest.warns(UserWarning, match=r"^loaded 'step_0' and .*: step_2 is corrupt; step_1 does not match"):
         found = holdfast.restore(tmp_path, model=model, strict=False)
     assert (found.tag, found.missing, found.skipped_checkpoints) == ("step_0", (), ("step_2",))
 

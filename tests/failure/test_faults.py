@@ -1,4 +1,4 @@
-"""Every call to the file system goes wrong, a few of them here: the short form of ``campaigns.faults``."""
+"""Tests failing file system calls: the short form of ``campaigns.faults``."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run's folder over its life: what is kept, what is replaced, what dead saves leave, and what a full disk does."""
+"""Tests a run's directory over time: retention, replacement, leftovers of dead saves, and a full disk."""
 
 import errno
 import json
@@ -96,7 +96,7 @@ def test_what_makes_no_sense_is_a_value_error_and_nothing_is_written(tmp_path: P
 def test_every_so_many_steps_may_be_fractions(every: float, steps: list[float], kept: list[float]) -> None:
     """0.3 % 0.1 is 0.09999999999999998, and 0.3 is a multiple of 0.1 to whoever wrote it."""
     infos = [CheckpointInfo(str(step), Path(), id=str(step), step=step) for step in steps]
-    assert KeepEvery(every).kept(infos, 0.0) == {str(step) for step in kept}
+    assert KeepEvery(every).select_kept(infos, 0.0) == {str(step) for step in kept}
 
 
 @pytest.mark.parametrize("make", [lambda: KeepLast(2.5), lambda: KeepBest("a", 1.5)])  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def put_aside(path: Path) -> Path:
     (info,) = holdfast.list_checkpoints(path)
     waiting = HiddenName(info.tag, info.run, "2" * 16, "partial")
     (path / waiting.name).mkdir()
-    info.path.rename(path / waiting.now("replaced").name)
+    info.path.rename(path / waiting.with_state("replaced").name)
     return path / waiting.name
 
 
@@ -293,8 +293,8 @@ def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
 
 DIE = """
 import os, sys, torch, holdfast
-from holdfast.engine.io.commit import Draft
-Draft.publish = lambda *_: os._exit(9)
+from holdfast.engine.io.commit import StagingDirectory
+StagingDirectory.publish = lambda *_: os._exit(9)
 holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 """
 
@@ -310,8 +310,8 @@ def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_
 HOLD = """
 import sys, time
 from pathlib import Path
-from holdfast.storage.directories import Lock
-lock = Lock(Path(sys.argv[1]))
+from holdfast.storage.directories import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
 print(lock.held, flush=True)
 time.sleep(60)
 """
@@ -341,7 +341,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
         seen.append(partial)
         return {}
 
-    with mock.patch("holdfast.save.shard_writer.write_pieces", look), pytest.raises(HoldfastError):
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", look), pytest.raises(HoldfastError):
         save(tmp_path, 1)
     assert seen
     assert not hidden(tmp_path)
@@ -351,7 +351,7 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> 
     full = os.statvfs_result((4096, 4096, 1000, 10, 10, 100, 100, 100, 0, 255))
     with mock.patch("holdfast.storage.directories.os.statvfs", return_value=full):
         save(tmp_path, 1)
-        with pytest.raises(StorageError, match=r"40,960 bytes free .* needs [\d,]+; nothing was written") as raised:
+        with pytest.raises(StorageError, match=r"40,960 bytes free.* needs [\d,]+; nothing was written") as raised:
             holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})
     assert raised.value.errno == 28
     assert tags(tmp_path) == ["step_1"]
@@ -414,7 +414,7 @@ def test_pruning_gives_a_checkpoint_its_name_back_rather_than_removing_it(tmp_pa
     save(tmp_path, 1)
     hidden_as = HiddenName("step_1", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "partial")
     (tmp_path / hidden_as.name).mkdir()
-    (tmp_path / "step_1").rename(tmp_path / hidden_as.now("replaced").name)
+    (tmp_path / "step_1").rename(tmp_path / hidden_as.with_state("replaced").name)
     assert prune(tmp_path, "--leftovers")[0] == 0
     assert tags(tmp_path) == ["step_1"]
     assert not hidden(tmp_path)
@@ -432,7 +432,7 @@ def test_what_was_replaced_and_then_removed_does_not_come_back(tmp_path: Path) -
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/precious").write_text("mine")
-    with pytest.raises(TagExistsError, match="no checkpoint of ours"):
+    with pytest.raises(TagExistsError, match="not a holdfast checkpoint"):
         holdfast.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
     assert (tmp_path / "data/precious").read_text() == "mine"
     assert not hidden(tmp_path)
@@ -448,7 +448,7 @@ def test_an_exchange_that_is_done_is_a_success_whatever_follows(tmp_path: Path) 
 
 def test_a_policy_that_fails_does_not_fail_the_save(tmp_path: Path) -> None:
     class Odd(KeepLast):
-        def kept(self, *_: Any) -> set[str]:
+        def select_kept(self, *_: Any) -> set[str]:
             raise KeyError("odd")
 
     with pytest.warns(UserWarning, match="is saved, but"):
@@ -463,7 +463,8 @@ def descriptors() -> int:
 def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = descriptors()
-    for where in ("holdfast.engine.io.commit.posix.allocate_space", "holdfast.save.operation.SaveOperation._write"):
+    write_files = "holdfast.save.operation.SaveOperation._write_files"
+    for where in ("holdfast.engine.io.commit.posix.allocate_space", write_files):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
     for where in ("holdfast.save.background.threading.Thread.start", "holdfast.save.shard_writer.stage_tensors"):

@@ -1,4 +1,4 @@
-"""What a process that is forked during a save has of it: nothing."""
+"""Tests that a process that is forked during a save keeps nothing of it."""
 
 import gc
 import multiprocessing
@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 import holdfast.errors
-from holdfast.engine.io.write import write_pieces
+from holdfast.engine.io.write import write_file_ranges
 from holdfast.process.gc_pause import gc_paused
 from holdfast.storage.directories import DirectoryLock
 
@@ -44,11 +44,11 @@ def writing_stopped() -> Iterator[threading.Event]:
     go_on = threading.Event()
 
     def write(*arguments: Any) -> Any:
-        result = write_pieces(*arguments)
+        result = write_file_ranges(*arguments)
         go_on.wait(30)
         return result
 
-    with mock.patch("holdfast.save.shard_writer.write_pieces", write):
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", write):
         yield go_on
 
 
@@ -65,14 +65,14 @@ def files_open(folder: Path) -> Iterator[None]:
     """A save whose files are open: it is in the middle of its writing."""
     from holdfast.engine.io import write
 
-    fill, is_filling, go_on = write._fill, threading.Event(), threading.Event()
+    fill, is_filling, go_on = write._copy_and_hash, threading.Event(), threading.Event()
 
     def stop(*arguments: Any) -> Any:
         is_filling.set()
         go_on.wait(30)
         return fill(*arguments)
 
-    with mock.patch.object(write, "_fill", stop):
+    with mock.patch.object(write, "_copy_and_hash", stop):
         holdfast.save_checkpoint(folder, "s", {"w": torch.ones(2**20)}, async_save=True)
         assert is_filling.wait(10)
         try:
@@ -118,7 +118,7 @@ def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_wai
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     from holdfast.engine.io import staging
 
-    copy, is_copying, go_on = staging._copy, threading.Event(), threading.Event()
+    copy, is_copying, go_on = staging._copy_chunk, threading.Event(), threading.Event()
 
     def stop(*arguments: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -133,7 +133,7 @@ def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_wai
         holdfast.finalize()
         return "stepped"
 
-    with mock.patch.object(staging, "_copy", stop):
+    with mock.patch.object(staging, "_copy_chunk", stop):
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         assert is_copying.wait(10)
         try:
@@ -154,7 +154,7 @@ def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
     with writing_stopped() as go_on:
         checkpointer.save("own", {"w": torch.ones(3)})
         time.sleep(0.1)
-        with mock.patch("holdfast.save.shard_writer.write_pieces", write_pieces):
+        with mock.patch("holdfast.save.shard_writer.write_file_ranges", write_file_ranges):
             assert run_in_fork(save) == ["forked"]
         go_on.set()
         checkpointer.finalize()
@@ -196,5 +196,5 @@ def test_a_forked_process_cannot_wait_for_the_save_and_collects_garbage_again(tm
             message, collects = run_in_fork(look)
         go_on.set()
         handle.wait()
-    assert "goes on in the process that this one was forked from" in message
+    assert "runs in the process that this one was forked from" in message
     assert collects

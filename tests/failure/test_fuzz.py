@@ -1,4 +1,4 @@
-"""A short form of ``python -m campaigns.fuzz``: changed checkpoints are read, or refused by errors of ours."""
+"""Tests that changed checkpoints are read or refused: the short form of ``python -m campaigns.fuzz``."""
 
 from __future__ import annotations
 

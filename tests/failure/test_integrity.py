@@ -1,4 +1,4 @@
-"""A flipped bit anywhere in a checkpoint is found, and the message names the file or the tensor."""
+"""Tests that a flipped bit anywhere in a checkpoint is detected, and that the error names the file or tensor."""
 
 import random
 import shutil
@@ -145,4 +145,4 @@ def test_ranks_that_read_one_range_differently_are_damage(tmp_path: Path) -> Non
     reader = NativeReader(tmp_path / "s")
     checks = ChecksumVerifier(reader, [("model", "w")])
     with pytest.raises(CorruptCheckpointError, match="'w'"):
-        checks.check_shared({0: [Fragment(0, 20, 1), Fragment(0, 20, 2), Fragment(20, 40, 3)]})
+        checks.verify_across_ranks({0: [Fragment(0, 20, 1), Fragment(0, 20, 2), Fragment(20, 40, 3)]})

@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped: the short forms of ``campaigns.kill`` and ``campaigns.stop``."""
+"""Tests ranks that are killed or stopped: the short forms of ``campaigns.kill`` and ``campaigns.stop``."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a load found corrupt makes way when the run that goes on without it saves again."""
+"""Tests that a checkpoint that a load found corrupt is renamed when the resumed run saves again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of a job end: the exit status tells the truth, whatever they did last."""
+"""Tests that the exit status of a job's processes is right, whatever they did last."""
 
 import socket
 import subprocess
@@ -21,7 +21,7 @@ import atexit, logging, sys, torch, holdfast, holdfast.save.shard_writer
 from holdfast.errors import StorageError
 def fail(*_):
     raise StorageError(28, "the disk is full")
-holdfast.save.shard_writer.write_pieces = fail
+holdfast.save.shard_writer.write_file_ranges = fail
 print("this is flushed", end="")
 holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True)
 atexit.register(lambda: print(", and this is called", end=""))
@@ -47,7 +47,7 @@ def rank(number, path, port):
     if sys.argv[3] == "fail":
         def fail(*_):
             raise StorageError(28, "the disk is full")
-        holdfast.save.shard_writer.write_pieces = fail
+        holdfast.save.shard_writer.write_file_ranges = fail
     holdfast.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
 if __name__ == "__main__":
     mp.spawn(rank, (sys.argv[1], int(sys.argv[2])), nprocs=2)
@@ -82,7 +82,7 @@ import logging, sys, torch, holdfast, holdfast.save.shard_writer
 from holdfast.errors import StorageError
 def fail(*_):
     raise StorageError(28, "the disk is full")
-holdfast.save.shard_writer.write_pieces = fail
+holdfast.save.shard_writer.write_file_ranges = fail
 handle = holdfast.save_checkpoint(sys.argv[1], "s", {{"w": torch.ones(1)}}, async_save=True)
 while not handle.done():
     pass

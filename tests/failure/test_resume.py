@@ -1,4 +1,4 @@
-"""Real jobs are killed or told to stop at random moments and go on: a short form of ``python -m campaigns.resume``."""
+"""Tests jobs that are killed or told to stop, and resume: the short form of ``python -m campaigns.resume``."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run's folder that is copied, shared, or changes while it is read: always whole checkpoints, or a clear error."""
+"""Tests a run's directory that is copied, shared or changed while it is read: whole checkpoints or a clear error."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
     for number in range(2):
         save(tmp_path, f"step_{number}", float(number))
     (tmp_path / "step_1/model/model.safetensors").unlink()
-    with pytest.warns(UserWarning, match="loaded 'step_0', as step_1 is corrupt;"):
+    with pytest.warns(UserWarning, match="loaded 'step_0' and ignored other checkpoints: step_1 is corrupt;"):
         assert value_of(tmp_path) == 0.0
 
 
@@ -186,7 +186,14 @@ def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("where", ["reading.Reading.run", "loading.Load._plan", "loading.Load._match"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "load.read_plan.ReadPlan.run",
+        "load.operation.LoadOperation._plan_reads",
+        "load.operation.LoadOperation._match_targets",
+    ],
+)
 def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_then(
     tmp_path: Path, verify: bool, where: str
 ) -> None:
@@ -233,7 +240,8 @@ def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None
 def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command: str, tmp_path: Path) -> None:
     save(tmp_path, "last", 1.0)
     last = str(tmp_path / "last")
-    with once("holdfast.cli.target.InspectedCheckpoint.values", lambda: save(tmp_path, "last", 2.0, overwrite=True)):
+    reading = "holdfast.cli.target.InspectedCheckpoint.read_values"
+    with once(reading, lambda: save(tmp_path, "last", 2.0, overwrite=True)):
         done = CliRunner().invoke(app, [command, *[last] * (1 + (command == "diff"))], env={"COLUMNS": "500"})
     assert done.exit_code == 2
     assert "last was replaced or removed while it was read" in done.output
@@ -269,17 +277,18 @@ def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
 def on_one_rank_only(path: str) -> float:
     """Rank 1 sees what another job saves after rank 0 has looked."""
     loading = holdfast.load.operation.LoadOperation
-    match, done = loading._match, []
+    match, done = loading._match_targets, []
 
     def late(*args: Any) -> Any:
         if dist.get_rank() == 1 and not done:
             done.append(1)
-            code = "import sys, torch, holdfast; from pathlib import Path; from tests.failure.test_side_by_side import save"
+            code = "import sys, torch, holdfast; from pathlib import Path"
+            code += "; from tests.failure.test_side_by_side import save"
             run = f"{code}; save(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
             subprocess.run([sys.executable, "-c", run, path], check=True)
         return match(*args)
 
-    with mock.patch.object(loading, "_match", late):
+    with mock.patch.object(loading, "_match_targets", late):
         return value_of(Path(path))
 
 
@@ -339,7 +348,7 @@ def test_retention_neither_counts_nor_removes_what_was_copied_linked_or_renamed(
 def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
     save(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
-    partial = tmp_path / aside.now("partial").name
+    partial = tmp_path / aside.with_state("partial").name
     locks: list[directories.DirectoryLock] = []
 
     def begin() -> None:
@@ -355,7 +364,7 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
 def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path: Path) -> None:
     save(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
-    (tmp_path / aside.now("partial").name).mkdir()
+    (tmp_path / aside.with_state("partial").name).mkdir()
     with once(
         "holdfast.run.cleanup.list_hidden_directories", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
     ):
@@ -377,7 +386,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
     assert value_of(tmp_path) == 1.0
     with (
         mock.patch.object(directories, "DirectoryLock", side_effect=BlockingIOError),
-        mock.patch.object(directories, "_CLAIMS", 3),
+        mock.patch.object(directories, "_MAX_ATTEMPTS", 3),
         pytest.raises(StorageError, match="was removed again and again"),
     ):
         save(tmp_path, "b", 1.0)
@@ -396,7 +405,9 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
     assert not hidden(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["engine.commit.Draft.overwrite", "storage.folders.publish"])
+@pytest.mark.parametrize(
+    "where", ["engine.io.commit.StagingDirectory.publish_replacing", "storage.directories.rename_noreplace"]
+)
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
     with (
@@ -489,7 +500,7 @@ def test_nobody_else_names_what_a_living_save_is_about_to(tmp_path: Path) -> Non
 def test_one_whose_save_died_between_two_names_is_there_for_those_who_only_look(tmp_path: Path) -> None:
     save(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
-    (tmp_path / aside.now("partial").name).mkdir()
+    (tmp_path / aside.with_state("partial").name).mkdir()
     (tmp_path / "last").rename(tmp_path / aside.name)
     assert holdfast.has_checkpoint(tmp_path)
     assert catalog.find_checkpoint(tmp_path, "last") == tmp_path / aside.name

@@ -1,4 +1,4 @@
-"""A process that is stopped, perhaps the one with the ranks' store, holds nobody up, and does no harm when it wakes."""
+"""Tests that a stopped process, even the one with the ranks' store, delays no rank and does no harm when it wakes."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_may_come_back() -> 
     with pytest.raises(TimeoutError, match=r"no answer within 0\.2 seconds"):
         store.check(["a"])
     for _ in range(100):
-        with pytest.raises(TimeoutError, match="not back yet"):
+        with pytest.raises(TimeoutError, match="not returned yet"):
             store.check(["a"])
     assert time.monotonic() - started < 2
     blocked.awake.set()

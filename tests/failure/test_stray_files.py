@@ -1,4 +1,4 @@
-"""A folder that holds our checkpoints is a run's folder, whatever else lies in it."""
+"""Tests that a directory with holdfast checkpoints is a run's directory, whatever else is in it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.filterwarnings("ignore:.*beside them is ignored")
+@pytest.mark.filterwarnings("ignore:.*next to them is ignored")
 @pytest.mark.parametrize("put", STRAYS)
 @pytest.mark.parametrize("tag", [None, "step_2"])
 def test_the_run_is_loaded_and_not_what_lies_in_it(run: Path, put: Put, tag: str | None) -> None:
@@ -99,7 +99,7 @@ def test_the_run_is_loaded_and_not_what_lies_in_it(run: Path, put: Put, tag: str
     assert holdfast.has_checkpoint(run)
 
 
-@pytest.mark.filterwarnings("ignore:.*beside them is ignored")
+@pytest.mark.filterwarnings("ignore:.*next to them is ignored")
 @pytest.mark.parametrize("put", STRAYS)
 def test_every_other_way_in_takes_the_run_too(run: Path, tmp_path: Path, put: Put) -> None:
     put(run)
@@ -132,7 +132,7 @@ def test_a_run_whose_checkpoints_are_all_corrupt_is_not_taken_for_the_stray_one(
 def test_a_file_that_could_be_meant_is_named(run: Path, put: Put) -> None:
     put(run)
     name = "model.safetensors" if put is put_weights else "pytorch_model.bin"
-    with pytest.warns(UserWarning, match=f"{name} beside them is ignored; to read it, pass its path"):
+    with pytest.warns(UserWarning, match=f"{name} next to them is ignored; to read it, pass its path"):
         holdfast.load_checkpoint(run, model={"w": torch.zeros(4)})
     with pytest.warns(UserWarning, match=name):
         holdfast.open(run)
@@ -174,9 +174,9 @@ def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
     put_our_manifest(run)
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from holdfast.transformers import Checkpoints\n"
+        "from holdfast.transformers import CheckpointMixin\n"
         "run = Path(sys.argv[1])\n"
-        "print(Checkpoints._find(N(args=N(output_dir=run)), True)[0])"
+        "print(CheckpointMixin._find_checkpoint(N(args=N(output_dir=run)), True)[0])"
     )
     holdfast.save_checkpoint(run, "checkpoint-3", user_content={"trainer_state": {}}, step=3)
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What changes right after an asynchronous save was begun is not in it: the short form of ``campaigns.torn``."""
+"""Tests that an asynchronous save does not contain later changes: the short form of ``campaigns.torn``."""
 
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
             def part_of(self, tensor: int) -> TensorBytes:
                 return part_of(tensor)
 
-        parts = {piece.tensor: part_of(piece.tensor) for piece in plan.pieces}
+        parts = {piece.tensor: part_of(piece.tensor) for piece in plan.file_ranges}
         part_of = parts.__getitem__
-        return Live(plan.pieces, np.empty(0, np.uint8), (), part_of)
+        return Live(plan.file_ranges, np.empty(0, np.uint8), (), part_of)
 
     with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
         found = torn(str(tmp_path), "plain", "eager", 8)

@@ -1,6 +1,6 @@
-"""Damages by name: of which golden checkpoint, what is done to it, and what must come of it.
+"""Corruptions by name: the golden checkpoint, the change, and the expected error.
 
-Those of contents make sizes and CRCs right again, so that what is refused is the contents and not the checksum.
+Changes of contents also fix sizes and CRCs, so that the contents are refused and not the checksum.
 """
 
 from __future__ import annotations
@@ -211,13 +211,13 @@ def add_beside(folder: Path) -> None:
 DAMAGES = {
     # Bits, in every kind of file
     "a bit of a model": Damage(
-        flip(MODEL, -1), CorruptCheckpointError, "model tensor 'mask' in .*/model.safetensors is damaged"
+        flip(MODEL, -1), CorruptCheckpointError, "model tensor 'mask' in .*/model.safetensors is corrupt"
     ),
     "a bit of an optimizer": Damage(
-        flip(OPTIMIZER, -9), CorruptCheckpointError, "optimizer tensor '.*' in .* is damaged"
+        flip(OPTIMIZER, -9), CorruptCheckpointError, "optimizer tensor '.*' in .* is corrupt"
     ),
     "a bit of values": Damage(
-        flip("state.safetensors", -1), CorruptCheckpointError, "state tensor 'user_content.* is damaged"
+        flip("state.safetensors", -1), CorruptCheckpointError, "state tensor 'user_content.* is corrupt"
     ),
     "a bit of a rank's": Damage(flip("ranks.safetensors", -1)),
     "a bit of a header": Damage(
@@ -253,16 +253,14 @@ DAMAGES = {
     ),
     "values cut short": Damage(cut(STATE), CorruptCheckpointError, "state.json does not match the manifest"),
     "a manifest cut short": Damage(cut(MANIFEST), CorruptCheckpointError, "manifest.json does not end in its CRC"),
-    "a manifest of no bytes": Damage(
-        empty(MANIFEST), CorruptCheckpointError, "manifest.json is not the JSON that it should be"
-    ),
+    "a manifest of no bytes": Damage(empty(MANIFEST), CorruptCheckpointError, "manifest.json is not valid JSON"),
     "bytes to spare": Damage(
         rewrite(MODEL, lambda raw: raw + b"\0"), CorruptCheckpointError, "has 4568 bytes, the manifest says"
     ),
     "a hole of zeros": Damage(
         rewrite(MODEL, lambda raw: raw[:4096] + bytes(len(raw) - 4096)),
         CorruptCheckpointError,
-        "model tensor .* is damaged",
+        "model tensor .* is corrupt",
     ),
     "line ends of another system": Damage(
         rewrite(MANIFEST, lambda raw: raw.replace(b"\n", b"\r\n")),
@@ -285,7 +283,7 @@ DAMAGES = {
     ),
     # Names that lead out
     "a name with two dots": Damage(
-        also("../x"), UnsafeNameError, r"'\.\./x', which is not a plain path inside its folder"
+        also("../x"), UnsafeNameError, r"'\.\./x', which is not a plain path inside its directory"
     ),
     "an absolute name": Damage(also("/etc/passwd"), UnsafeNameError, "'/etc/passwd', which is not a plain path inside"),
     "a link out": Damage(link_out(MODEL), UnsafeNameError, "is a link to .*outside, outside of the checkpoint"),
@@ -294,10 +292,10 @@ DAMAGES = {
     ),
     # What the manifest says
     "a newer version": Damage(
-        manifest(lambda table: table.update(version=2)), FormatError, "is of format version 2; .* update holdfast"
+        manifest(lambda table: table.update(version=2)), FormatError, "has format version 2; .* update holdfast"
     ),
     "another format": Damage(
-        manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a manifest of holdfast"
+        manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a holdfast manifest"
     ),
     "no files": Damage(
         manifest(lambda table: table["files"].clear()), CorruptCheckpointError, "does not name state.json"
@@ -316,13 +314,13 @@ DAMAGES = {
         length(2**40), CorruptCheckpointError, "the header of .*model.safetensors claims"
     ),
     "a length of nothing": Damage(
-        length(0), CorruptCheckpointError, "the header of .*model.safetensors is not the JSON"
+        length(0), CorruptCheckpointError, "the header of .*model.safetensors is not valid JSON"
     ),
     "a length inside the header": Damage(
-        length(100), CorruptCheckpointError, "the header of .*model.safetensors is not the JSON"
+        length(100), CorruptCheckpointError, "the header of .*model.safetensors is not valid JSON"
     ),
-    "an overlap": Damage(entry(data_offsets=[0, 9]), CorruptCheckpointError, "leaves a hole or overlaps another"),
-    "a hole": Damage(entry(data_offsets=[463, 472]), CorruptCheckpointError, "leaves a hole or overlaps another"),
+    "an overlap": Damage(entry(data_offsets=[0, 9]), CorruptCheckpointError, "leaves a gap or overlaps another"),
+    "a hole": Damage(entry(data_offsets=[463, 472]), CorruptCheckpointError, "leaves a gap or overlaps another"),
     "another shape": Damage(
         entry(shape=[9, 9]), CorruptCheckpointError, r"'mask' has 9 bytes, not those of BOOL \[9, 9\]"
     ),
@@ -330,9 +328,7 @@ DAMAGES = {
     "another dtype of that width": Damage(
         entry(dtype="U8"), MismatchError, "mask: dtype U8 in the checkpoint", sound=True, falls_back=False
     ),
-    "a tensor twice": Damage(
-        text(MODEL, '"none"', '"mask"'), CorruptCheckpointError, "header of .* a key stands twice"
-    ),
+    "a tensor twice": Damage(text(MODEL, '"none"', '"mask"'), CorruptCheckpointError, "header of .* duplicate key"),
     "a tensor in two files": Damage(
         text(SECOND, '"body.0.weight"', '"embed.weight"'),
         CorruptCheckpointError,
@@ -340,9 +336,9 @@ DAMAGES = {
         of="files",
     ),
     "CRCs of other bytes": Damage(
-        text(MODEL, '(nvme":")....', r"\g<1>0000"), CorruptCheckpointError, "model tensor .* is damaged"
+        text(MODEL, '(nvme":")....', r"\g<1>0000"), CorruptCheckpointError, "model tensor .* is corrupt"
     ),
-    "a CRC too few": Damage(text(MODEL, '(nvme":").{16}', r"\1"), CorruptCheckpointError, "has 6 CRCs for 7 blocks"),
+    "a CRC too few": Damage(text(MODEL, '(nvme":").{16}', r"\1"), CorruptCheckpointError, "has 6 CRCs, .* 7 blocks"),
     "no CRCs": Damage(
         header(lambda table: table["__metadata__"].clear()), CorruptCheckpointError, "has no holdfast.crc64nvme"
     ),
@@ -350,7 +346,7 @@ DAMAGES = {
         text(MODEL, r':\\"embed', r':\\"absent'), CorruptCheckpointError, "names a tensor that is not in"
     ),
     "a tie of another tensor": Damage(
-        text(MODEL, r'"head\.weight', '"mask'), CorruptCheckpointError, "is that of another tensor"
+        text(MODEL, r'"head\.weight', '"mask'), CorruptCheckpointError, "is also the name of another tensor"
     ),
     # Values
     "an unknown tag": Damage(
@@ -360,7 +356,7 @@ DAMAGES = {
         text(STATE, r'"\$uuid"', '"a":1,"$uuid"'), CorruptCheckpointError, "is not alone"
     ),
     "a key twice": Damage(
-        text(STATE, '"eps"', '"lr"'), CorruptCheckpointError, "state.json .*: a key stands twice in one object"
+        text(STATE, '"eps"', '"lr"'), CorruptCheckpointError, "state.json .*: duplicate key in an object"
     ),
     "no number": Damage(text(STATE, r"65536\.0", "NaN"), CorruptCheckpointError, "state.json .*: NaN is not JSON"),
     "half a character": Damage(
@@ -370,7 +366,7 @@ DAMAGES = {
         text(STATE, r"content\.tensors\.U8", "nowhere"), CorruptCheckpointError, "'user_nowhere'"
     ),
     "values that are no table": Damage(
-        sealed(rewrite(STATE, lambda _: b"[]")), CorruptCheckpointError, "state.json is no object"
+        sealed(rewrite(STATE, lambda _: b"[]")), CorruptCheckpointError, "state.json must be a JSON object"
     ),
     # No damage
     "what a later writer adds to the manifest": Damage(manifest(grow), sound=True),

@@ -1,8 +1,8 @@
-"""Makes the golden checkpoints: ``python -m tests.golden.make`` from the root of the repository.
+"""Creates the golden checkpoints: ``python -m tests.golden.make`` from the root of the repository.
 
-Run again it gives the same bytes: ids, times and provenance are fixed. Only the states of random generators, in
-``training/step_1/ranks.safetensors``, are those of the libraries that are installed, and so is the manifest beside it.
-What is in ``v1`` and ``damaged`` was made when the format was frozen, and stays as it is: this says how it was made.
+Ids, times and provenance are fixed, so that it gives the same bytes each time. Only the states of random generators, in
+``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. The
+files in ``v1`` and ``damaged`` were created when the format was frozen and do not change; this module documents how.
 """
 
 from __future__ import annotations

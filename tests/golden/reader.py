@@ -1,7 +1,7 @@
-"""A reader of format version 1, written from ``docs/format.md`` alone: NumPy, JSON and struct, nothing of holdfast's.
+"""A reader of format version 1, written from ``docs/format.md`` alone, with NumPy, JSON and struct, without holdfast.
 
-It reads all of a checkpoint, checks all that the page says, and is what the tests hold holdfast against. It is
-written to be read beside the page, and knows nothing of speed.
+It reads all of a checkpoint, and checks every rule of the page. The tests compare holdfast with it. It is written to be
+read next to the page, not to be fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The states of the golden checkpoints: values by formula, so that what a checkpoint should hold is known without one.
+"""The states of the golden checkpoints. Formulas give their values, so that the expected contents are known.
 
 Byte i of the tensor that a checkpoint calls ``group/name`` is ``crc32(group/name) + 37 i + i / 256``, modulo 256 (2 for
-booleans). So there are NaNs of all kinds, infinities and denormals among them, and nothing is rounded.
+booleans). So there are NaNs of all kinds, infinities and denormals, and nothing is rounded.
 """
 
 from __future__ import annotations

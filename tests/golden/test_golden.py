@@ -1,7 +1,7 @@
-"""The format is frozen: golden checkpoints of every version are read as they were meant, and damaged ones refused.
+"""Tests that the format is frozen: golden checkpoints of every version are read, and corrupt ones are refused.
 
-Three agree on what is in them: the formulas in ``golden/states.py``, a reader that was written from ``docs/format.md``
-alone, and holdfast; and what holdfast writes today is what it wrote then, byte for byte.
+Three sources agree on their contents: the formulas in ``golden/states.py``, a reader written from ``docs/format.md``
+alone, and holdfast. Holdfast also still writes the same bytes.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def test_a_run_falls_back_to_the_sound_one_before(name: str, run: Path) -> None:
     else:
         is_corrupt = issubclass(damage.error, CorruptCheckpointError)  # of a newer or another format nobody can tell
         adjective = "corrupt" if is_corrupt else "unreadable"
-        with pytest.warns(UserWarning, match=f"loaded 'older', as {TAG} is {adjective};"):
+        with pytest.warns(UserWarning, match=f"loaded 'older' and ignored other checkpoints: {TAG} is {adjective};"):
             found = holdfast.restore(run, **golden.blank)
         assert (found.tag, found.skipped_checkpoints) == ("older", (TAG,) if is_corrupt else ())
         with pytest.raises((CorruptCheckpointError, damage.error), match=TAG):

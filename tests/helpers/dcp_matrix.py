@@ -1,6 +1,6 @@
 """Checkpoints of holdfast and of ``torch.distributed.checkpoint``, each loaded by the other, in any layout.
 
-What a state is, names tell (``tests/helpers/zoo.py``); what a run holds after a load, torch's own gathering of states tells.
+Names define the expected state (``tests/helpers/zoo.py``). Torch's own gathering gives the state of a run after a load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Lightning trains in the tests, without Lightning: the same names, in any layout of torch."""
+"""The model that Lightning trains in the tests, without Lightning: the same names, in any layout of torch."""
 
 from __future__ import annotations
 

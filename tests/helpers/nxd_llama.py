@@ -1,6 +1,6 @@
-"""A small Llama with the names of transformers', and training of it: by one process, and as NxD's ranks do.
+"""A small Llama with the names of transformers', and its training, by one process and by NxD's ranks.
 
-Written out, so that ranks need not import transformers.
+It is written out, so that ranks need not import transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small net with every kind of optimizer in several layouts: saved from one, loaded into one that never stepped."""
+"""A small model with every kind of optimizer in several layouts: saved from one, loaded into one without steps."""
 
 import functools
 from collections.abc import Callable, Iterable

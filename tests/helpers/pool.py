@@ -1,7 +1,7 @@
 """A pool of ranks that starts once for a test session.
 
-Starting Python and torch costs seconds; a rank that is there already joins a process group of any size
-in milliseconds. Each task gets a fresh gloo group over a prefix of one store that the parent serves.
+Starting Python and torch takes seconds; a running rank joins a process group of any size in milliseconds. Each task
+gets a new gloo group over a prefix of one store that the parent serves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small training run in any layout: the same state, however it is laid out over ranks."""
+"""A small training run in any layout, with the same state in all of them."""
 
 from __future__ import annotations
 

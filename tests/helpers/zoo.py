@@ -1,4 +1,4 @@
-"""Every layout that people train in, over one model whose state is a function of names: an oracle without training."""
+"""All common layouts over one model whose state is a function of names: an oracle without training."""
 
 from __future__ import annotations
 

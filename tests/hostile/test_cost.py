@@ -1,7 +1,7 @@
-"""What hostile input may cost: 1 MB of it takes at most a second and 64 MB beyond what honest input of its size does.
+"""Tests the cost of hostile input: 1 MB of it takes at most 1 s and 64 MB more than ordinary input of its size.
 
-Each bomb took at least ten times as much before there was a budget, most of them minutes or gigabytes; the limits here
-leave room for slow machines. Honest input of unusual shape is read, in time that grows with its size.
+Without the read budget each bomb took at least ten times as much, most of them minutes or gigabytes; the limits here
+leave room for slow machines. Ordinary input of unusual shape is read, in time proportional to its size.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def test_names_of_one_tree_take_steps_in_proportion() -> None:
     plain = [spent({"a": {str(i): {"b": i} for i in range(number)}}) for number in (2000, 4000)]
     assert plain[1] < 2.1 * plain[0]
     assert large > 3 * small  # lists are compared with each other, which is paid for
-    with pytest.raises(CorruptCheckpointError, match="again and again"):
+    with pytest.raises(CorruptCheckpointError, match="more work"):
         classify_tree({"optimizer": flattened(20_000)}, {}, ReadBudget(10**6), "x")
 
 

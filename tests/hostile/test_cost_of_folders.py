@@ -1,6 +1,6 @@
-"""What hostile folders may cost: metadata and files whose parts name each other, or numbers that ask for work.
+"""Tests the cost of hostile directories: metadata and files that refer to each other, or numbers that cause work.
 
-Like the files in :mod:`tests.hostile.test_cost`; each of them is refused, or read, before it costs much.
+Like the files in :mod:`tests.hostile.test_cost`, each of them is refused, or read, before it costs much.
 """
 
 from __future__ import annotations
@@ -170,17 +170,17 @@ def petabytes(folder: Folder) -> None:
 
 #: Folders, with what is in their file of data, and why they are refused; one is odd, but sound.
 FOLDERS: dict[str, tuple[Callable[[Folder], None], bytes, str | None]] = {
-    "values of one record": (values_of_one_record, record([0] * 200_000), "again and again"),
+    "values of one record": (values_of_one_record, record([0] * 200_000), "more work"),
     "records that overlap": (records_that_overlap, record([0] * 200_000), "they overlap"),
     "chunks that overlap": (chunks_that_overlap, record(torch.ones(1000)), "they overlap"),
     "irregular chunks": (irregular_chunks, b"", ""),
     "chunks of many dimensions": (chunks_of_many_dimensions, b"", ""),
-    "chunks that tensors share": (shared_chunks, b"", "again and again"),
-    "long paths": (long_paths, b"", "again and again|parts"),
+    "chunks that tensors share": (shared_chunks, b"", "more work"),
+    "long paths": (long_paths, b"", "more work|parts"),
     "paths of one prefix": (paths_of_one_prefix, b"", None),
     "offsets of one hash": (offsets_of_one_hash, b"", "same hash"),
-    "transforms without end": (transforms_without_end, b"", "again and again"),
-    "petabytes in a record": (petabytes, record(torch.ones(1).expand(2**40)), "chunk of 't' has"),
+    "transforms without end": (transforms_without_end, b"", "more work"),
+    "petabytes in a record": (petabytes, record(torch.ones(1).expand(2**40)), "chunk of tensor 't' has"),
 }
 
 
@@ -375,7 +375,7 @@ def test_an_index_of_many_names_of_one_file_costs_little(tmp_path: Path) -> None
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     started = time.process_time()
     problems = [found.problem for found in holdfast.open(tmp_path).verify() if found.problem]
-    assert any("where it is not" in problem for problem in problems)
+    assert any("but it does not" in problem for problem in problems)
     assert time.process_time() - started < SECONDS
 
 
@@ -393,7 +393,7 @@ def test_whether_ranks_have_the_same_tensors_is_looked_at_once() -> None:
     """And not once for each tensor, which took time that grew with the square of their number."""
     models = [[Counted({f"w{number}": number for number in range(1000)}) for _ in range(4)]]
     stage = PipelineStage("a stage", models, [])
-    assert [stage.shards(name)[0][0] for name in stage.names] == list(range(1000))
+    assert [stage.shards_of(name)[0][0] for name in stage.tensor_names] == list(range(1000))
     assert Counted.looks <= 3 * len(models[0])
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints made to do harm: each is refused by an error of ours that names the file, quickly and without memory.
+"""Tests that malicious checkpoints are refused with an error that names the file, quickly and with little memory.
 
-Unless a test is about the manifest, sizes and CRCs are made right again after the tampering, so that what is
-refused is the contents and not the checksum.
+Unless a test is about the manifest, sizes and CRCs are fixed after the change, so that the contents are refused and not
+the checksum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values that would make a file larger than readers take are refused when they are saved, by name.
+"""Tests that values that would make a file too large for readers are refused when they are saved, by name.
 
 The limits are scaled down.
 """
@@ -104,7 +104,7 @@ def save_own(path: str, sizes: list[int]) -> None:
     ("sizes", "message"),
     [
         ([1, LIMIT], r"ranks\.json would have .*largest value is content\.blob"),
-        ([LIMIT // 3, LIMIT // 2], r"ranks\.json would have .*; rank 1 brings the most"),
+        ([LIMIT // 3, LIMIT // 2], r"ranks\.json would have .*; rank 1 contributes the most"),
     ],
 )
 def test_what_belongs_to_ranks_is_looked_at_together(

@@ -1,6 +1,6 @@
-"""Links that leave the folder that was opened are refused, whatever is the link: a file, a sub-folder, an index.
+"""Tests that links out of the opened directory are refused, be it a link of a file, a subdirectory or an index.
 
-In each test the checkpoint is read at first, so that what is refused is the link.
+Each test first reads the checkpoint, so that the link is what is refused.
 """
 
 from __future__ import annotations

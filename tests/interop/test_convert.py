@@ -1,4 +1,4 @@
-"""From any format to any other: the same tensors and values, checked by those who own the formats."""
+"""Tests conversions between all formats: the libraries that own the formats read the same tensors and values."""
 
 import errno
 import os
@@ -226,9 +226,9 @@ def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
 
 
 def test_two_names_that_meet_are_refused(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="would both be called"):
+    with pytest.raises(InvalidArgumentError, match="would both be named"):
         holdfast.convert(saved, tmp_path / "out", to="torch", rename=lambda _: "same")
-    with pytest.raises(InvalidArgumentError, match="nothing of"):
+    with pytest.raises(InvalidArgumentError, match="no tensor of"):
         holdfast.convert(saved, tmp_path / "out", to="native", include="nobody", model_only=True)
 
 
@@ -240,7 +240,7 @@ def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(TagExistsError):
         holdfast.convert(saved, tmp_path / "there", to="torch")
-    with pytest.raises(InvalidArgumentError, match="to is one of"):
+    with pytest.raises(InvalidArgumentError, match="to must be one of"):
         holdfast.convert(saved, tmp_path / "x", to="onnx")
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
@@ -251,7 +251,7 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is corrupt"):
         holdfast.convert(saved, tmp_path / "out", to=to, dtype="float16")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
@@ -259,7 +259,7 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path
 def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.conversion import pipeline
 
-    write = pipeline.write_pieces
+    write = pipeline.write_file_ranges
 
     def lossy(files: Any, *rest: Any) -> Any:
         found = write(files, *rest)
@@ -270,8 +270,8 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
             file.write(bytes([byte[0] ^ 4]))
         return found
 
-    monkeypatch.setattr(pipeline, "write_pieces", lossy)
-    with pytest.raises(CorruptCheckpointError, match="as it was written"):
+    monkeypatch.setattr(pipeline, "write_file_ranges", lossy)
+    with pytest.raises(CorruptCheckpointError, match="not what was written"):
         holdfast.convert(saved, tmp_path / "out", to="native")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
@@ -304,7 +304,7 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
 ) -> None:
     from holdfast.conversion import pipeline
 
-    read = pipeline.read_pieces
+    read = pipeline.read_file_ranges
 
     def looked(*arguments: Any) -> Any:
         (draft,) = tmp_path.glob(".*")
@@ -312,7 +312,7 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
             DirectoryLock(draft)
         return read(*arguments)
 
-    monkeypatch.setattr(pipeline, "read_pieces", looked)
+    monkeypatch.setattr(pipeline, "read_file_ranges", looked)
     holdfast.convert(saved, tmp_path / "out", to=to)
 
 
@@ -321,8 +321,8 @@ def die_converting(src: str, dst: str, to: str) -> None:
         os.kill(os.getpid(), SIGKILL)
 
     with (
-        mock.patch("holdfast.conversion.pipeline.read_pieces", side_effect=die),
-        mock.patch("holdfast.compat.nxd.convert.torch_files._finish", side_effect=die),
+        mock.patch("holdfast.conversion.pipeline.read_file_ranges", side_effect=die),
+        mock.patch("holdfast.compat.nxd.convert.torch_files._finish_file", side_effect=die),
     ):
         holdfast.convert(src, dst, to=to)
 
@@ -362,7 +362,7 @@ def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_
     holdfast.save_checkpoint(run, "later", {"w": torch.zeros(1)})
     before = contents(run)
     for final in (saved / "x", saved / "model/x", saved / "new/x"):
-        with pytest.raises(InvalidArgumentError, match=f"lies in the checkpoint {saved}: choose"):
+        with pytest.raises(InvalidArgumentError, match=f"is inside the checkpoint {saved}: choose"):
             holdfast.convert(run, final, to=to, model_only=True)
     assert contents(run) == before
     (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
@@ -373,14 +373,14 @@ def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_
 SLOWLY = """
 import time
 from holdfast.cli.entry import main
-from holdfast.conversion import planned
-from holdfast.engine import write
+from holdfast.compat.nxd.convert import torch_files
+from holdfast.engine.io import write
 def slowly(quick):
     def work(*arguments):
         time.sleep(0.3)
         return quick(*arguments)
     return work
-write._write, planned._write = slowly(write._write), slowly(planned._write)
+write._write_chunk, torch_files._write = slowly(write._write_chunk), slowly(torch_files._write)
 main()
 """
 
@@ -459,7 +459,7 @@ def test_a_regular_expression_that_is_none_is_named(saved: Path, tmp_path: Path)
             holdfast.convert(saved, tmp_path / "out", to="native", rename={pattern: text})
     done = CliRunner().invoke(app, ["convert", str(saved), str(tmp_path / "out"), "--to", "hf", "--rename", "(=x"])
     assert done.exit_code == 2
-    assert "rename takes regular expressions" in " ".join(done.stderr.split())
+    assert "rename must map regular expressions" in " ".join(done.stderr.split())
 
 
 def by_number(folder: Path) -> Path:
@@ -473,7 +473,7 @@ def by_number(folder: Path) -> Path:
 
 @pytest.mark.parametrize("to", ["nxd", "lightning-folder"])
 def test_parameters_without_names_are_refused_where_names_are_needed(tmp_path: Path, to: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="by number only"):
+    with pytest.raises(InvalidArgumentError, match="only numbers for the optimizer"):
         holdfast.convert(by_number(tmp_path), tmp_path / "out", to=to)
     assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
 
@@ -541,7 +541,7 @@ def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path:
 
 @pytest.mark.parametrize("to", ["torch", "lightning"])
 def test_no_other_file_is_called_one(saved: Path, tmp_path: Path, to: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"one.safetensors would be taken for .* such as \.pt"):
+    with pytest.raises(InvalidArgumentError, match=r"one.safetensors would be read as .* such as \.pt"):
         holdfast.convert(saved, tmp_path / "one.safetensors", to=to)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -1,4 +1,4 @@
-"""A model built on the meta device is given memory while it is loaded, each rank its own parts only."""
+"""Tests that a load materializes a model built on the meta device, with each rank's own shards only."""
 
 import resource
 from pathlib import Path

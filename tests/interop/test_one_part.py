@@ -1,4 +1,4 @@
-"""One part at a time: a model or an optimizer in a file or folder of its own, from any layout and into any other.
+"""Tests single components: a model or an optimizer in a file or directory, from any layout into any other.
 
 The oracles are torch and safetensors, which open the files by themselves, and a state that is a function of names.
 """
@@ -95,7 +95,7 @@ def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list
     assert told.verified == (kind in {"file", "folder"})
     assert told.exact == ("model",)
     told = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
-    assert told.named_by == {"optimizer": "model"}
+    assert told.matched_by == {"optimizer": "model"}
     expected = zoo.fill(zoo.LAYOUTS[layout][0]())
     theirs = dict(zoo.tensors(expected))
     return [name for name, mine in zoo.tensors(run) if not torch.equal(zoo.local(mine), zoo.local(theirs[name]))]
@@ -142,7 +142,7 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
             other, fresh = make(named=named)
             fresh.state.clear()
             told = holdfast.load_optimizer(fresh, tmp_path / f"{file}.safetensors", model=other if given else None)
-            assert told.named_by["optimizer"] == ("places" if file == "places" else by)
+            assert told.matched_by["optimizer"] == ("places" if file == "places" else by)
             for mine, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
                 assert equal(mine, theirs)
 
@@ -222,15 +222,15 @@ def test_a_path_of_the_wrong_kind_is_said_so(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidArgumentError, match="is a folder; with shard=False one file"):
+    with pytest.raises(InvalidArgumentError, match="is a folder, but shard=False writes one file"):
         holdfast.save_model(model, tmp_path / "folder")
-    with pytest.raises(InvalidArgumentError, match="is a file; with shard=True"):
+    with pytest.raises(InvalidArgumentError, match="is a file, but shard=True"):
         holdfast.save_model(model, tmp_path / "file", shard=True)
     holdfast.save_model(model, tmp_path / "m.safetensors")
     holdfast.save_optimizer(adam(model), tmp_path / "o.safetensors")
-    with pytest.raises(MismatchError, match="holds model, and no optimizer"):
+    with pytest.raises(MismatchError, match="contains model, but no optimizer"):
         holdfast.load_optimizer(adam(model), tmp_path / "m.safetensors")
-    with pytest.raises(MismatchError, match="holds optimizer, and no model"):
+    with pytest.raises(MismatchError, match="contains optimizer, but no model"):
         holdfast.load_model(model, tmp_path / "o.safetensors")
     with pytest.raises(NoCheckpointError):
         holdfast.load_model(model, tmp_path / "nothing")
@@ -314,7 +314,7 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     """Also where its name cannot be given back at the time: the dead save's folder tells that it is wanted."""
     save_weight(tmp_path / "m", 1.0)
     (tmp_path / DEAD.name).mkdir()
-    (tmp_path / "m").rename(tmp_path / DEAD.now("replaced").name)
+    (tmp_path / "m").rename(tmp_path / DEAD.with_state("replaced").name)
     refused = StorageError(errno.EIO, "input/output error")
     with (
         mock.patch("holdfast.run.cleanup.rename_noreplace", side_effect=refused),
@@ -387,13 +387,13 @@ def test_a_load_waits_for_the_save_that_is_under_way(
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     holdfast.save_model(old, tmp_path / "link", shard=True)
-    finish = ComponentStaging.finish
+    publish = ComponentStaging.publish
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.3)
-        finish(*arguments)
+        publish(*arguments)
 
-    monkeypatch.setattr(ComponentStaging, "finish", slow)
+    monkeypatch.setattr(ComponentStaging, "publish", slow)
     holdfast.save_model(new, tmp_path / "link", shard=True, use_async=True)
     found = nn.Linear(2, 2)
     if booster:

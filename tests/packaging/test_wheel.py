@@ -1,4 +1,4 @@
-"""What people install: the wheel, built from a tagged copy of this repository, and run from where it was unpacked."""
+"""Tests the wheel: built from a tagged copy of this repository, and run from the unpacked files."""
 
 import os
 import shutil

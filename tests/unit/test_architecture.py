@@ -1,4 +1,4 @@
-"""What import-linter cannot check: who opens files, and what is imported by a process that needs little."""
+"""Tests rules that import-linter cannot check: which modules open files, and which imports small processes need."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Saving and loading need a few buffers beside the state, whatever its size."""
+"""Tests that saving and loading need only a few buffers in addition to the state, whatever its size."""
 
 import subprocess
 import sys

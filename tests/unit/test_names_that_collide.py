@@ -1,4 +1,4 @@
-"""Two things of a foreign checkpoint that would get one name are refused, by both paths; odd keys are read."""
+"""Tests that colliding names in a foreign checkpoint are refused, with both paths; unusual keys are read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_both_paths_are_named(tmp_path: Path, kind: str) -> None:
     tree, first, second = COLLIDING[kind]
     file = saved(tmp_path, tree)
     for ask in (holdfast.open, lambda path: holdfast.convert(path, tmp_path / "out", to="native")):
-        with pytest.raises(FormatError, match=f"{file}.*would both be called") as caught:
+        with pytest.raises(FormatError, match=f"{file}.*would both get the name") as caught:
             ask(file)
         assert first in str(caught.value)
         assert second in str(caught.value)
@@ -116,7 +116,7 @@ def test_states_of_one_parameter_in_two_files_are_refused(tmp_path: Path) -> Non
         '{"metadata": {"param_groups": "pytorch_optim_group.bin"}, '
         '"weight_map": {"0": "pytorch_optim-00001.bin", "1": "pytorch_optim-00002.bin"}}'
     )
-    with pytest.raises(CorruptCheckpointError, match="'m' of parameter 0 is there twice"):
+    with pytest.raises(CorruptCheckpointError, match="'m' of optimizer parameter 0 is stored twice"):
         holdfast.open(tmp_path)
 
 

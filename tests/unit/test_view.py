@@ -1,4 +1,4 @@
-"""``holdfast.open``, and the commands' ``--tag``: which checkpoint is opened, and what is refused."""
+"""Tests which checkpoint ``holdfast.open`` and the commands' ``--tag`` open, and which ones they refuse."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class TestOpen:
         with pytest.raises(TypeError):
             holdfast.open(run, "step_1", {"model": "app.net"})  # type: ignore[misc]
         for keys in ("step_1", {"model": 3}, {3: "app"}, ["model"]):
-            with pytest.raises(InvalidArgumentError, match="keys names parts"):
+            with pytest.raises(InvalidArgumentError, match="keys must map components"):
                 holdfast.open(run, keys=keys)  # type: ignore[arg-type]
-            with pytest.raises(InvalidArgumentError, match="keys names parts"):
+            with pytest.raises(InvalidArgumentError, match="keys must map components"):
                 holdfast.convert(run, tmp_path / "out", to="hf", keys=keys)  # type: ignore[arg-type]
         torch.save({"app": {"net": {"w": torch.ones(2)}}}, tmp_path / "x.pt")
         assert holdfast.open(tmp_path / "x.pt", keys={"model": "app.net"}).keys() == ["model/w"]

@@ -1,4 +1,4 @@
-"""The command line. One module per command; what they share is in ``target`` and ``output``.
+"""The command line. There is one module per command; ``target`` and ``output`` are shared.
 
-Nothing here imports torch at the top: ``--help``, ``ls`` and ``show`` answer at once.
+No module here imports torch at the top, so that ``--help``, ``ls`` and ``show`` are fast.
 """

@@ -1,4 +1,4 @@
-"""Which commands there are. Each is imported when it is called: ``--help`` answers at once."""
+"""The table of commands. Each is imported when it is called, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.cli.process import leave_on_interrupt
 
 @dataclass(frozen=True, slots=True)
 class CommandSpec:
-    """A command: the function of its name in ``module``, what it does in a line, and how it is called."""
+    """A command: the module with the function of its name, a one-line summary, and an example call."""
 
     module: str
     summary: str
@@ -23,28 +23,40 @@ class CommandSpec:
 
 
 COMMANDS: Mapping[str, CommandSpec] = {
-    "ls": CommandSpec("ls", "List the checkpoints of a run.", "holdfast ls runs/a --all"),
-    "show": CommandSpec("show", "Show what is in a checkpoint.", "holdfast show runs/a 'model/*.bias'"),
-    "verify": CommandSpec("verify", "Read every byte, check every CRC.", "holdfast verify runs/a/step_1000"),
-    "diff": CommandSpec("diff", "Tell two checkpoints apart.", "holdfast diff runs/a/step_1000 runs/b/step_1000"),
+    "ls": CommandSpec("holdfast.cli.ls", "List the checkpoints of a run.", "holdfast ls runs/a --all"),
+    "show": CommandSpec(
+        "holdfast.cli.show.command", "Show the contents of a checkpoint.", "holdfast show runs/a 'model/*.bias'"
+    ),
+    "verify": CommandSpec(
+        "holdfast.cli.verify", "Read every byte and check every CRC.", "holdfast verify runs/a/step_1000"
+    ),
+    "diff": CommandSpec(
+        "holdfast.cli.diff.command", "Compare two checkpoints.", "holdfast diff runs/a/step_1000 runs/b/step_1000"
+    ),
     "convert": CommandSpec(
-        "convert", "Write a checkpoint in another format.", "holdfast convert runs/a out --to hf --dtype bfloat16"
+        "holdfast.cli.convert",
+        "Write a checkpoint in another format.",
+        "holdfast convert runs/a out --to hf --dtype bfloat16",
     ),
     "consolidate": CommandSpec(
-        "convert",
-        "Make one file of a checkpoint.",
+        "holdfast.cli.convert",
+        "Merge a sharded checkpoint into one file.",
         "holdfast consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt",
     ),
     "nxd-convert-zero-checkpoints": CommandSpec(
-        "nxd",
-        "Convert a ZeRO-1 state of NeuronX Distributed.",
+        "holdfast.compat.nxd.cli",
+        "Convert the ZeRO-1 state of a NeuronX Distributed checkpoint.",
         "holdfast nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
         "--convert_to_sharded --dp_size 4",
     ),
-    "prune": CommandSpec("prune", "Remove old checkpoints.", "holdfast prune runs/a --keep 5 --leftovers --dry-run"),
+    "prune": CommandSpec(
+        "holdfast.cli.prune",
+        "Remove old checkpoints and leftovers of interrupted saves.",
+        "holdfast prune runs/a --keep 5 --leftovers --dry-run",
+    ),
 }
 
-#: How every command speaks.
+#: The Typer settings of every command.
 SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
@@ -52,20 +64,20 @@ SETTINGS: dict[str, Any] = {
 
 
 def is_on_terminal() -> bool:
-    """Whether help is in colour. Elsewhere it is plain: rich's takes as long to import as all the rest."""
+    """Return whether to show help in colour. In pipes help is plain, because rich is slow to import."""
     return sys.stdout.isatty()
 
 
 class LazyCommands(Mapping[str, Any]):
-    """The commands by name, each made when it is asked for."""
+    """The commands by name. Each is created when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         command = COMMANDS[name]
         with leave_on_interrupt():
-            function = getattr(import_module(f"holdfast.cli.{command.module}"), name.replace("-", "_"))
-        alone = typer.Typer(add_completion=False, rich_markup_mode="rich" if is_on_terminal() else None, **SETTINGS)
-        alone.command(name, epilog=f"Example: {command.example}")(function)
-        return typer.main.get_command(alone)
+            function = getattr(import_module(command.module), name.replace("-", "_"))
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich" if is_on_terminal() else None, **SETTINGS)
+        app.command(name, epilog=f"Example: {command.example}")(function)
+        return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)

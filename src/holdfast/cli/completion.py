@@ -1,4 +1,4 @@
-"""What shells offer where an argument is begun. Nothing here imports torch: a key was pressed, and somebody waits."""
+"""Shell completion of arguments. No module here imports torch, because the user is waiting."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from holdfast.errors import HoldfastError
 from holdfast.run.catalog import list_checkpoints
 from holdfast.storage.posix import is_directory, local_path
 
-#: What ``--to`` takes.
+#: The formats of ``--to``, each with a description.
 FORMATS = {
-    "native": "a checkpoint of holdfast's",
-    "hf": "a folder as transformers has it",
-    "safetensors": "one such file",
+    "native": "a holdfast checkpoint",
+    "hf": "a Hugging Face model folder",
+    "safetensors": "one safetensors file",
     "torch": "one file of torch.save",
     "dcp": "a folder of torch.distributed.checkpoint",
     "lightning": "one .ckpt file",
-    "lightning-folder": "as Lightning's FSDP and model-parallel strategies have it",
+    "lightning-folder": "a folder of Lightning's FSDP and model-parallel strategies",
     "colossalai": "folders that ColossalAI's Booster loads",
-    "nxd": "a tag's folder of NeuronX Distributed",
+    "nxd": "the folder of a NeuronX Distributed tag",
 }
 
-#: What ``--dtype`` takes.
+#: The dtypes of ``--dtype``.
 DTYPES = (
     *("bfloat16", "float16", "float32", "float64"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -30,26 +30,26 @@ DTYPES = (
 
 
 def complete_formats(incomplete: str) -> list[tuple[str, str]]:
-    """Formats, each with what it is."""
+    """Return the matching formats with their descriptions."""
     return [(name, text) for name, text in FORMATS.items() if name.startswith(incomplete)]
 
 
 def complete_dtypes(incomplete: str) -> list[str]:
-    """Dtypes of floating-point tensors."""
+    """Return the matching floating-point dtypes."""
     return [name for name in DTYPES if name.startswith(incomplete)]
 
 
 def complete_checkpoints(incomplete: str) -> list[tuple[str, str]]:
-    """The checkpoints of a run whose folder was typed, the newest first. Where there are none, shells offer files."""
+    """Return the checkpoints of the run whose folder was typed, newest first. If none, shells complete file names."""
     with suppress(HoldfastError, OSError):
-        return list(_checkpoints(incomplete))
+        return list(_matching_checkpoints(incomplete))
     return []
 
 
-def _checkpoints(incomplete: str) -> Iterator[tuple[str, str]]:
-    above, slash, begun = incomplete.rpartition("/")
-    folder = local_path(above + slash or ".")
+def _matching_checkpoints(incomplete: str) -> Iterator[tuple[str, str]]:
+    parent, slash, prefix = incomplete.rpartition("/")
+    folder = local_path(parent + slash or ".")
     for info in reversed(list_checkpoints(folder) if is_directory(folder) else []):
-        if info.tag.startswith(begun):
+        if info.tag.startswith(prefix):
             step = "" if info.step is None else f"step {info.step}, "
-            yield f"{above}{slash}{info.tag}", f"{step}{info.status}"
+            yield f"{parent}{slash}{info.tag}", f"{step}{info.status}"

@@ -1,4 +1,4 @@
-"""The entry point of the script: what takes its time is imported when Ctrl-C is already taken care of."""
+"""The entry point of the script. It handles Ctrl-C before the slow imports."""
 
 from __future__ import annotations
 

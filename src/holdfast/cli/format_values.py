@@ -1,4 +1,4 @@
-"""The plain values of a checkpoint for people, in few lines, and for programs, as JSON."""
+"""Formatting of the plain values of a checkpoint: in few lines for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from holdfast.cli.placeholders import TensorPlaceholder
 
-#: What takes lines of its own where it is long.
-_DEEP = (dict, list, tuple, Namespace)
+#: Types whose items get lines of their own if the value is long.
+_CONTAINERS = (dict, list, tuple, Namespace)
 
-#: The longest text of one value, in characters.
-_ROOM = 56
+#: The maximum length of the text of one value, in characters.
+_MAX_TEXT = 56
 
-#: The most items of a list of which each takes lines of its own.
-_ITEMS = 5
+#: The maximum number of items of a list that get lines of their own.
+_MAX_ITEMS = 5
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of bounded length, with the keys of a dict in their own order."""
+    """A ``repr`` of limited length that keeps the order of dict keys."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, _ROOM, _ROOM, _ROOM
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, _MAX_TEXT, _MAX_TEXT, _MAX_TEXT
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 8
         self.maxdict = 1000
 
@@ -35,7 +35,7 @@ class _Short(reprlib.Repr):
             return super().repr_dict(x, level)
         return "{" + ", ".join(f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in x.items()) + "}"
 
-    def repr_Namespace(self, x: Namespace, level: int) -> str:  # noqa: N802 - how reprlib finds it
+    def repr_Namespace(self, x: Namespace, level: int) -> str:  # noqa: N802 - reprlib looks it up by this name
         return self.repr_dict(vars(x), level)
 
 
@@ -43,34 +43,34 @@ _SHORT = _Short()
 
 
 def format_brief(value: Any) -> str:
-    """A value on one line: what is long is cut, and the number of items said."""
+    """Return a value on one line. A long one is cut, and its number of items is added."""
     text = _SHORT.repr(value)
-    if len(text) <= _ROOM and "..." not in text:
+    if len(text) <= _MAX_TEXT and "..." not in text:
         return text
-    # A range says itself how long it is, which may be more than ``len`` can.
+    # The ``repr`` of a range has its length, which may exceed the limit of ``len``.
     has_items = isinstance(value, Collection) and not isinstance(value, str | range)
     size = f" ({len(value):,} items)" if has_items else ""
-    return (text if len(text) <= _ROOM else text[: _ROOM - 3] + "...") + size
+    return (text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "...") + size
 
 
 def format_lines(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """A tree as ``(path, text)``: what fits on a line on one, what does not, a line for each part."""
+    """Iterate over a tree as ``(path, text)`` lines. A value that does not fit on one line gets a line per item."""
     value = vars(value) if isinstance(value, Namespace) else value
-    short = bool(path) and len(_SHORT.repr(value)) <= _ROOM
+    short = bool(path) and len(_SHORT.repr(value)) <= _MAX_TEXT
     if isinstance(value, dict) and value and not short:
         for key, item in value.items():
             yield from format_lines(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple) and not short and any(isinstance(item, _DEEP) for item in value):
-        for i, item in enumerate(value[:_ITEMS]):
+    elif isinstance(value, list | tuple) and not short and any(isinstance(item, _CONTAINERS) for item in value):
+        for i, item in enumerate(value[:_MAX_ITEMS]):
             yield from format_lines(item, f"{path}[{i}]")
-        if len(value) > _ITEMS:
-            yield f"{path}[{_ITEMS}:]", f"{len(value) - _ITEMS:,} more"
+        if len(value) > _MAX_ITEMS:
+            yield f"{path}[{_MAX_ITEMS}:]", f"{len(value) - _MAX_ITEMS:,} more"
     else:
         yield path, format_brief(value)
 
 
 def as_plain_value(value: Any) -> Any:
-    """The nearest JSON: lists for tuples and sets, text for what JSON lacks, a description for a tensor."""
+    """Return the closest JSON value: lists for tuples and sets, descriptions for tensors, text for other types."""
     if isinstance(value, TensorPlaceholder):
         return {"kind": value.kind, "dtype": value.info.dtype, "shape": list(value.info.shape)}
     if isinstance(value, Namespace | Mapping):

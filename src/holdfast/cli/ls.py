@@ -1,4 +1,4 @@
-"""``holdfast ls``: the checkpoints of a run."""
+"""``holdfast ls``: lists the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import format_count, human_metrics, human_time, print_error, print_json
+from holdfast.cli.output import format_count, format_metrics, format_time, print_error, print_json
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import check_run
 from holdfast.observe.terminal import escape_control_characters, terminal_console
@@ -19,41 +19,45 @@ from holdfast.storage.posix import local_path
 
 
 def ls(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.")],
-    show_all: Annotated[
-        bool, typer.Option("--all", "-a", help="Also what saves that never ended left behind.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also list what interrupted saves left.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """List the checkpoints of a run.
+    """List the checkpoints of a run, oldest first.
 
-    Oldest first, but damaged ones before all others. "complete" says that the save was: verify reads the tensors. Exit
-    code 1 if there is none, or a damaged one.
+    Corrupt checkpoints are listed before all others. "complete" means that the save was completed; only verify reads
+    the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
     """
     path = local_path(run)
     check_run(path)
-    found = list_checkpoints(path)
-    drafts = list_stale_directories(path)
-    shown = drafts if show_all else []
+    checkpoints = list_checkpoints(path)
+    leftovers = list_stale_directories(path)
+    shown = leftovers if show_all else []
     if as_json:
-        _print_json(path, found, shown)
-    elif found or shown:
-        _print_table(found, shown)
-    if not found:
-        hidden = len(drafts) - len(shown)
-        hint = f"--all shows {format_count(hidden, 'save')} that never ended." if hidden else ""
+        _print_json(path, checkpoints, shown)
+    elif checkpoints or shown:
+        _print_table(checkpoints, shown)
+    if not checkpoints:
+        hidden = len(leftovers) - len(shown)
+        hint = f"--all also lists {format_count(hidden, 'interrupted save')}." if hidden else ""
         print_error(f"there is no checkpoint in {path}", hint)
-    raise typer.Exit(0 if found and all(info.status == "complete" for info in found) else 1)
+    raise typer.Exit(0 if checkpoints and all(info.status == "complete" for info in checkpoints) else 1)
 
 
-def _print_json(path: Path, found: Sequence[CheckpointInfo], drafts: Sequence[StaleDirectory]) -> None:
+def _print_json(path: Path, checkpoints: Sequence[CheckpointInfo], leftovers: Sequence[StaleDirectory]) -> None:
     table = {
         "path": str(path),
-        "latest": next((info.tag for info in found[-1:] if info.status == "complete"), None),
-        "checkpoints": [_as_record(info) for info in found],
+        "latest": next((info.tag for info in checkpoints[-1:] if info.status == "complete"), None),
+        "checkpoints": [_as_record(info) for info in checkpoints],
         "leftovers": [
-            {"name": draft.name, "tag": draft.tag, "path": str(draft.path), "time": draft.time, "bytes": draft.nbytes}
-            for draft in drafts
+            {
+                "name": leftover.name,
+                "tag": leftover.tag,
+                "path": str(leftover.path),
+                "time": leftover.time,
+                "bytes": leftover.nbytes,
+            }
+            for leftover in leftovers
         ],
     }
     print_json(table)
@@ -74,42 +78,42 @@ def _as_record(info: CheckpointInfo) -> dict[str, object]:
     }
 
 
-def _print_table(found: Sequence[CheckpointInfo], drafts: Sequence[StaleDirectory]) -> None:
+def _print_table(checkpoints: Sequence[CheckpointInfo], leftovers: Sequence[StaleDirectory]) -> None:
     columns = [Column("tag", elastic="middle"), Column("step", right=True), Column("saved"), Column("size", right=True)]
-    columns += [Column("status"), Column("metrics" if any(info.metrics for info in found) else "", elastic="end")]
-    rows = [_row(info, latest=info is found[-1]) for info in found]
+    columns += [Column("status"), Column("metrics" if any(info.metrics for info in checkpoints) else "", elastic="end")]
+    rows = [_format_row(info, latest=info is checkpoints[-1]) for info in checkpoints]
     rows += [
         [
-            escape_control_characters(draft.tag),
+            escape_control_characters(leftover.tag),
             "",
-            human_time(draft.time),
-            format_size(draft.nbytes),
-            _leftover_status(draft),
+            format_time(leftover.time),
+            format_size(leftover.nbytes),
+            _leftover_status(leftover),
             "",
         ]
-        for draft in drafts
+        for leftover in leftovers
     ]
     out = terminal_console()
     out.print(Table(columns, rows), end="")
-    for info in found:
+    for info in checkpoints:
         if info.problem:
             out.print(f"{escape_control_characters(info.tag)}: {escape_control_characters(info.problem)}", style="red")
-    if drafts:
-        out.print("unfinished: a save in progress, or what is left of one that was killed", style="dim")
+    if leftovers:
+        out.print("unfinished: a save that is still running, or was interrupted", style="dim")
 
 
-def _leftover_status(draft: StaleDirectory) -> Cell:
-    return ("corrupt", "bold red") if draft.state == "corrupt" else ("unfinished", "yellow")
+def _leftover_status(leftover: StaleDirectory) -> Cell:
+    return ("corrupt", "bold red") if leftover.state == "corrupt" else ("unfinished", "yellow")
 
 
-def _row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
+def _format_row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
     if info.status != "complete":
         return [escape_control_characters(info.tag), "", "", "", (info.status, "bold red"), ""]
     return [
         escape_control_characters(info.tag),
         "" if info.step is None else str(info.step),
-        human_time(info.time),
+        format_time(info.time),
         format_size(info.nbytes),
         ("complete (latest)", "bold green") if latest else ("complete", "green"),
-        human_metrics(info.metrics),
+        format_metrics(info.metrics),
     ]

@@ -1,6 +1,6 @@
-"""``holdfast``: its commands, and the one place where errors become messages and exit codes.
+"""The command ``holdfast``, and the only place that turns errors into messages and exit codes.
 
-Exit codes are in the help, and in docs/guides/command-line.md.
+The exit codes are in the help and in docs/guides/command-line.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from holdfast.cli.commands import COMMANDS, SETTINGS, LazyCommands, is_on_terminal
 from holdfast.cli.process import (
     INTERRUPTED,
-    UNREAD,
+    OUTPUT_CLOSED,
     discard_output,
     ignore_interrupt,
     leave_on_interrupt,
@@ -24,30 +24,30 @@ from holdfast.cli.process import (
 )
 from holdfast.errors import FormatError, HoldfastError, InvalidArgumentError, NoCheckpointError, TagExistsError
 
-#: Errors that the caller can mend by calling otherwise.
-_MISUSE = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
+#: Errors that the caller can fix by other arguments.
+_USAGE_ERRORS = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
 
-_FAILED, _CALLED_WRONGLY = 1, 2
+_FAILED, _WRONG_USAGE = 1, 2
 
 
 class Commands(TyperGroup):
-    """Catches what any command raises, so that none prints a traceback for what the user did or the disk has."""
+    """The group of all commands. It catches expected errors, so that no command prints a traceback for them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = LazyCommands()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names, none of them imported."""
+        """Return the names of the commands, without importing them."""
         del ctx
         return list(COMMANDS)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """``--help``: in colour on a terminal, with a stand-in for each command, none of them imported."""
+        """Write ``--help``, in colour on a terminal, without importing the commands."""
         if not is_on_terminal():
             super().format_help(ctx, formatter)
             return
-        from typer.rich_utils import rich_format_help  # noqa: PLC0415 - rich takes its time, and pipes need none of it
+        from typer.rich_utils import rich_format_help  # noqa: PLC0415 - slow to import, and not needed for pipes
 
         commands: dict[str, Any] = {
             name: TyperCommand(name, help=command.summary) for name, command in COMMANDS.items()
@@ -56,28 +56,28 @@ class Commands(TyperGroup):
         rich_format_help(obj=outline, ctx=ctx, markup_mode="rich")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The part of ``--help`` that lists the commands, none of them imported."""
+        """Write the list of commands in ``--help``, without importing them."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; an expected error ends it with a message and the fitting exit code."""
+        """Run a command. An expected error ends it with a message and an exit code."""
         try:
             with raise_on_interrupt():
                 return super().invoke(ctx)
         except BrokenPipeError:
-            raise typer.Exit(UNREAD) from None
+            raise typer.Exit(OUTPUT_CLOSED) from None
         except (HoldfastError, OSError) as error:
-            _say(error)
-            raise typer.Exit(_CALLED_WRONGLY if isinstance(error, _MISUSE) else _FAILED) from None
+            _report_error(error)
+            raise typer.Exit(_WRONG_USAGE if isinstance(error, _USAGE_ERRORS) else _FAILED) from None
         except KeyboardInterrupt:
-            _say("interrupted")
+            _report_error("interrupted")
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _say(error: Exception | str) -> None:
-    from holdfast.cli.output import print_error  # noqa: PLC0415 - rich takes its time, and --help needs none of it
+def _report_error(error: Exception | str) -> None:
+    from holdfast.cli.output import print_error  # noqa: PLC0415 - rich is slow to import, and not needed for --help
 
     print_error(error)
 
@@ -87,53 +87,53 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     epilog=(
-        "Exit codes: 0; 1: something is wrong, different or missing in what was looked at, or could not be written; "
-        "2: called wrongly, or there is nothing at the path; 130: interrupted by Ctrl-C; 129, 143: ended by SIGHUP or "
-        "SIGTERM; 141: whoever read the output went away."
+        "Exit codes: 0: success; 1: something is corrupt, different or missing, or could not be read or written; "
+        "2: wrong usage, or nothing at the path; 130: interrupted by Ctrl-C; 129, 143: ended by SIGHUP or SIGTERM; "
+        "141: the reader of the output closed the pipe."
     ),
     **SETTINGS,
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from holdfast._version import __version__  # noqa: PLC0415 - metadata of packages, which nothing else needs
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        from holdfast._version import __version__  # noqa: PLC0415 - reads package metadata, which nothing else needs
 
         print(f"holdfast {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _define_options(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of distributed PyTorch training, check, compare and convert them, and tidy up."""
+    """Inspect, verify, compare, convert and remove checkpoints of distributed PyTorch training."""
 
 
 def main() -> None:
-    """Run the command that the arguments name, and end the process with its exit code."""
+    """Run the command of the arguments, and end the process with its exit code."""
     open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # names of any script, on a terminal of any encoding
+        if hasattr(stream, "reconfigure"):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
-        _run()
+        _run_app()
     except BrokenPipeError:
         discard_output()
-        sys.exit(UNREAD)
+        sys.exit(OUTPUT_CLOSED)
     except OSError as error:
         discard_output()
-        _say(error)
+        _report_error(error)
         sys.exit(_FAILED)
     finally:
         ignore_interrupt()
 
 
-def _run() -> None:
+def _run_app() -> None:
     with leave_on_interrupt(), unwind_on_signals():
         try:
             app(prog_name="holdfast")
         finally:
-            sys.stdout.flush()  # what cannot be written is told here, and not when the interpreter ends
+            sys.stdout.flush()  # so that write errors are reported here, not at interpreter exit

@@ -1,4 +1,4 @@
-"""Which tensors a pattern stands for."""
+"""The patterns that select tensors by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from fnmatch import fnmatchcase
 
 
 def match_names(name: str, pattern: str | None) -> bool:
-    """A glob is for the whole name, with or without its group; anything else for a part of it."""
+    """Return whether a tensor name matches.
+
+    A glob must match the whole name, with or without its group. Other patterns match any part of the name.
+    """
     if pattern is None or not any(c in pattern for c in "*?["):
         return (pattern or "") in name
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2], pattern)

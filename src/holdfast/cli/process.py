@@ -11,35 +11,35 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-#: What is done about a signal.
+#: A handler of a signal.
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
-#: What shells give for a program that a signal has ended: this, and the signal's number.
-_BY_SIGNAL = 128
+#: Shells report a program that was ended by a signal as this number plus the signal's.
+_SIGNAL_BASE = 128
 
-#: Exit codes: it was interrupted by Ctrl-C; whoever reads its output went away.
-INTERRUPTED, UNREAD = _BY_SIGNAL + signal.SIGINT, _BY_SIGNAL + signal.SIGPIPE
+#: Exit codes: interrupted by Ctrl-C; the reader of the output closed the pipe.
+INTERRUPTED, OUTPUT_CLOSED = _SIGNAL_BASE + signal.SIGINT, _SIGNAL_BASE + signal.SIGPIPE
 
-#: Signals that end a process, and by themselves leave no time to remove what is half written.
+#: Signals that end a process without time to remove incomplete output, unless they are handled.
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def open_missing_streams() -> None:
-    """Open ``/dev/null`` in the place of standard streams that the caller has closed.
+    """Open ``/dev/null`` for each standard stream that the caller has closed.
 
-    Else the next file that is opened has such a stream's number, and what is printed goes into a checkpoint.
+    Otherwise the next file that is opened would get that stream's number, and printed text would go into a checkpoint.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def discard_output() -> None:
-    """Let what is still to be printed go nowhere, so that nothing fails at the end of the process."""
+    """Discard output that is still buffered, so that nothing fails at the end of the process."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -53,53 +53,53 @@ def discard_output() -> None:
 
 @contextmanager
 def leave_on_interrupt() -> Iterator[None]:
-    """End the process at once on Ctrl-C. For imports: there is nothing to clean up yet.
+    """End the process at once on Ctrl-C. This is for imports, when there is nothing to clean up yet.
 
-    A module whose import is interrupted may raise anything instead of ``KeyboardInterrupt``.
+    An interrupted import may raise any exception instead of ``KeyboardInterrupt``.
     """
-    with _handler(signal.SIGINT, _leave, instead_of=signal.default_int_handler):
+    with _signal_handler(signal.SIGINT, _exit_at_once, instead_of=signal.default_int_handler):
         yield
 
 
 @contextmanager
 def raise_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` again, inside of :func:`leave_on_interrupt`."""
-    with _handler(signal.SIGINT, signal.default_int_handler, instead_of=_leave):
+    """Let Ctrl-C raise ``KeyboardInterrupt`` again inside :func:`leave_on_interrupt`."""
+    with _signal_handler(signal.SIGINT, signal.default_int_handler, instead_of=_exit_at_once):
         yield
 
 
 @contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Let the signals that end the process raise ``SystemExit``, so that what is half written is removed."""
+    """Let the signals that end the process raise ``SystemExit``, so that incomplete output is removed."""
     with ExitStack() as stack:
         for number in _ENDING:
-            stack.enter_context(_handler(number, _unwind, instead_of=signal.SIG_DFL))
+            stack.enter_context(_signal_handler(number, _raise_exit, instead_of=signal.SIG_DFL))
         yield
 
 
 def ignore_interrupt() -> None:
-    """Ignore Ctrl-C from here on: the work is done, and its exit code stands."""
+    """Ignore Ctrl-C from now on: the work is done, and the exit code is final."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
-def _handler(number: signal.Signals, handler: Handler, *, instead_of: Handler) -> Iterator[None]:
-    """Handle a signal otherwise, if it was handled as expected: whoever ignores one has a reason, such as ``nohup``."""
-    # Only the main thread may.
-    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(number) is instead_of
+def _signal_handler(number: signal.Signals, handler: Handler, *, instead_of: Handler) -> Iterator[None]:
+    """Replace the handler of a signal if it is ``instead_of``. One that is ignored, for example by ``nohup``, stays."""
+    # Only the main thread may set handlers.
+    is_replaced = threading.current_thread() is threading.main_thread() and signal.getsignal(number) is instead_of
     try:
-        if is_ours:
+        if is_replaced:
             signal.signal(number, handler)
         yield
     finally:
-        if is_ours:
+        if is_replaced:
             signal.signal(number, instead_of)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+def _exit_at_once(_number: int, _frame: FrameType | None) -> NoReturn:
     os.write(2, b"error: interrupted\n")
     os._exit(INTERRUPTED)
 
 
-def _unwind(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(_BY_SIGNAL + number)
+def _raise_exit(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(_SIGNAL_BASE + number)

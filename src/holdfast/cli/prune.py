@@ -1,4 +1,4 @@
-"""``holdfast prune``: remove old checkpoints, and what dead saves left."""
+"""``holdfast prune``: removes old checkpoints and leftovers of interrupted saves."""
 
 from __future__ import annotations
 
@@ -21,59 +21,65 @@ from holdfast.storage.posix import local_path
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What there is to remove; of leftovers, those of living saves are left where they are."""
+class _Removable:
+    """The checkpoints and leftovers to remove. Leftovers of saves that are still running are not removed."""
 
     checkpoints: list[CheckpointInfo]
     leftovers: list[StaleDirectory]
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the disk."""
-        return sum(info.nbytes for info in self.checkpoints) + sum(one.nbytes for one in self.leftovers)
+        """The size on disk in bytes."""
+        return sum(info.nbytes for info in self.checkpoints) + sum(leftover.nbytes for leftover in self.leftovers)
 
 
 def prune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
-    keep: Annotated[int | None, typer.Option(help="Keep the newest so many checkpoints.")] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Keep the newest N checkpoints, over all runs in the folder.")
+    ] = None,
     remains: Annotated[
-        bool, typer.Option("--leftovers", help="Remove what dead saves left, of this run or others.")
+        bool, typer.Option("--leftovers", help="Remove what interrupted saves left, of any run.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Remove old checkpoints of a run, or what dead saves left in its folder.
+    """Remove old checkpoints of a run, or leftovers of interrupted saves in its folder.
 
-    The newest complete checkpoint always stays, and so does what a living process works on.
+    The newest complete checkpoint is never removed, and neither are files of a running save.
     """
     path = local_path(run)
     check_run(path)
     if keep is None and not remains:
-        raise InvalidArgumentError("say what to remove: --keep N for old checkpoints, --leftovers for dead saves")
+        raise InvalidArgumentError(
+            "pass what to remove: --keep N for old checkpoints, --leftovers for interrupted saves"
+        )
     if keep is not None and keep < 1:
-        raise InvalidArgumentError(f"--keep takes a number above 0, not {keep}: the newest checkpoint always stays")
-    found = _Found(
+        raise InvalidArgumentError(
+            f"--keep must be a number above 0; got {keep}: the newest checkpoint is never removed"
+        )
+    removable = _Removable(
         expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else [],
         list_stale_directories(path) if remains else [],
     )
     if not dry_run:
-        found = _remove(path, found)
+        removable = _remove_all(path, removable)
     if as_json:
-        names = [info.tag for info in found.checkpoints], [one.name for one in found.leftovers]
-        print_json({"checkpoints": names[0], "leftovers": names[1], "bytes": found.nbytes, "dry_run": dry_run})
+        names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
+        print_json({"checkpoints": names[0], "leftovers": names[1], "bytes": removable.nbytes, "dry_run": dry_run})
     else:
-        _print(found, "would remove" if dry_run else "removed")
+        _print_removed(removable, "would remove" if dry_run else "removed")
 
 
-def _remove(path: Path, found: _Found) -> _Found:
-    gone = list(delete_checkpoints(found.checkpoints))
-    cleaned = {folder.name for folder in clean_up(path, None)} if found.leftovers else set()
-    return _Found(gone, [one for one in found.leftovers if one.name in cleaned])
+def _remove_all(path: Path, removable: _Removable) -> _Removable:
+    deleted = list(delete_checkpoints(removable.checkpoints))
+    cleaned = {folder.name for folder in clean_up(path, None)} if removable.leftovers else set()
+    return _Removable(deleted, [leftover for leftover in removable.leftovers if leftover.name in cleaned])
 
 
-def _print(found: _Found, did: str) -> None:
+def _print_removed(removable: _Removable, action: str) -> None:
     out = terminal_console()
-    for name in (*(info.tag for info in found.checkpoints), *(one.name for one in found.leftovers)):
-        out.print(f"{did} {escape_control_characters(name)}")
-    total = format_count(len(found.checkpoints), "checkpoint"), format_count(len(found.leftovers), "leftover")
-    out.print(f"{did} {total[0]} and {total[1]}, {format_size(found.nbytes)}", style="dim")
+    for name in (*(info.tag for info in removable.checkpoints), *(leftover.name for leftover in removable.leftovers)):
+        out.print(f"{action} {escape_control_characters(name)}")
+    total = format_count(len(removable.checkpoints), "checkpoint"), format_count(len(removable.leftovers), "leftover")
+    out.print(f"{action} {total[0]} and {total[1]}, {format_size(removable.nbytes)}", style="dim")

@@ -1,4 +1,4 @@
-"""Weights that lie in a checkpoint of ours and are no part of it: others may load them instead of what was verified."""
+"""Weight files in a holdfast checkpoint that do not belong to it: other tools may load them instead."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pathlib import Path
 from holdfast.cli.target import InspectedCheckpoint
 from holdfast.storage import posix
 
-#: The group whose folder transformers opens, and the file that it takes first, if that is there.
+#: The group whose folder transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"
 
-#: Makes ``from_pretrained`` load an adapter, and the weights that this is for.
+#: If this file exists, ``from_pretrained`` loads an adapter and the base weights that it names.
 _ADAPTER = "adapter_config.json"
 
-#: How the names of files of weights and of their indexes end.
+#: The suffixes of weight files and their indexes.
 _ENDINGS = (".safetensors", ".bin", ".index.json", ".pt", ".pth")
 
 
-def list_unnamed_weights(found: InspectedCheckpoint) -> Iterator[str]:
-    """Say which files of weights lie beside those of our models, and no manifest names them."""
-    if found.manifest is None:
+def list_unnamed_weights(checkpoint: InspectedCheckpoint) -> Iterator[str]:
+    """Describe the weight files in the folders of the models that the manifest does not name."""
+    if checkpoint.manifest is None:
         return
-    names = found.manifest.files
+    names = checkpoint.manifest.files
     folders = {Path(name).parent for name in names if name.endswith(".safetensors") and name.startswith(_MODEL)}
     for folder in sorted(folders - {Path()}):
-        for file in posix.list_files(found.path / folder):
+        for file in posix.list_files(checkpoint.path / folder):
             if str(folder / file.name) not in names and (file.name.endswith(_ENDINGS) or file.name == _ADAPTER):
-                yield f"{file} is no part of this checkpoint: its manifest does not name it{_describe_effect(file)}"
+                yield f"{file} is not part of this checkpoint: its manifest does not name it{_describe_effect(file)}"
 
 
 def _describe_effect(file: Path) -> str:
     if file.name in {_FIRST, _ADAPTER}:
-        return "; transformers loads it instead of what was verified"
+        return "; transformers loads it instead of the verified weights"
     if file.name == f"{_FIRST}.index.json":
-        return "; whoever opens the folder by it loads other weights than were verified"
+        return "; tools that read this index load other weights than the verified ones"
     return ""

@@ -1,6 +1,6 @@
-"""Aligned columns of text.
+"""Tables of aligned text.
 
-Our own, as rich's table takes 45 s for the 150,000 tensors of a large mixture of experts, and this one a second.
+rich's table takes 45 s for the 150,000 tensors of a large mixture of experts; this one takes a second.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.style import Style
 #: Text, or text with a style.
 Cell = str | tuple[str, str]
 
-#: No column is cut to less than this.
-_LEAST = 12
+#: The minimum width of a column that is cut.
+_MIN_WIDTH = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. An ``elastic`` one is cut where the line would be too long, in the middle or at its end."""
+    """A column. If a line is too long, ``elastic`` columns are cut in the middle or at the end."""
 
     title: str
     right: bool = False
@@ -34,7 +34,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Aligned columns, two spaces apart. Without any title there is no head."""
+    """A table with columns two spaces apart. It has no header if no column has a title."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -42,11 +42,12 @@ class Table:
     def __rich_console__(self, out: Console, options: ConsoleOptions) -> Iterator[Segment]:
         head = [(column.title, "bold") for column in self.columns]
         rows = [head, *self.rows] if any(column.title for column in self.columns) else self.rows
-        widths = self._widths(rows, _room(out))
+        widths = self._column_widths(rows, _available_width(out))
         styles: dict[str, Style] = {}
         for row in rows:
             texts = [
-                _fit(_text(cell), width, column) for cell, width, column in zip(row, widths, self.columns, strict=True)
+                _cut_text(_cell_text(cell), width, column)
+                for cell, width, column in zip(row, widths, self.columns, strict=True)
             ]
             gap = ""
             for i, text in enumerate(texts):
@@ -59,28 +60,28 @@ class Table:
                 gap += ("" if self.columns[i].right and text else fill) + "  "
             yield Segment.line()
 
-    def _widths(self, rows: Sequence[Sequence[Cell]], room: int | None) -> list[int]:
-        widths = [max(cell_len(_text(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    def _column_widths(self, rows: Sequence[Sequence[Cell]], width_limit: int | None) -> list[int]:
+        widths = [max(cell_len(_cell_text(cell)) for cell in column) for column in zip(*rows, strict=True)]
         elastic = [i for i, column in enumerate(self.columns) if column.elastic]
-        excess = 0 if room is None or not elastic else sum(widths) + 2 * (len(widths) - 1) - room
-        for _ in range(excess):  # the widest gives way
+        excess = 0 if width_limit is None or not elastic else sum(widths) + 2 * (len(widths) - 1) - width_limit
+        for _ in range(excess):  # narrow the widest
             widest = max(elastic, key=widths.__getitem__)
-            widths[widest] = max(_LEAST, widths[widest] - 1)
+            widths[widest] = max(_MIN_WIDTH, widths[widest] - 1)
         return widths
 
 
-def _room(out: Console) -> int | None:
-    """The columns there are; ``None`` where nobody looks on, and names should come out whole."""
+def _available_width(out: Console) -> int | None:
+    """Return the width of the terminal, or ``None`` in a pipe, where names are not cut."""
     return out.width if out.is_terminal or os.environ.get("COLUMNS", "").isdigit() else None
 
 
-def _text(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     return cell[0] if isinstance(cell, tuple) else cell
 
 
-def _fit(text: str, room: int, column: Column) -> str:
-    if cell_len(text) <= room:
+def _cut_text(text: str, width: int, column: Column) -> str:
+    if cell_len(text) <= width:
         return text
-    # In names of tensors the beginning and the end tell most.
-    head = (room - 1) // 2 if column.elastic == "middle" else room - 1
-    return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
+    # The beginning and the end of a tensor's name are the most informative.
+    head = (width - 1) // 2 if column.elastic == "middle" else width - 1
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"

@@ -1,4 +1,4 @@
-"""What a command's argument means: a checkpoint of any format, or a run's folder and so its checkpoints."""
+"""The arguments of commands: a checkpoint of any format, or the folder of a run."""
 
 from __future__ import annotations
 
@@ -29,114 +29,121 @@ from holdfast.run.catalog import (
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage import posix
 
-#: The option of every command that reads one checkpoint of a run.
+#: The option ``--tag`` of commands that read one checkpoint of a run.
 Tag = Annotated[
-    str | None, typer.Option("--tag", metavar="TAG", help="Of a run: the checkpoint of this tag, not the latest.")
+    str | None, typer.Option("--tag", metavar="TAG", help="The checkpoint of a run with this tag; default: the latest.")
 ]
 
 
 @dataclass(frozen=True)
 class InspectedCheckpoint:
-    """One checkpoint, its metadata read; ``manifest`` where it is one of ours; ``notes`` on what lies beside it."""
+    """A checkpoint whose metadata was read.
+
+    ``manifest`` is that of a holdfast checkpoint. ``notes`` are about files that do not belong to it, and tensors that
+    cannot be read.
+    """
 
     path: Path
     reader: Reader
     manifest: Manifest | None
     notes: tuple[str, ...] = ()
 
-    def entries(self) -> Iterator[tuple[str, str, TensorInfo]]:
-        """Group, name and description of every tensor, those inside values included; layer 2 comes before layer 10."""
+    def iterate_tensors(self) -> Iterator[tuple[str, str, TensorInfo]]:
+        """Iterate over group, name and description of all tensors, also inside values. Layer 2 is before layer 10."""
         for group, infos in sorted(self.reader.groups.items()):
-            for name in sorted(infos, key=_natural):
+            for name in sorted(infos, key=_natural_key):
                 yield group, name, infos[name]
 
     @property
-    def tensors(self) -> int:
-        """How many tensors it has."""
-        return sum(1 for _ in self.entries())
+    def tensor_count(self) -> int:
+        """The number of tensors."""
+        return sum(1 for _ in self.iterate_tensors())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(info.nbytes for _, _, info in self.entries())
+        """The size of all tensors in bytes."""
+        return sum(info.nbytes for _, _, info in self.iterate_tensors())
 
-    def files(self) -> dict[Path, int]:
-        """Its files and their sizes."""
+    def file_sizes(self) -> dict[Path, int]:
+        """Return the size of each file in bytes."""
         if self.manifest:
             return {self.path / name: record.size for name, record in self.manifest.files.items()}
-        return {file: posix.size_of(file) for file in sorted(self.reader.files)}
+        return {file: posix.file_size(file) for file in sorted(self.reader.files)}
 
-    def describing(self, group: str) -> PlaceholderCodec:
-        """Puts descriptions in the place of the tensors of a group, which are inside of values."""
+    def placeholder_codec(self, group: str) -> PlaceholderCodec:
+        """Return a codec that replaces the tensors of a group, which are inside values, by placeholders."""
         return PlaceholderCodec(self.reader.groups.get(group, {}))
 
-    def values(self) -> CheckpointValues:
-        """Its values, with those of the first rank. Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` where it was replaced."""
+    def read_values(self) -> CheckpointValues:
+        """Return the values, with those of the first rank.
+
+        Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` if the checkpoint was replaced meanwhile.
+        """
         with detect_replacement(self.reader):
-            return self.reader.values(0, self.describing("state"), self.describing("ranks"))
+            return self.reader.read_values(0, self.placeholder_codec("state"), self.placeholder_codec("ranks"))
 
 
-def raise_not_read(reader: Reader) -> list[str]:
-    """What there is in a checkpoint that is not among its tensors and values, in words."""
-    return [f"{one.group} {one.name}: {one.why}" for one in reader.unread]
+def describe_unread(reader: Reader) -> list[str]:
+    """Return a message for each entry of a checkpoint that cannot be read."""
+    return [f"{entry.group} {entry.name}: {entry.why}" for entry in reader.unread]
 
 
-def _natural(name: str) -> list[str | int]:
+def _natural_key(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]{1,18})", name))]
 
 
 def check_run(path: Path) -> None:
     """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""
     if is_checkpoint(path) and not list_checkpoints(path):
-        raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run; try holdfast show")
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run: use holdfast show")
     if not posix.is_directory(path):
         raise NoCheckpointError(f"there is no folder {path}")
 
 
 def list_targets(path: Path) -> list[CheckpointInfo]:
-    """The checkpoints that a run's folder has; none where the path is a checkpoint itself, or no folder."""
+    """Return the checkpoints in a run's folder; none if the path is a checkpoint itself, or not a folder."""
     return list_checkpoints(path) if is_run_directory(path) or not is_checkpoint(path) else []
 
 
-def named_path(path: str, tag: str | None) -> Path:
-    """The path that an argument names, or in that run the checkpoint of a tag.
+def resolve_path(path: str, tag: str | None) -> Path:
+    """Return the path of an argument or, with a tag, that of the checkpoint with this tag in the run.
 
     Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
     """
-    place = posix.local_path(path)
-    return place if tag is None else checkpoint_path(place, tag)
+    resolved = posix.local_path(path)
+    return resolved if tag is None else checkpoint_path(resolved, tag)
 
 
 def inspect_path(path: Path) -> InspectedCheckpoint:
-    """Read the metadata of a checkpoint, or of a run's latest; no tensors, and without torch.
+    """Read the metadata of a checkpoint, or of the latest checkpoint of a run, without reading tensors.
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``.
     """
-    found = list_targets(path)
-    if not found:
-        notes = _inspect(path)
-        return _target(open_latest(path), notes)
-    if found[-1].status != "complete":
+    checkpoints = list_targets(path)
+    if not checkpoints:
+        notes = _inspect_files(path)
+        return _make_inspected(open_latest(path), notes)
+    if checkpoints[-1].status != "complete":
         raise CorruptCheckpointError(
-            f"none of the {len(found)} checkpoint(s) in {path} can be read: {found[-1].problem}"
+            f"none of the {len(checkpoints)} checkpoint(s) in {path} can be read: {checkpoints[-1].problem}"
         )
     ignored = describe_ignored_files(path)
-    return _target(open_latest(path), (ignored,) if ignored else ())
+    return _make_inspected(open_latest(path), (ignored,) if ignored else ())
 
 
 def inspect_exact_path(path: Path) -> InspectedCheckpoint:
-    """The same of a checkpoint, also if there are other checkpoints in it."""
-    notes = _inspect(path)
-    return _target(open_reader(resolve_checkpoint_path(path)), notes)
+    """Read the metadata of a checkpoint, also if its folder contains other checkpoints."""
+    notes = _inspect_files(path)
+    return _make_inspected(open_reader(resolve_checkpoint_path(path)), notes)
 
 
-def _inspect(path: Path) -> tuple[str, ...]:
-    noticed = inspect_shards(path)
-    if noticed.faults:
-        raise CorruptCheckpointError("\n".join(noticed.faults))
-    return noticed.notes
+def _inspect_files(path: Path) -> tuple[str, ...]:
+    inspection = inspect_shards(path)
+    if inspection.faults:
+        raise CorruptCheckpointError("\n".join(inspection.faults))
+    return inspection.notes
 
 
-def _target(reader: Reader, notes: tuple[str, ...]) -> InspectedCheckpoint:
+def _make_inspected(reader: Reader, notes: tuple[str, ...]) -> InspectedCheckpoint:
     manifest = reader.manifest if isinstance(reader, NativeReader) else None
-    return InspectedCheckpoint(reader.path, reader, manifest, (*notes, *raise_not_read(reader)))
+    return InspectedCheckpoint(reader.path, reader, manifest, (*notes, *describe_unread(reader)))

@@ -1,4 +1,4 @@
-"""Reading all of a checkpoint, and telling everything that is wrong with it, not just the first."""
+"""The verification of one checkpoint, which reports all problems, not only the first."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import holdfast
 from holdfast.cli.output import format_error_message
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.stray_weights import list_unnamed_weights
-from holdfast.cli.target import inspect_exact_path, raise_not_read
+from holdfast.cli.target import describe_unread, inspect_exact_path
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
 from holdfast.observe.terminal import show_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What was found in one checkpoint.
+    """The result of the verification of one checkpoint.
 
-    ``status`` is ``"unchecked"`` if all could be read, but not all has checksums; ``"unreadable"`` if it could not
-    even be opened, for another reason than damage. ``tensors`` and ``bytes`` are those that are sound,
-    read in ``seconds``; ``checksummed`` of all tensors have checksums. ``problems`` name files and tensors, ``notes``
-    what lies beside them without harm.
+    ``status`` is ``"damaged"`` if something is corrupt, ``"unchecked"`` if all could be read but not all of it has
+    checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
+    ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
+    checksums. ``problems`` name files and tensors. ``notes`` name files that do not belong to the checkpoint.
     """
 
     path: str
@@ -39,62 +39,62 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found wrong."""
+        """``True`` if there are no problems."""
         return not self.problems
 
 
 def verify_checkpoint(path: Path) -> VerifyResult:
-    """Read a checkpoint from its first byte to its last. Raises ``NoCheckpointError`` where it is gone."""
+    """Read every byte of a checkpoint, and check it. Raises ``NoCheckpointError`` if it does not exist."""
     try:
         target = inspect_exact_path(path)
     except NoCheckpointError:
         raise
     except CorruptCheckpointError as error:
-        return VerifyResult(path=str(path), status="damaged", problems=tuple(_all_damage(path, error)))
+        return VerifyResult(path=str(path), status="damaged", problems=tuple(_find_corruption(path, error)))
     except HoldfastError as error:
         return VerifyResult(
             path=str(path), status="unreadable", problems=tuple(format_error_message(error).splitlines())
         )
-    with leave_on_interrupt():  # imports torch, which is no part of what the bar shows
+    with leave_on_interrupt():  # imports torch, which is not part of the progress
         checkpoint = holdfast.Checkpoint(target.reader)
     with show_progress(f"verifying {path.name}", target.nbytes) as done:
         started = time.perf_counter()
-        tally = _check(checkpoint, done)
+        tally = _check_tensors(checkpoint, done)
         seconds = time.perf_counter() - started
-    checksummed = target.tensors - len(tally.unchecked)
+    checksummed = target.tensor_count - len(tally.unchecked)
     return VerifyResult(
         path=str(path),
         status="damaged" if tally.problems else "unchecked" if tally.unchecked else "verified",
-        tensors=len(tally.sound),
+        tensors=len(tally.intact),
         checksummed=checksummed,
-        bytes=sum(tally.sound.values()),
+        bytes=sum(tally.intact.values()),
         seconds=seconds,
         problems=tuple(tally.problems),
         notes=(
-            *(note for note in target.notes if note not in raise_not_read(target.reader)),
+            *(note for note in target.notes if note not in describe_unread(target.reader)),
             *list_unnamed_weights(target),
         ),
     )
 
 
-def _all_damage(path: Path, error: CorruptCheckpointError) -> list[str]:
+def _find_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:
     with leave_on_interrupt():
-        from holdfast.load.verification import find_all_corruption  # noqa: PLC0415 - torch takes its time
+        from holdfast.load.verification import find_all_corruption  # noqa: PLC0415 - torch is slow to import
     return find_all_corruption(path, error)
 
 
 @dataclass(frozen=True)
 class _Tally:
-    """The sizes of sound tensors, the names of those without checksums, and all that is wrong, each once."""
+    """The sizes of intact tensors, the names of those without checksums, and all problems, each once."""
 
-    sound: dict[str, int]
+    intact: dict[str, int]
     unchecked: set[str]
     problems: list[str]
 
 
-def _check(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> _Tally:
+def _check_tensors(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> _Tally:
     sizes: Counter[str] = Counter()
-    damaged: set[str] = set()
+    corrupt: set[str] = set()
     unchecked: set[str] = set()
     problems: dict[str, None] = {}
     for name, nbytes, problem, checked in checkpoint.verify():
@@ -102,9 +102,9 @@ def _check(checkpoint: holdfast.Checkpoint, done: Callable[[int], None]) -> _Tal
         if name:
             sizes[name] += nbytes
         if problem:
-            if not name or name not in damaged:  # a tensor is read in parts: the first says enough
+            if not name or name not in corrupt:  # one problem per tensor is enough
                 problems[problem] = None
-            damaged.add(name)
+            corrupt.add(name)
         if not checked:
             unchecked.add(name)
-    return _Tally({name: size for name, size in sizes.items() if name not in damaged}, unchecked, list(problems))
+    return _Tally({name: size for name, size in sizes.items() if name not in corrupt}, unchecked, list(problems))

@@ -1,1 +1,1 @@
-"""The calls of other systems, under their own names: see NOTICE."""
+"""Checkpoint functions of other systems, under their original names: see NOTICE."""

@@ -1,1 +1,1 @@
-"""One part of a training state at a time: a model, an optimizer or a scheduler, in a file or a folder of its own."""
+"""Saving and loading of single components: a model, an optimizer or a scheduler in its own file or folder."""

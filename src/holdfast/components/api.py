@@ -1,4 +1,4 @@
-"""One part at a time: ``save_model``, ``load_model`` and the like, which every rank calls."""
+"""The API for single components: ``save_model``, ``load_model`` and so on, which every rank calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.state.restore import RestorePolicy
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.posix import local_path
 
-#: For all calls, as there are default instances for saves of whole states.
+#: The pending saves of all calls.
 saves = PendingSaves()
 
 
@@ -45,41 +45,42 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
-    """Save a model by itself, into a file or a folder, which appears in one atomic step. Every rank calls it.
+    """Save a model into a file or a folder, which appears in one atomic step. Every rank calls it.
 
-    Each rank writes what it holds; nothing is gathered. The files are the same whatever the layout.
+    Each rank writes its own shards; nothing is gathered. The files do not depend on the parallel layout.
 
     Args:
-        model: a module in any layout, or a state dict; a list holds parts of one model.
-        checkpoint: the path. A file that is there is replaced; in a folder that is there, the model's files are, and
-            what else lies in it stays.
-        shard: ``False``: one file. Its extension decides: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` a file of
-            ``torch.save``. ``True``: a folder in the Hugging Face layout, which ``from_pretrained`` opens.
-        gather_dtensor: changes nothing; the result is the same.
-        prefix: put before the names of parameters and buffers, as by ``state_dict(prefix=)``.
-        size_per_shard: the most MiB of tensors in one file of a folder.
-        use_safetensors: for folders, and for files without an extension; else files of ``torch.save``.
+        model: a module in any layout, or a state dict; a list holds the modules of one model.
+        checkpoint: the path. An existing file is replaced. In an existing folder the model's files are replaced, and
+            all other files are kept.
+        shard: ``False``: one file. Its extension decides: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for a file
+            of ``torch.save``. ``True``: a folder in the Hugging Face layout, which ``from_pretrained`` opens.
+        gather_dtensor: has no effect; accepted for compatibility.
+        prefix: is put before the names of parameters and buffers, as by ``state_dict(prefix=)``.
+        size_per_shard: the maximum size of the tensors in one file of a folder, in MiB.
+        use_safetensors: write safetensors files for folders and for files without an extension; if false, files of
+            ``torch.save``.
         use_async: return as soon as the model may change, and write in the background.
         state_dict_hooks: as in :func:`holdfast.save_checkpoint`.
         process_group: the ranks that save together.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        timeout: how many seconds ranks wait for each other before all of them fail.
 
     Returns:
-        A handle, whose ``wait()`` gives the path once it is there.
+        A handle. Its ``wait()`` returns the path when the save is complete.
 
     Raises:
-        InvalidArgumentError: a path of the wrong kind, a size that is none.
+        InvalidArgumentError: the path is of the wrong kind, or the size is not a positive number.
         UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: as
-            in :func:`holdfast.save_checkpoint`. All ranks raise it, and what was there before is as it was.
+            in :func:`holdfast.save_checkpoint`. All ranks raise it, and existing files are left unchanged.
     """
     del gather_dtensor
-    place = Destination.of(local_path(checkpoint), folder=shard)
-    form = model_file_format(place, size_per_shard, use_safetensors=use_safetensors, model=model)
+    destination = Destination.for_path(local_path(checkpoint), folder=shard)
+    file_format = model_file_format(destination, size_per_shard, use_safetensors=use_safetensors, model=model)
     request = ComponentRequest(
-        place,
+        destination,
         TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks),
-        form.layout,
-        form.text,
+        file_format.layout,
+        file_format.text,
         prefix or "",
     )
     return saves.save(request, process_group, timeout, use_async=use_async)
@@ -96,20 +97,20 @@ def load_model(
 ) -> RestoreResult:
     """Load a model in place, from a checkpoint of any format that holdfast reads. Every rank calls it.
 
-    Each rank reads just the bytes that it needs. Floating dtypes are cast as ``load_state_dict`` does.
+    Each rank reads only the bytes that it needs. Floating dtypes are cast as ``load_state_dict`` does.
 
     Args:
-        model: a module in any layout, or a state dict whose tensors are filled; a list holds parts of one model.
-        checkpoint: a file or a folder: safetensors or torch, Hugging Face, ColossalAI, or a checkpoint of ours.
-        strict: names must match; with ``False`` what matches is loaded, and the rest is reported.
-        prefix: taken off the names in the checkpoint; only names that begin with it are looked at.
+        model: a module in any layout, or a state dict whose tensors are filled; a list holds the modules of one model.
+        checkpoint: a file or a folder: safetensors or torch, Hugging Face, ColossalAI, or a holdfast checkpoint.
+        strict: names must match. With ``False`` matching names are loaded, and all others are reported.
+        prefix: is removed from the names in the checkpoint; only names that begin with it are loaded.
         process_group: the ranks that load together.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        timeout: how many seconds ranks wait for each other before all of them fail.
 
     Raises:
-        NoCheckpointError: there is nothing at the path.
-        MismatchError: shapes, or names if ``strict``: one error that lists all of them. Nothing was changed.
-        CorruptCheckpointError: bytes are not what was saved; names the file and tensor.
+        NoCheckpointError: the path does not exist.
+        MismatchError: shapes differ, or names if ``strict``. The error lists all differences. Nothing was changed.
+        CorruptCheckpointError: bytes do not match their checksums; the error names the file and tensor.
     """
     return load_component(
         TrainingObjects(model),
@@ -134,32 +135,32 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
-    """Save an optimizer by itself: its state by the names of parameters, its groups, its class.
+    """Save an optimizer: its state by parameter name, its parameter groups and its class.
 
-    Arguments, and what is raised, are as in :func:`save_model`. A file of ``torch.save`` is what
-    ``Optimizer.load_state_dict`` takes; a folder holds safetensors files.
+    Arguments and errors are as in :func:`save_model`. A file of ``torch.save`` holds a state dict for
+    ``Optimizer.load_state_dict``. A folder holds safetensors files.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a state dict of one.
-        checkpoint: the path of a file or, with ``shard``, of a folder, which may be the model's.
-        shard: whether it is a folder.
-        gather_dtensor: changes nothing.
-        prefix: put before the names of parameters.
-        size_per_shard: the most MiB of tensors in one file of a folder.
+        checkpoint: the path of a file or, with ``shard``, of a folder, which may be that of the model.
+        shard: whether to write a folder.
+        gather_dtensor: has no effect; accepted for compatibility.
+        prefix: is put before the names of parameters.
+        size_per_shard: the maximum size of the tensors in one file of a folder, in MiB.
         use_async: return as soon as the optimizer may change, and write in the background.
-        model: the model that it trains, which tells the names of parameters. Without it they are called by the names
-            that torch keeps where the optimizer was made with ``named_parameters()``, else by their places; where ranks
-            hold different parameters in one place, that is an error.
-        state_dict_hooks: whether the model's names are those that its ``state_dict`` hooks say: as in
+        model: the model that it trains, which names the parameters. Without it, parameters have the names that torch
+            keeps if the optimizer was made with ``named_parameters()``, otherwise their positions. It is an error if
+            ranks hold different parameters at one position.
+        state_dict_hooks: whether names are as the model's ``state_dict`` hooks change them: see
             :func:`holdfast.save_checkpoint`.
         process_group: the ranks that save together.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        timeout: how many seconds ranks wait for each other before all of them fail.
     """
     del gather_dtensor
-    place = Destination.of(local_path(checkpoint), folder=shard)
-    form = optimizer_file_format(place, size_per_shard)
-    training = TrainingObjects(optimizer=optimizer, named_by=model, rng=False, state_dict_hooks=state_dict_hooks)
-    request = ComponentRequest(place, training, form.layout, form.text, prefix or "")
+    destination = Destination.for_path(local_path(checkpoint), folder=shard)
+    file_format = optimizer_file_format(destination, size_per_shard)
+    training = TrainingObjects(optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks)
+    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "")
     return saves.save(request, process_group, timeout, use_async=use_async)
 
 
@@ -176,26 +177,26 @@ def load_optimizer(
 ) -> RestoreResult:
     """Load an optimizer in place, from a checkpoint of any format that holdfast reads. Every rank calls it.
 
-    Settings that the file lacks stay as they are. ``named_by`` of the result tells what parameters were found by.
+    Settings that the file lacks are left unchanged. ``matched_by`` of the result says how parameters were matched.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``; one that has never stepped gets its state without a step.
+        optimizer: a ``torch.optim.Optimizer``. If it has never stepped, its state is created without a step.
         checkpoint: a file or a folder.
-        prefix: taken off the names of parameters in the checkpoint.
-        size_per_shard: changes nothing.
+        prefix: is removed from the names of parameters in the checkpoint.
+        size_per_shard: has no effect; accepted for compatibility.
         model: the model that it trains; see :func:`save_optimizer`.
-        strict: parameters and groups must be those that were saved; with ``False`` parameters that are in both get
-            their state, and the rest is left as it is and reported.
+        strict: parameters and groups must be those that were saved. With ``False`` parameters that are in both get
+            their state; all others are left unchanged and reported.
         process_group: the ranks that load together.
-        timeout: seconds that ranks wait for each other before all of them fail.
+        timeout: how many seconds ranks wait for each other before all of them fail.
 
     Raises:
-        OptimizerMismatchError: another class or, if ``strict``, other parameters, another grouping. Nothing was
+        OptimizerMismatchError: the class differs or, if ``strict``, the parameters or their grouping. Nothing was
             changed.
         NoCheckpointError, MismatchError, CorruptCheckpointError: as in :func:`load_model`.
     """
     del size_per_shard
-    training = TrainingObjects(optimizer=optimizer, named_by=model)
+    training = TrainingObjects(optimizer=optimizer, naming_model=model)
     return load_component(
         training, checkpoint, ComponentView("optimizer", prefix or ""), (process_group, timeout), strict=strict
     )
@@ -208,10 +209,10 @@ def save_lr_scheduler(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> None:
-    """Save a scheduler's state into one file, atomically; rank 0 writes it.
+    """Save a scheduler's state into one file, atomically. Rank 0 writes it.
 
-    With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, as plain torch loads it; else JSON,
-    with the scheduler's class and a CRC.
+    With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, which plain torch can load.
+    Otherwise it is JSON with the scheduler's class and a CRC.
     """
     as_torch = local_path(checkpoint).suffix in TORCH
     save_scheduler_state(lr_scheduler, checkpoint, (process_group, timeout), as_torch=as_torch)
@@ -224,35 +225,37 @@ def load_lr_scheduler(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> None:
-    """Load a scheduler's state, from a file of ours or of ``torch.save``.
+    """Load a scheduler's state from a file of holdfast or of ``torch.save``.
 
-    Raises ``MismatchError`` for the state of a scheduler of another class; nothing was changed then.
+    Raises ``MismatchError`` if the state is that of another scheduler class; nothing is changed then.
     """
-    schedulers.read_scheduler(lr_scheduler, local_path(checkpoint), saves.ranks(process_group).session(timeout))
+    schedulers.read_scheduler(
+        lr_scheduler, local_path(checkpoint), saves.rank_group(process_group).open_session(timeout)
+    )
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:
-    """The path, when no save of it is under way any more: folders are saved where links lead, files where they are."""
+    """Wait for the pending saves of a path, and return it. A link to a folder has those of the folder, too."""
     path = local_path(checkpoint)
-    for one in dict.fromkeys((path, path.resolve())):
-        background_saves.finalize(one)
+    for saved_path in dict.fromkeys((path, path.resolve())):
+        background_saves.finalize(saved_path)
     return path
 
 
 def load_component(
     training: TrainingObjects,
     checkpoint: str | PathLike[str],
-    seen: ComponentView,
-    where: tuple[dist.ProcessGroup | None, float],
+    view: ComponentView,
+    ranks_and_timeout: tuple[dist.ProcessGroup | None, float],
     *,
     strict: bool,
 ) -> RestoreResult:
-    """Load one part. ``where`` are the ranks that load together, and seconds that they wait for each other."""
+    """Load one component. ``ranks_and_timeout``: the ranks that load together, and how many seconds they wait."""
     path = wait_for_path(checkpoint)
-    group, timeout = where
-    ranks = saves.ranks(group)
+    group, timeout = ranks_and_timeout
+    ranks = saves.rank_group(group)
     if ranks.rank == COORDINATOR_RANK:
-        with suppress(StorageError):  # which all ranks together will meet again
+        with suppress(StorageError):  # all ranks will raise it together when they read
             finish_interrupted_replace(path.parent)
     request = LoadRequest(
         path=path,
@@ -260,17 +263,23 @@ def load_component(
         training=training,
         policy=RestorePolicy(strict=strict, cast_dtype=True, rng=False),
         verify=True,
-        seen=seen,
-        seen_as=f"{seen.kind} with the prefix {seen.prefix!r} taken off" if seen.prefix else f"{seen.kind} alone",
+        reader_adapter=view,
+        reader_adapter_text=f"{view.kind} with the prefix {view.prefix!r} removed"
+        if view.prefix
+        else f"{view.kind} only",
     )
     return load_with_fallback(request, ranks, timeout)
 
 
 def save_scheduler_state(
-    lr_scheduler: Any, checkpoint: str | PathLike[str], where: tuple[dist.ProcessGroup | None, float], *, as_torch: bool
+    lr_scheduler: Any,
+    checkpoint: str | PathLike[str],
+    ranks_and_timeout: tuple[dist.ProcessGroup | None, float],
+    *,
+    as_torch: bool,
 ) -> None:
-    """Save a scheduler's state as JSON or as a file of ``torch.save``. ``where`` is as in :func:`load_component`."""
-    group, timeout = where
+    """Save a scheduler's state as JSON or as a ``torch.save`` file. See :func:`load_component` for the arguments."""
+    group, timeout = ranks_and_timeout
     schedulers.write_scheduler(
-        lr_scheduler, local_path(checkpoint), saves.ranks(group).session(timeout), as_torch=as_torch
+        lr_scheduler, local_path(checkpoint), saves.rank_group(group).open_session(timeout), as_torch=as_torch
     )

@@ -1,4 +1,4 @@
-"""The saves of parts, and the ranks that they were made with."""
+"""The pending saves of components, and the ranks that they use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.save.handle import SaveHandle
 
 
 class PendingSaves:
-    """One save of a path is under way at a time; the next one waits for it, and raises what went wrong with it."""
+    """Runs at most one save of a path at a time. The next one waits for it, and raises its error if it failed."""
 
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None
@@ -22,14 +22,14 @@ class PendingSaves:
     def save(
         self, request: ComponentRequest, group: dist.ProcessGroup | None, timeout: float, *, use_async: bool
     ) -> SaveHandle[Path]:
-        """Save one part, on all ranks. With ``use_async`` it is copied when this returns, and written afterwards."""
-        path = request.place.path
-        with background_saves.turn(path, group):
-            save = ComponentSave(request, self.ranks(group), timeout)
-            return background_saves.run(save, path, group, asynchronous=use_async)
+        """Save one component on all ranks. With ``use_async`` this returns when it is copied."""
+        path = request.destination.path
+        with background_saves.path_turn(path, group):
+            save = ComponentSave(request, self.rank_group(group), timeout)
+            return background_saves.run_save(save, path, group, asynchronous=use_async)
 
-    def ranks(self, process_group: dist.ProcessGroup | None) -> RankGroup:
-        """The ranks of a group; the same as last time where it is the same group."""
-        if self._ranks is None or self._ranks.group is not current_process_group(process_group):
+    def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+        """Return the ranks of a process group: the previous object if it is the same group."""
+        if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
             self._ranks = RankGroup(process_group)
         return self._ranks

@@ -1,4 +1,4 @@
-"""How a checkpoint is seen when one part of it is loaded: it must hold that part, and names may have a prefix."""
+"""A view of a checkpoint for loading one component: it must contain the component, whose names may have a prefix."""
 
 from __future__ import annotations
 
@@ -14,41 +14,45 @@ from holdfast.formats.remapped_reader import RemappedReader, TensorMapping, iden
 
 @dataclass(frozen=True)
 class ComponentView:
-    """``kind`` is the part; ``prefix`` is taken off the names of parameters and buffers."""
+    """A view of the component ``kind``, with ``prefix`` removed from the names of parameters and buffers."""
 
     kind: str
     prefix: str = ""
 
     def __call__(self, reader: Reader) -> Reader:
-        """The checkpoint, seen so. Raises ``MismatchError`` where it does not hold the part, or no such names."""
+        """Return the view. Raises ``MismatchError`` if the component is missing, or if no name has the prefix."""
         if self.kind not in {name.partition("/")[0] for name in reader.groups}:
-            held = " and ".join(sorted(name for name in reader.groups)) or "nothing"
-            raise MismatchError(f"{reader.path} holds {held}, and no {self.kind}")
+            present = " and ".join(sorted(name for name in reader.groups)) or "nothing"
+            raise MismatchError(f"{reader.path} contains {present}, but no {self.kind}")
         if not self.prefix:
             return reader
         table = {group: identity_mapping(names) for group, names in reader.groups.items()}
-        table[self.kind] = self._taken_off(table[self.kind])
+        table[self.kind] = self._remove_prefixes(table[self.kind])
         if not table[self.kind]:
             raise MismatchError(f"no name of {self.kind} in {reader.path} begins with the prefix {self.prefix!r}")
         tied = {group: dict(names) for group, names in reader.tied.items()}
         tied[self.kind] = {
-            self._off(alias): self._off(name)
+            self._remove_prefix(alias): self._remove_prefix(name)
             for alias, name in tied.get(self.kind, {}).items()
             if alias.startswith(self.prefix) and name.startswith(self.prefix)
         }
-        return RemappedReader(reader, table, tied, self._values)
+        return RemappedReader(reader, table, tied, self._remap_values)
 
-    def _taken_off(self, names: Mapping[str, TensorMapping]) -> dict[str, TensorMapping]:
-        return {self._off(name): made for name, made in names.items() if name.startswith(self.prefix)}
+    def _remove_prefixes(self, names: Mapping[str, TensorMapping]) -> dict[str, TensorMapping]:
+        return {self._remove_prefix(name): mapping for name, mapping in names.items() if name.startswith(self.prefix)}
 
-    def _off(self, name: str) -> str:
+    def _remove_prefix(self, name: str) -> str:
         return name.removeprefix(self.prefix)
 
-    def _values(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(shared)
-        if MODEL in found and self.kind == MODEL:
-            found[MODEL] = {self._off(name): one for name, one in found[MODEL].items() if name.startswith(self.prefix)}
-        if OPTIMIZER in found and self.kind == OPTIMIZER:
-            groups = [rename_tensors(group, self._off) for group in found[OPTIMIZER]["groups"]]
-            found[OPTIMIZER] = {**found[OPTIMIZER], "groups": groups}
-        return found
+    def _remap_values(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(shared)
+        if MODEL in values and self.kind == MODEL:
+            values[MODEL] = {
+                self._remove_prefix(name): value
+                for name, value in values[MODEL].items()
+                if name.startswith(self.prefix)
+            }
+        if OPTIMIZER in values and self.kind == OPTIMIZER:
+            groups = [rename_tensors(group, self._remove_prefix) for group in values[OPTIMIZER]["groups"]]
+            values[OPTIMIZER] = {**values[OPTIMIZER], "groups": groups}
+        return values

@@ -1,4 +1,4 @@
-"""What goes into the files of one part: tensors under the names that they get there, and where each comes from."""
+"""The content of the files of one component: tensors by the names they get there, and the origin of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 
 @dataclass(frozen=True)
 class ComponentContent:
-    """One part, as rank 0 lays it out in files.
+    """One component, as rank 0 lays it out in files.
 
-    ``kind`` is the part; ``tensors`` are those to be stored, and ``origins`` says where each
-    comes from; ``tied`` are further names of some. ``values`` are encoded as in ``state.json``, ``companions`` files
-    that lie beside a model.
+    ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
+    come from. ``tied`` maps further names to stored ones. ``values`` are encoded as in ``state.json``. ``companions``
+    are small files that are stored next to a model.
     """
 
     kind: str
@@ -33,60 +33,67 @@ class ComponentContent:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], Stored]) -> ComponentContent:
-        """The same with tensors as somebody else stores them, ties included."""
-        found = stored(self.tensors)
+        """Return a copy with the tensors as another library stores them, ties included."""
+        by_name = stored(self.tensors)
         origins = {
-            name: TensorOrigin(self.origins[origin.name].name, origin.start) for name, (_, origin) in found.items()
+            name: TensorOrigin(self.origins[origin.name].name, origin.start) for name, (_, origin) in by_name.items()
         }
-        names = {origin.name: name for name, (_, origin) in found.items()}
+        names = {origin.name: name for name, (_, origin) in by_name.items()}
         tied = {alias: names[name] for alias, name in self.tied.items()}
-        return replace(self, tensors={name: info for name, (info, _) in found.items()}, origins=origins, tied=tied)
+        return replace(self, tensors={name: info for name, (info, _) in by_name.items()}, origins=origins, tied=tied)
 
-    def untied(self) -> ComponentContent:
-        """The same with tied tensors stored once under each name, for readers that know nothing of ties."""
+    def without_ties(self) -> ComponentContent:
+        """Return a copy that stores tied tensors once under each name, for readers that do not support ties."""
         tensors = {**self.tensors, **{alias: self.tensors[name] for alias, name in self.tied.items()}}
         origins = {**self.origins, **{alias: self.origins[name] for alias, name in self.tied.items()}}
         return replace(self, tensors=tensors, origins=origins, tied={})
 
 
 def component_content(
-    kind: str, membership: GlobalSpec, values: Mapping[str, Any], companions: Mapping[str, bytes], prefix: str
+    kind: str, global_spec: GlobalSpec, values: Mapping[str, Any], companions: Mapping[str, bytes], prefix: str
 ) -> ComponentContent:
-    """The content of a part that ranks hold together; ``prefix`` is put before the names of parameters and buffers."""
-    # By name: stages of a pipeline know the order of their own tensors only.
-    every = (stored_tensors(held.name, held.info, held.splits) for held in membership.tensors() if held.group == kind)
-    infos = dict(sorted(pair for one in every for pair in one.items()))
-    rename = _of_states(prefix) if kind == OPTIMIZER else lambda name: prefix + name
+    """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names."""
+    # Sorted by name: pipeline stages only know the order of their own tensors.
+    stored = (
+        stored_tensors(tensor.name, tensor.info, tensor.splits)
+        for tensor in global_spec.iter_tensors()
+        if tensor.group == kind
+    )
+    infos = dict(sorted(pair for tensors in stored for pair in tensors.items()))
+    rename_tensor = _state_key_renamer(prefix) if kind == OPTIMIZER else lambda name: prefix + name
     return ComponentContent(
         kind,
-        {rename(name): info for name, info in infos.items()},
-        {rename(name): TensorOrigin(name, 0) for name in infos},
-        {rename(alias): rename(name) for alias, name in sorted(membership.tied().get(kind, {}).items())},
-        _with_prefix(kind, values, prefix) if prefix else values,
+        {rename_tensor(name): info for name, info in infos.items()},
+        {rename_tensor(name): TensorOrigin(name, 0) for name in infos},
+        {
+            rename_tensor(alias): rename_tensor(name)
+            for alias, name in sorted(global_spec.tied_names().get(kind, {}).items())
+        },
+        _prefix_values(kind, values, prefix) if prefix else values,
         companions,
     )
 
 
-def _of_states(prefix: str) -> Callable[[str], str]:
-    def rename(key: str) -> str:
+def _state_key_renamer(prefix: str) -> Callable[[str], str]:
+    def rename_key(key: str) -> str:
         fqn, state = split_state_key(key)
         return state_key(prefix + fqn, state)
 
-    return rename
+    return rename_key
 
 
-def _with_prefix(kind: str, values: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+def _prefix_values(kind: str, values: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     if kind == MODEL:
         return {prefix + name: value for name, value in values.items()}
     return {**values, "groups": [rename_tensors(group, lambda name: prefix + name) for group in values["groups"]]}
 
 
 def rename_tensors(group: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """A parameter group with other names of parameters."""
+    """Return a parameter group with its parameters renamed."""
     return {
         **group,
         "params": [rename(name) for name in group["params"]],

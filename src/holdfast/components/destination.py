@@ -1,4 +1,4 @@
-"""Where a part is saved: a hidden folder first, whose file or contents get the final name in one step."""
+"""The destination of a component: a staging directory, whose file or contents get the final name in one step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.components.files import FileSet, Found
+from holdfast.components.files import FileSet, FragmentsOf
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.cleanup import clean_up
@@ -16,77 +16,81 @@ from holdfast.storage import directories, posix
 
 @dataclass(frozen=True)
 class Destination:
-    """The final path; ``folder`` tells whether it is that of a folder."""
+    """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file."""
 
     path: Path
     folder: bool
 
     @classmethod
-    def of(cls, path: Path, *, folder: bool) -> Destination:
-        """Of a link to a folder, the folder is replaced and not the link."""
+    def for_path(cls, path: Path, *, folder: bool) -> Destination:
+        """Return the destination for a path. Of a symbolic link to a folder, the folder is replaced, not the link."""
         return cls(path.resolve() if folder else path, folder)
 
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` where there is something of another kind."""
+    def check_replaceable(self) -> None:
+        """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
         if self.folder and posix.is_file(self.path):
-            raise InvalidArgumentError(f"{self.path} is a file; with shard=True a folder is written: choose another")
+            raise InvalidArgumentError(f"{self.path} is a file, but shard=True writes a folder: choose another path")
         if not self.folder and posix.is_directory(self.path):
-            raise InvalidArgumentError(f"{self.path} is a folder; with shard=False one file is written: name that")
+            raise InvalidArgumentError(
+                f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
+            )
         if self.folder and Path.cwd().is_relative_to(self.path.resolve()):
             raise InvalidArgumentError(
-                f"{self.path} is, or holds, the folder this process works in, which cannot be replaced in one step: "
-                "choose a folder of its own"
+                f"{self.path} is, or contains, the working directory of this process, which cannot be replaced in one "
+                "step: choose another folder"
             )
 
 
 class ComponentStaging:
-    """Rank 0's part of a save: the files in a hidden folder, and how they get their final names."""
+    """The files of a save in a staging directory, which rank 0 creates and publishes under their final names."""
 
-    def __init__(self, place: Destination, shelf: FileSet) -> None:
-        """Make the files. Raises ``StorageError``; nothing is left then."""
-        self._place, self._shelf = place, shelf
-        self.folder = staging_path(place.path)
+    def __init__(self, destination: Destination, files: FileSet) -> None:
+        """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
+        self._destination, self._files = destination, files
+        self.folder = staging_path(destination.path)
         posix.make_durable_directory(self.folder.parent)
-        clean_up(self.folder.parent, tag=place.path.name)
-        directories.check_space(self.folder.parent, shelf.nbytes)
+        clean_up(self.folder.parent, tag=destination.path.name)
+        directories.check_space(self.folder.parent, files.nbytes)
         self._lock = directories.create_locked(self.folder)
         try:
-            self.starts: Sequence[Mapping[str, int]] = [file.make(self.folder / file.name) for file in shelf.files]
+            self.starts: Sequence[Mapping[str, int]] = [
+                file.create_file(self.folder / file.name) for file in files.files
+            ]
         except BaseException:
-            self.discard()
+            self.remove_staging()
             raise
 
-    def finish(self, found: Found) -> None:
-        """Complete the files, and publish them."""
-        for file in self._shelf.files:
-            file.finish(self.folder / file.name, found)
-        for name, data in self._shelf.small.items():
+    def publish(self, fragments_of: FragmentsOf) -> None:
+        """Finish the files, and give them their final names."""
+        for file in self._files.files:
+            file.finish_file(self.folder / file.name, fragments_of)
+        for name, data in self._files.small_files.items():
             posix.write_small(self.folder / name, data)
-        if self._place.folder:
+        if self._destination.folder:
             self._publish_folder()
         else:
-            (name,) = self._shelf.names()
+            (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
-            directories.replace_file(self.folder / name, self._place.path)
-            self.discard()
+            directories.replace_file(self.folder / name, self._destination.path)
+            self.remove_staging()
 
     def _publish_folder(self) -> None:
-        """What else is in the folder that is replaced, stays."""
-        final, aside = self._place.path, self.folder.with_suffix(".replaced")
+        """Replace the folder in one step. Files in it that do not belong to the component are kept."""
+        final, displaced = self._destination.path, self.folder.with_suffix(".replaced")
         if not posix.path_exists(final):
             posix.fsync_directory(self.folder)
             directories.rename_noreplace(self.folder, final)
             self._lock.close()
             return
-        gone = files_named_by(final, self._shelf.rivals) | self._shelf.names()
-        directories.link_remaining(final, self.folder, gone)
+        replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
+        directories.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
-        directories.exchange_directories(self.folder, final, aside)
+        directories.exchange_directories(self.folder, final, displaced)
         self._lock.close()
-        for folder in (aside, self.folder):
+        for folder in (displaced, self.folder):
             directories.remove_tree(folder)
 
-    def discard(self) -> None:
-        """Remove what is left of the hidden folder, unless what it was to replace has lost its name."""
+    def remove_staging(self) -> None:
+        """Remove the staging directory, unless the folder that it was to replace has already lost its name."""
         self._lock.close()
         remove_staging(self.folder)

@@ -1,4 +1,4 @@
-"""The form of the files of a part, as the arguments and the path tell."""
+"""The file format of a component, as determined by the arguments and the path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.components.file_layouts import Layout, safetensors_file, safetenso
 from holdfast.errors import InvalidArgumentError
 from holdfast.state.model.hf_layout import stored_layout
 
-#: Extensions of files of torch.save.
+#: Extensions of torch.save files.
 TORCH = frozenset({".pt", ".pth", ".bin"})
 
 _MIB = 2**20
@@ -19,18 +19,20 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class FileFormat:
-    """How a part lies in files, and that in words."""
+    """The layout of a component in files, and a text that describes it."""
 
     layout: Layout
     text: str
 
 
-def model_file_format(place: Destination, size_per_shard: float, *, use_safetensors: bool, model: Any) -> FileFormat:
-    """The form of a model's files: in folders, transformers' models are stored as transformers does.
+def model_file_format(
+    destination: Destination, size_per_shard: float, *, use_safetensors: bool, model: Any
+) -> FileFormat:
+    """Return the format of a model's files. In folders, a transformers model is stored as transformers does.
 
-    Raises ``InvalidArgumentError`` for a size that is none.
+    Raises ``InvalidArgumentError`` if the size is not a positive number.
     """
-    if place.folder:
+    if destination.folder:
         limit = shard_bytes(size_per_shard)
         kind = "safetensors" if use_safetensors else "torch"
         layout = safetensors_folder if use_safetensors else torch_folder
@@ -39,26 +41,26 @@ def model_file_format(place: Destination, size_per_shard: float, *, use_safetens
             lambda content: layout(content.stored_as(partial(stored_layout, first)), limit),
             f"a folder of {kind} files of {limit} bytes",
         )
-    return _file(place, use_safetensors=use_safetensors)
+    return _single_file_format(destination, use_safetensors=use_safetensors)
 
 
-def optimizer_file_format(place: Destination, size_per_shard: float) -> FileFormat:
-    """The form of an optimizer's files. Raises ``InvalidArgumentError`` for a size that is none."""
-    if place.folder:
+def optimizer_file_format(destination: Destination, size_per_shard: float) -> FileFormat:
+    """Return the format of an optimizer's files. Raises ``InvalidArgumentError`` for an invalid size."""
+    if destination.folder:
         limit = shard_bytes(size_per_shard)
         return FileFormat(lambda content: safetensors_folder(content, limit), f"a folder of files of {limit} bytes")
-    return _file(place, use_safetensors=True)
+    return _single_file_format(destination, use_safetensors=True)
 
 
 def shard_bytes(size_per_shard: float) -> int:
-    """MiB in bytes."""
+    """Convert MiB to bytes. Raises ``InvalidArgumentError`` if the size is not a positive number."""
     if not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
-        raise InvalidArgumentError(f"size_per_shard is a number of MiB above 0, not {size_per_shard!r}")
+        raise InvalidArgumentError(f"size_per_shard must be a number of MiB above 0; got {size_per_shard!r}")
     return max(1, int(size_per_shard * _MIB))
 
 
-def _file(place: Destination, *, use_safetensors: bool) -> FileFormat:
-    name, suffix = place.path.name, place.path.suffix
+def _single_file_format(destination: Destination, *, use_safetensors: bool) -> FileFormat:
+    name, suffix = destination.path.name, destination.path.suffix
     if suffix in TORCH or (suffix != ".safetensors" and not use_safetensors):
         return FileFormat(lambda content: torch_file(content, name), "a file of torch.save")
     return FileFormat(lambda content: safetensors_file(content, name), "a safetensors file")

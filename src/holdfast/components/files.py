@@ -1,4 +1,4 @@
-"""Files to be: made at their final size by rank 0, filled by all ranks, finished by rank 0."""
+"""The files of a component: created at their final size by rank 0, filled by all ranks, finished by rank 0."""
 
 from __future__ import annotations
 
@@ -17,84 +17,85 @@ from holdfast.ondisk.files import DataFile
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.posix import allocate_space
 
-#: What all ranks hashed of a stored tensor.
-Found = Callable[[str], Sequence[Fragment]]
+#: Returns the fragments that all ranks hashed of a stored tensor.
+FragmentsOf = Callable[[str], Sequence[Fragment]]
 
 
 class ComponentFile(Protocol):
-    """One file of a part."""
+    """A file of a component that is to be written."""
 
     @property
     def name(self) -> str:
-        """Its name in its folder."""
+        """The name of the file in its folder."""
 
-    def make(self, path: Path) -> Mapping[str, int]:
-        """Make it at its final size. Returns where each of its tensors starts, in bytes."""
+    def create_file(self, path: Path) -> Mapping[str, int]:
+        """Create the file at its final size. Returns the byte offset of each of its tensors."""
 
-    def finish(self, path: Path, found: Found) -> None:
-        """Write all but the bytes of tensors, and make it durable. Raises ``RankMismatchError`` for a gap in one."""
+    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
+        """Write all but the bytes of tensors, and sync the file. Raises ``RankMismatchError`` if a tensor has a gap."""
 
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files of a part, and small ones beside them, for what is in ``content``.
+    """The files of a component for its ``content``, and small files next to them.
 
-    ``rivals`` are names in the same folder that would be taken for this part, too: what they name goes.
+    ``stale_names`` are indexes and files in the same folder that readers would also take for this component: they and
+    the files that they name are removed.
     """
 
     content: ComponentContent
     files: Sequence[ComponentFile]
-    small: Mapping[str, bytes] = field(default_factory=dict)
-    rivals: Sequence[str] = ()
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    stale_names: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tensors and small files."""
-        return self.content.nbytes + sum(map(len, self.small.values()))
+        """The size of its tensors and small files in bytes."""
+        return self.content.nbytes + sum(map(len, self.small_files.values()))
 
-    def names(self) -> set[str]:
-        """All its files."""
-        return {file.name for file in self.files} | self.small.keys()
+    def file_names(self) -> set[str]:
+        """Return the names of all its files."""
+        return {file.name for file in self.files} | self.small_files.keys()
 
 
 class SafetensorsOutput:
-    """A safetensors file with the CRCs of its tensors' blocks."""
+    """A safetensors file with the CRCs of the blocks of its tensors."""
 
     def __init__(self, data: DataFile) -> None:
         self.name, self._data = Path(data.path).name, data
 
-    def make(self, path: Path) -> Mapping[str, int]:
+    def create_file(self, path: Path) -> Mapping[str, int]:
         """See :class:`ComponentFile`."""
         allocate_space(path, self._data.size)
         return {name: self._data.data_start + entry.data_offsets[0] for name, entry in self._data.entries.items()}
 
-    def finish(self, path: Path, found: Found) -> None:
+    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
         """See :class:`ComponentFile`."""
         crcs: Iterable[int] = (
             crc
             for name, entry in self._data.entries.items()
-            for crc in block_crcs(found(name), entry.nbytes, f"tensor {name!r}")
+            for crc in block_crcs(fragments_of(name), entry.nbytes, f"tensor {name!r}")
         )
         with BufferedWriter(path) as writer:
-            writer.write(0, memoryview(self._data.header(crcs)))
+            writer.write(0, memoryview(self._data.build_header(crcs)))
             writer.sync()
 
 
 class TorchOutput:
-    """A file of ``torch.save``. ``fakes`` are the tensors without data in its tree, by name."""
+    """A ``torch.save`` file. ``fakes`` are the tensors without data in its tree, by name."""
 
     def __init__(self, name: str, tree: object, fakes: Mapping[str, torch.Tensor]) -> None:
         self.name, self._file, self._fakes = name, PlannedTorchFile(tree), fakes
 
-    def make(self, path: Path) -> Mapping[str, int]:
+    def create_file(self, path: Path) -> Mapping[str, int]:
         """See :class:`ComponentFile`."""
-        self._file.make(path)
-        starts = self._file.starts(path)
-        # A tensor of no elements lies nowhere.
-        return {name: starts.get(id(fake), 0) for name, fake in self._fakes.items()}
+        self._file.create_file(path)
+        offsets = self._file.read_offsets(path)
+        # A tensor without elements has no bytes in the file.
+        return {name: offsets.get(id(fake), 0) for name, fake in self._fakes.items()}
 
-    def finish(self, path: Path, found: Found) -> None:
-        """See :class:`ComponentFile`. There is no room for CRCs."""
+    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
+        """See :class:`ComponentFile`. This format has no room for CRCs."""
         for name, fake in self._fakes.items():
-            block_crcs(found(name), fake.nbytes, f"tensor {name!r}")
-        self._file.finish(path)
+            block_crcs(fragments_of(name), fake.nbytes, f"tensor {name!r}")
+        self._file.write_small_tensors(path)

@@ -1,4 +1,4 @@
-"""One save of one part, on all ranks together: each step ends in a vote."""
+"""A save of one component on all ranks. Each step ends in a vote."""
 
 from __future__ import annotations
 
@@ -22,176 +22,175 @@ from holdfast.engine.io.staging import DeferredCopies, StagedTensors
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.save_plan import NOTHING, TensorSpan, plan_into_files
+from holdfast.engine.plan.save_plan import EMPTY_PLAN, TensorSpan, plan_into_files
 from holdfast.engine.plan.split_tensors import split_ranges
 from holdfast.errors import RankMismatchError, UnsupportedValueError
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
-from holdfast.save.readback import is_unsafe
+from holdfast.save.readback import may_lose_writes
 from holdfast.save.shard_writer import ShardWriter
 from holdfast.state.capture import STATE, Capture
 
 
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 has made: a hidden folder, the files in it, and where the bytes of each tensor go, by name."""
+    """The files that rank 0 created: the staging directory, its files, and the spans of each tensor by name."""
 
     folder: str = ""
     files: list[str] = []
-    places: dict[str, list[TensorSpan]] = {}
+    spans: dict[str, list[TensorSpan]] = {}
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ComponentSave:
-    """The steps of one save. On failure nothing is left, and all ranks raise the same error."""
+    """A save of one component. If it fails, it leaves nothing behind, and all ranks raise the same error."""
 
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
-        self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
+        self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
         self._captured = Capture()
-        self._made = _ComponentLayout()
-        self._plan, self._names = NOTHING, list[str]()
-        self._draft: ComponentStaging | None = None
-        self._staging: Callable[[], StagedTensors | None] = lambda: None
+        self._layout = _ComponentLayout()
+        self._plan, self._names = EMPTY_PLAN, list[str]()
+        self._files: ComponentStaging | None = None
+        self._wait_for_copy: Callable[[], StagedTensors | None] = lambda: None
         self._staged: StagedTensors | None = None
-        self._began = time.perf_counter()
-        #: Set when nothing of the training objects is needed any more.
+        self._started_at = time.perf_counter()
+        #: Set when the training objects are no longer needed.
         self.copied = threading.Event()
 
     @property
     def path(self) -> Path:
-        """The file or folder to be."""
-        return self._request.place.path
+        """The final path of the file or folder."""
+        return self._request.destination.path
 
-    def begin(self) -> None:
-        """Look at what is to be saved, make the files, and prove that replicas are equal."""
+    def prepare_save(self) -> None:
+        """Agree on what to save, create the files, and check that replicas are equal."""
         agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), b"")
         self._captured = agreement.captured
-        membership = agreement.membership
-        if membership is None:
-            raise RankMismatchError("ranks did not agree on what is saved")
-        self._lay_out(agreement, membership)
-        self._prove(membership)
+        global_spec = agreement.global_spec
+        if global_spec is None:
+            raise RankMismatchError("the ranks did not agree on what to save")
+        self._create_files(agreement, global_spec)
+        self._check_replicas(global_spec)
 
-    def stage(self, arena: Arena) -> None:
-        """Copy what this rank will write. Afterwards the training objects may change."""
-        self._staging = self._session.begin_all(
-            "copying what is to be saved", lambda: self._moving.stage(arena, DeferredCopies())
+    def stage_tensors(self, arena: Arena) -> None:
+        """Copy the bytes that this rank will write. Afterwards the training objects may change."""
+        self._wait_for_copy = self._session.begin_on_all(
+            "copying the tensors to save", lambda: self._shard_writer.stage(arena, DeferredCopies())
         )
-        self._captured.parts.clear()
+        self._captured.tensors.clear()
         self.copied.set()
 
-    def complete(self) -> None:
-        """Learn whether all ranks could copy theirs."""
-        self._staged = self._staging()
+    def complete_staging(self) -> None:
+        """Wait until all ranks have copied. Raises if any of them failed."""
+        self._staged = self._wait_for_copy()
 
-    def finish(self) -> Path:
-        """Write; rank 0 publishes when all have written."""
+    def write_and_commit(self) -> Path:
+        """Write the tensors. Rank 0 publishes the files when all ranks have written."""
 
-        def work() -> HashedResult:
-            return HashedResult(self._moving.write(Path(self._made.folder), self._made.files, self._staged))
+        def write_shards() -> HashedResult:
+            return HashedResult(self._shard_writer.write(Path(self._layout.folder), self._layout.files, self._staged))
 
-        def decide(found: Fragments, _: list[bytes]) -> bytes:
+        def publish_files(fragments: Fragments, _: list[bytes]) -> bytes:
             number = {name: i for i, name in enumerate(self._names)}
-            if self._draft is not None:
-                self._draft.finish(lambda name: found.get(number[name], []))
+            if self._files is not None:
+                self._files.publish(lambda name: fragments.get(number[name], []))
             return b""
 
-        vote_with_fragments(self._session, "writing", work, decide)
+        vote_with_fragments(self._session, "writing", write_shards, publish_files)
         return self.path
 
-    def returned(self) -> float:
-        """Note that the caller goes on. Returns for how many seconds it was kept."""
-        return time.perf_counter() - self._began
+    def mark_returned(self) -> float:
+        """Note that the caller continues. Returns for how many seconds it was blocked."""
+        return time.perf_counter() - self._started_at
 
-    def part(self) -> None:
-        """Wait until all ranks know how it ended: rank 0's process may hold the store that tells them."""
-        self._session.part()
+    def leave_session(self) -> None:
+        """Wait until all ranks know the outcome, because rank 0's process may host the store that reports it."""
+        self._session.leave()
 
     @contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Leave no draft where a step fails."""
+    def rollback_on_error(self) -> Iterator[None]:
+        """Remove the staging directory if a step fails."""
         process = os.getpid()
         try:
             yield
         except BaseException:
-            if os.getpid() != process:  # forked meanwhile: the save is the other process's
+            if os.getpid() != process:  # forked meanwhile: the save belongs to the parent process
                 raise
             self.copied.set()
-            if self._draft is not None:
-                self._draft.discard()
+            if self._files is not None:
+                self._files.remove_staging()
             raise
 
     @property
-    def _moving(self) -> ShardWriter:
-        return ShardWriter(self._ranks, self._session, self._plan, self._captured.parts)
+    def _shard_writer(self) -> ShardWriter:
+        return ShardWriter(self._ranks, self._session, self._plan, self._captured.tensors)
 
-    def _lay_out(self, agreement: SaveAgreement, membership: GlobalSpec) -> None:
-        def decide(_: list[bytes]) -> bytes:
-            whole = self._content(agreement, membership)
-            shelf = self._request.layout(whole)
-            draft = self._draft = ComponentStaging(self._request.place, shelf)
-            is_unsafe(self.path.parent, agreement.hosts)  # warns: there is nothing older that could be kept
-            self._names = [name for starts in draft.starts for name in starts]
-            places = _places(shelf.content, draft.starts, self._held(membership))
-            return _encode(_ComponentLayout(str(draft.folder), [file.name for file in shelf.files], places))
+    def _create_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
+        def lay_out_files(_: list[bytes]) -> bytes:
+            file_set = self._request.layout(self._content_to_save(agreement, global_spec))
+            files = self._files = ComponentStaging(self._request.destination, file_set)
+            may_lose_writes(
+                self.path.parent, agreement.hosts
+            )  # for its warning: there is no older file that could be kept
+            self._names = [name for starts in files.starts for name in starts]
+            spans = _tensor_spans(file_set.content, files.starts, self._tensors_to_save(global_spec))
+            return _encode(_ComponentLayout(str(files.folder), [file.name for file in file_set.files], spans))
 
-        _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", decide)
-        self._made = msgspec.msgpack.decode(raw, type=_ComponentLayout)
+        _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
+        self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
 
-    def _content(self, agreement: SaveAgreement, membership: GlobalSpec) -> ComponentContent:
+    def _content_to_save(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> ComponentContent:
         kind, captured = self._request.kind, agreement.captured
-        if any(held.group == STATE for held in membership.tensors()):
+        if any(tensor.group == STATE for tensor in global_spec.iter_tensors()):
             raise UnsupportedValueError(
-                f"the {kind} has values with tensors of more than 64 KiB in them, which these files have no place for: "
+                f"the {kind} has values that contain tensors of more than 64 KiB, which these files cannot store: "
                 "use save_checkpoint"
             )
-        companions = {name.rpartition("/")[2]: data for name, data in captured.small.items()}
-        return component_content(kind, membership, agreement.merged[kind], companions, self._request.prefix)
+        companions = {name.rpartition("/")[2]: data for name, data in captured.small_files.items()}
+        return component_content(kind, global_spec, agreement.merged_values[kind], companions, self._request.prefix)
 
-    def _held(self, membership: GlobalSpec) -> list[GlobalTensor]:
-        return sorted((held for held in membership.tensors() if held.group == self._request.kind), key=_name)
+    def _tensors_to_save(self, global_spec: GlobalSpec) -> list[GlobalTensor]:
+        return sorted(
+            (tensor for tensor in global_spec.iter_tensors() if tensor.group == self._request.kind),
+            key=lambda tensor: tensor.name,
+        )
 
-    def _prove(self, membership: GlobalSpec) -> None:
-        """Plan, and compare replicas."""
+    def _check_replicas(self, global_spec: GlobalSpec) -> None:
+        """Plan the save, and compare replicas."""
         kind = self._request.kind
 
-        def work() -> bytes:
-            places = {(kind, name): stretches for name, stretches in self._made.places.items()}
-            numbered = sorted((one.tensor, key) for key, stretches in places.items() for one in stretches)
-            self._plan = plan_into_files(membership, self._session.rank, list(dict(numbered).values()), places)
-            return self._moving.hash_replicas(0)[0]
+        def plan_and_hash() -> bytes:
+            spans = {(kind, name): of_tensor for name, of_tensor in self._layout.spans.items()}
+            numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
+            self._plan = plan_into_files(global_spec, self._session.rank, list(dict(numbered).values()), spans)
+            return self._shard_writer.hash_replicas(0)[0]
 
-        def decide(posted: list[bytes]) -> bytes:
+        def compare_hashes(posted: list[bytes]) -> bytes:
             return b"=" if replicas.have_equal_replicas(posted) else b"!"
 
-        _, decision = self._session.vote("comparing what is held twice", work, lambda own: own, decide)
+        _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
         if decision == b"!":
-            raise self._moving.differing()
+            raise self._shard_writer.describe_replica_mismatch()
 
 
-def _name(held: GlobalTensor) -> str:
-    return held.name
-
-
-def _places(
-    whole: ComponentContent, starts: Sequence[Mapping[str, int]], held: Sequence[GlobalTensor]
+def _tensor_spans(
+    content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Sequence[GlobalTensor]
 ) -> dict[str, list[TensorSpan]]:
-    """Where the bytes of each tensor that ranks hold go. Stored tensors are numbered in the order of the files."""
-    found: dict[str, list[TensorSpan]] = {one.name: [] for one in held}
+    """Return where the bytes of each tensor go. Stored tensors are numbered in the order of the files."""
+    spans: dict[str, list[TensorSpan]] = {tensor.name: [] for tensor in tensors}
     sources: dict[str, list[tuple[str, ElementRange, int]]] = {}
-    for one in held:
-        for run, name, at in (
-            split_ranges(one.info, one.splits) if one.splits else [(ElementRange(0, one.info.nbytes), one.name, 0)]
-        ):
-            sources.setdefault(name, []).append((one.name, run, at))
+    for tensor in tensors:
+        whole = [(ElementRange(0, tensor.info.nbytes), tensor.name, 0)]
+        for byte_range, name, at in split_ranges(tensor.info, tensor.splits) if tensor.splits else whole:
+            sources.setdefault(name, []).append((tensor.name, byte_range, at))
     number = 0
     for file, names in enumerate(starts):
         for name, offset in names.items():
-            origin, nbytes = whole.origins[name], whole.tensors[name].nbytes
-            for source, run, at in sources[origin.name]:
-                low, high = max(at, origin.start), min(at + run.stop - run.start, origin.start + nbytes)
+            origin, nbytes = content.origins[name], content.tensors[name].nbytes
+            for source, byte_range, at in sources[origin.name]:
+                low, high = max(at, origin.start), min(at + byte_range.stop - byte_range.start, origin.start + nbytes)
                 if low < high or not nbytes:
-                    start, into = run.start + low - at, low - origin.start
-                    found[source].append(TensorSpan(start, start + high - low, number, into, file, offset + into))
+                    start, into = byte_range.start + low - at, low - origin.start
+                    spans[source].append(TensorSpan(start, start + high - low, number, into, file, offset + into))
             number += 1
-    return {name: sorted(stretches) for name, stretches in found.items()}
+    return {name: sorted(of_tensor) for name, of_tensor in spans.items()}

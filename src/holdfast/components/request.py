@@ -1,4 +1,4 @@
-"""What a save of one part is asked to do."""
+"""The request to save one component."""
 
 from __future__ import annotations
 
@@ -20,58 +20,61 @@ from holdfast.state.training import TrainingObjects
 
 @dataclass(frozen=True)
 class ComponentRequest:
-    """Where to save, and how it lies there.
+    """The arguments of a save of one component.
 
-    ``training`` has the one part; ``layout`` lays it out in files and ``form`` says how, in words; ``prefix`` goes
-    before names.
+    ``training`` has the component. ``layout`` lays it out in files, and ``format_text`` describes that layout.
+    ``prefix`` is put before names.
     """
 
-    place: Destination
+    destination: Destination
     training: TrainingObjects
     layout: Layout
-    form: str
+    format_text: str
     prefix: str = ""
 
     @property
     def kind(self) -> str:
-        """Which part it is."""
+        """The kind of the component: ``"model"`` or ``"optimizer"``."""
         return MODEL if self.training.model is not None else OPTIMIZER
 
-    def asked(self) -> CallDescription:
-        """What all ranks must be asked for alike."""
-        about = {
-            "the path": repr(str(self.place.path)),
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        arguments = {
+            "the path": repr(str(self.destination.path)),
             "the prefix": repr(self.prefix),
-            "the form of the files": self.form,
+            "the format of the files": self.format_text,
             "state_dict_hooks": str(self.training.state_dict_hooks),
-            "what names the optimizer's parameters": "a model" if self.training.named_by is not None else "nothing",
+            "the source of parameter names": "a model" if self.training.naming_model is not None else "nothing",
         }
-        if self.kind == OPTIMIZER and self.training.named_by is None:
-            about["the optimizer's parameters, known by their places without model="] = _places(self.training)
-        return CallDescription(f"save of {'a model' if self.kind == MODEL else 'an optimizer'}", about)
+        if self.kind == OPTIMIZER and self.training.naming_model is None:
+            arguments["the optimizer's parameters, known by their positions without model="] = _shapes_by_position(
+                self.training
+            )
+        return CallDescription(f"save of {'a model' if self.kind == MODEL else 'an optimizer'}", arguments)
 
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what is not one part."""
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if the training objects are not exactly one component."""
         slots = models.model_components(self.training.model) or adapters.optimizer_components(self.training.optimizer)
         if list(slots) != [self.kind]:
-            raise InvalidArgumentError(f"one {self.kind} is saved at a time, not a dict of several")
+            raise InvalidArgumentError(f"pass one {self.kind}, not a dict of several: they are saved one at a time")
 
-    def check_place(self) -> None:
-        """Raise ``InvalidArgumentError`` where there is something of another kind."""
-        self.place.check()
+    def check_destination(self) -> None:
+        """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced."""
+        self.destination.check_replaceable()
 
-    def packing(self) -> bytes:
-        """All that decides, beside the tensors, what lies in which file."""
-        return self.form.encode()
-
-
-def _places(training: TrainingObjects) -> str:
-    """The shapes of parameters without names: ranks that hold different ones in one place must not mix them."""
-    return ", ".join(str(list(shape)) for shape in _unnamed(adapters.optimizer_components(training.optimizer)))
+    def packing_key(self) -> bytes:
+        """Return all that determines, besides the tensors, which file holds which tensor."""
+        return self.format_text.encode()
 
 
-def _unnamed(slots: Mapping[str, Sequence[Any]]) -> Iterator[torch.Size]:
-    for part in (one for parts in slots.values() for one in parts if isinstance(one, torch.optim.Optimizer)):
-        for group in part.param_groups:
+def _shapes_by_position(training: TrainingObjects) -> str:
+    """Return the shapes of unnamed parameters: ranks must not mix different parameters that have one position."""
+    return ", ".join(str(list(shape)) for shape in _unnamed_shapes(adapters.optimizer_components(training.optimizer)))
+
+
+def _unnamed_shapes(slots: Mapping[str, Sequence[Any]]) -> Iterator[torch.Size]:
+    optimizers = (item for items in slots.values() for item in items if isinstance(item, torch.optim.Optimizer))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             if "param_names" not in group:
-                yield from (one.shape for one in group["params"])
+                yield from (parameter.shape for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""A scheduler's state in a file of its own: JSON with its class, or a state dict as torch.save writes it."""
+"""A file with the state of a scheduler: JSON with its class, or a state dict as torch.save writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from holdfast.components.content import SCHEDULER, ComponentContent
 from holdfast.components.destination import ComponentStaging, Destination
 from holdfast.components.files import FileSet
-from holdfast.conversion.torch_target import as_saved_tensor
+from holdfast.conversion.torch_target import as_saved_bytes
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import Session
 from holdfast.errors import (
@@ -30,8 +30,8 @@ from holdfast.storage import posix
 _FORMAT = "holdfast scheduler"
 
 
-class _File(msgspec.Struct):
-    """What a file of ours holds: encoded values, and the CRC of their JSON."""
+class _SchedulerFile(msgspec.Struct):
+    """The JSON file of a scheduler: encoded values, and the CRC of their JSON."""
 
     format: str
     scheduler: msgspec.Raw
@@ -39,91 +39,93 @@ class _File(msgspec.Struct):
 
 
 def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> None:
-    """Rank 0 writes; all ranks raise what goes wrong.
+    """Write the state of a scheduler on rank 0. All ranks raise the same error.
 
-    Raises ``UnsupportedValueError`` naming every value that cannot be stored, ``InvalidArgumentError`` for what is no
-    scheduler, or a path that is a folder.
+    Raises ``UnsupportedValueError``, which names all values that cannot be stored, or ``InvalidArgumentError`` if
+    the object is not a scheduler, or the path is a folder.
     """
-    place = Destination(path, folder=False)
-    asked = CallDescription("save of a scheduler", {"the path": repr(str(path))})
+    destination = Destination(path, folder=False)
+    call = CallDescription("save of a scheduler", {"the path": repr(str(path))})
 
-    def work() -> bytes:
-        place.check()
+    def check_path() -> bytes:
+        destination.check_replaceable()
         return b""
 
-    def decide(_: list[bytes]) -> bytes:
-        told = _one(scheduler)
-        encoded = _encoded(told)
-        data = as_saved_tensor(told["state"]) if as_torch else encoded
-        draft = ComponentStaging(place, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}))
+    def write_file(_: list[bytes]) -> bytes:
+        state = _scheduler_state(scheduler)
+        encoded = _encode_state(state)
+        data = as_saved_bytes(state["state"]) if as_torch else encoded
+        files = ComponentStaging(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}))
         try:
-            draft.finish(lambda _: [])
+            files.publish(lambda _: [])
         except BaseException:
-            draft.discard()
+            files.remove_staging()
             raise
         return b""
 
-    vote_same_call(session, "saving the scheduler", asked, work, decide)
+    vote_same_call(session, "saving the scheduler", call, check_path, write_file)
 
 
 def read_scheduler(scheduler: Any, path: Path, session: Session) -> None:
-    """Every rank reads; nothing is changed before all have found that it fits.
+    """Load the state of a scheduler on every rank. Nothing is changed before all ranks have checked that it fits.
 
-    Raises ``NoCheckpointError``, ``CorruptCheckpointError``, ``FormatError``, or ``MismatchError`` for a scheduler of another
-    class.
+    Raises ``NoCheckpointError``, ``CorruptCheckpointError``, ``FormatError``, or ``MismatchError`` for a scheduler of
+    another class.
     """
 
-    def work() -> Any:
-        saved = _read(path)
+    def read_and_compare() -> Any:
+        saved = _read_file(path)
         differences = list(schedulers.compare_schedulers([scheduler], saved))
         if differences:
             raise MismatchError(f"{path} does not fit; nothing was changed: {'; '.join(differences)}")
         return saved
 
-    saved = session.all("reading the scheduler's state", work)
-    session.all("putting it in place", lambda: schedulers.load_scheduler([scheduler], saved))
+    saved = session.run_on_all("reading the scheduler's state", read_and_compare)
+    session.run_on_all("putting it in place", lambda: schedulers.load_scheduler([scheduler], saved))
 
 
-def _one(scheduler: Any) -> dict[str, Any]:
-    found = schedulers.scheduler_values([scheduler])
-    if isinstance(found, list):
-        raise InvalidArgumentError("one scheduler is saved at a time")
-    return found
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    state = schedulers.scheduler_values([scheduler])
+    if isinstance(state, list):
+        raise InvalidArgumentError("pass one scheduler, not several: they are saved one at a time")
+    return state
 
 
-def _encoded(told: dict[str, Any]) -> bytes:
-    raw = values.to_json(values.encode_value(told, ArrayEncoder(inline=("",))))
-    file = msgspec.json.encode(_File(_FORMAT, msgspec.Raw(raw), f"{crc64(raw):016x}")) + b"\n"
+def _encode_state(state: dict[str, Any]) -> bytes:
+    raw = values.to_json(values.encode_value(state, ArrayEncoder(inline=("",))))
+    file = msgspec.json.encode(_SchedulerFile(_FORMAT, msgspec.Raw(raw), f"{crc64(raw):016x}")) + b"\n"
     if len(file) > values.VALUES_LIMIT:
         raise values.too_large_error(raw, "the file of the scheduler", len(file), values.VALUES_LIMIT)
     return file
 
 
-def _read(path: Path) -> Any:
+def _read_file(path: Path) -> Any:
     if not posix.path_exists(path):
-        raise NoCheckpointError(f"there is no {path}")
+        raise NoCheckpointError(f"{path} does not exist")
     if posix.is_directory(path):
-        raise InvalidArgumentError(f"{path} is a folder; a scheduler's state is one file")
+        raise InvalidArgumentError(
+            f"{path} is a folder, but a scheduler's state is one file: pass the path of the file"
+        )
     if is_torch_file(path):
-        return {"class": None, "state": _state_of(path)}
+        return {"class": None, "state": _read_torch_file(path)}
     try:
-        found = msgspec.json.decode(posix.read_small(path, values.VALUES_LIMIT), type=_File)
+        file = msgspec.json.decode(posix.read_small(path, values.VALUES_LIMIT), type=_SchedulerFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} is no file of a scheduler's state: {error}") from error
-    if found.format != _FORMAT:
-        raise FormatError(f"{path} is no file of a scheduler's state")
-    raw = bytes(found.scheduler)
-    if f"{crc64(raw):016x}" != found.crc64nvme:
-        raise CorruptCheckpointError(f"{path} does not match its own CRC: it is damaged")
+        raise FormatError(f"{path} is not a file with a scheduler's state: {error}") from error
+    if file.format != _FORMAT:
+        raise FormatError(f"{path} is not a file with a scheduler's state")
+    raw = bytes(file.scheduler)
+    if f"{crc64(raw):016x}" != file.crc64nvme:
+        raise CorruptCheckpointError(f"{path} does not match its own CRC: it is corrupt")
     return values.load_values(raw, ArrayDecoder({}), str(path))
 
 
-def _state_of(path: Path) -> Any:
-    """The state dict in a file of torch.save, without running its pickle."""
+def _read_torch_file(path: Path) -> Any:
+    """Return the state dict in a torch.save file, without running its pickle."""
     reader = TorchFileReader(path, {})
     if reader.groups:
-        raise FormatError(f"{path} holds {' and '.join(reader.groups)}, and no scheduler's state")
-    shared = reader.values(0, ArrayDecoder({}), ArrayDecoder({})).shared
+        raise FormatError(f"{path} contains {' and '.join(reader.groups)}, but no scheduler's state")
+    shared = reader.read_values(0, ArrayDecoder({}), ArrayDecoder({})).shared
     if "scheduler" in shared:
         return shared["scheduler"]["state"]
     return shared["user_content"]

@@ -1,1 +1,1 @@
-"""From any format to any other, a buffer at a time: what is taken, how each format is laid out, and the work."""
+"""Conversion of checkpoints between formats: the selection of tensors, the targets and the pipeline."""

@@ -1,4 +1,4 @@
-"""The values of a checkpoint on their way into another: tensors in them are passed along by name, not read."""
+"""The values of a checkpoint that are carried into another. Tensors in them are passed on by name, not read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from holdfast.state.tensors import NAMES
 
 @dataclass(frozen=True)
 class _Tagged:
-    """A tensor, array, dtype, … as the source has it."""
+    """A tagged value (tensor, array, dtype, …) as the source encodes it."""
 
     tag: str
     payload: Any
 
 
 class _Codec(ArrayEncoder):
-    """Gives back what it was given. Arrays that were inside of pickles are taken out."""
+    """A codec that keeps tagged values as they are. Arrays from pickles become tensors in memory."""
 
     def encode(self, value: object, key: str) -> Any:
         """See :class:`holdfast.ondisk.values.ArrayCodec`."""
@@ -41,45 +41,62 @@ class _Codec(ArrayEncoder):
 
 @dataclass(frozen=True)
 class CarriedValues:
-    """Values encoded as in ``state.json`` and in ``ranks.json``; ``arrays`` are those of the first in memory."""
+    """Values, encoded as in ``state.json`` and ``ranks.json``. ``arrays`` are in-memory arrays of the shared values."""
 
     shared: Mapping[str, Any]
     ranks: list[Any]
     arrays: Mapping[str, torch.Tensor]
 
-    def infos(self) -> dict[tuple[str, str], TensorInfo]:
-        """What the arrays are as tensors of the group of values."""
-        return {(STATE, name): TensorInfo(NAMES[one.dtype], tuple(one.shape)) for name, one in self.arrays.items()}
+    def array_infos(self) -> dict[tuple[str, str], TensorInfo]:
+        """Return the dtypes and shapes of the arrays, as tensors of the group of values."""
+        return {
+            (STATE, name): TensorInfo(NAMES[array.dtype], tuple(array.shape)) for name, array in self.arrays.items()
+        }
 
 
-def carry_values(reader: Reader, choice: TensorFilter) -> CarriedValues:
-    """The values of a checkpoint that go along, with the names that parameters get. Raises ``CorruptCheckpointError``."""
+def carry_values(reader: Reader, tensor_filter: TensorFilter) -> CarriedValues:
+    """Return the values of a checkpoint to carry over, with parameters renamed. Raises ``CorruptCheckpointError``."""
     codec = _Codec()
-    first = reader.values(0, codec, codec)
-    shared = {name: value for name, value in first.shared.items() if _goes(name, choice)}
-    encoded = values.encode_value({name: _retold(name, value, choice) for name, value in shared.items()}, codec)
-    every = [first.own, *(reader.values(rank, codec, codec).own for rank in range(1, first.world_size))]
-    ranks = [] if choice.model_only else [values.encode_value(own or {}, codec) for own in every[: first.world_size]]
+    first = reader.read_values(0, codec, codec)
+    shared = {name: value for name, value in first.shared.items() if _is_carried(name, tensor_filter)}
+    encoded = values.encode_value(
+        {name: _filter_value(name, value, tensor_filter) for name, value in shared.items()}, codec
+    )
+    per_rank = [
+        first.rank_values,
+        *(reader.read_values(rank, codec, codec).rank_values for rank in range(1, first.world_size)),
+    ]
+    ranks = (
+        []
+        if tensor_filter.model_only
+        else [values.encode_value(rank_values or {}, codec) for rank_values in per_rank[: first.world_size]]
+    )
     return CarriedValues(encoded, ranks, codec.tensors)
 
 
-def _goes(name: str, choice: TensorFilter) -> bool:
-    return name.partition("/")[0] == "model" or not choice.model_only
+def _is_carried(name: str, tensor_filter: TensorFilter) -> bool:
+    return name.partition("/")[0] == "model" or not tensor_filter.model_only
 
 
-def _retold(name: str, value: Any, choice: TensorFilter) -> Any:
+def _filter_value(name: str, value: Any, tensor_filter: TensorFilter) -> Any:
     kind = name.partition("/")[0]
     if kind == "model":
-        return {choice.renamed(key): one for key, one in value.items() if choice.takes(key)}
+        return {
+            tensor_filter.rename_parameter(key): item for key, item in value.items() if tensor_filter.is_selected(key)
+        }
     if kind == "optimizer":
-        return {**value, "groups": [_group(group, choice) for group in value["groups"]]}
+        return {**value, "groups": [_filter_group(group, tensor_filter) for group in value["groups"]]}
     return value
 
 
-def _group(group: Mapping[str, Any], choice: TensorFilter) -> dict[str, Any]:
-    """A parameter group, with the parameters that are taken."""
+def _filter_group(group: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[str, Any]:
+    """Return a parameter group with the selected parameters."""
     return {
         **group,
-        "params": [choice.renamed(name) for name in group["params"] if choice.takes(name)],
-        "state": {choice.renamed(name): state for name, state in group["state"].items() if choice.takes(name)},
+        "params": [tensor_filter.rename_parameter(name) for name in group["params"] if tensor_filter.is_selected(name)],
+        "state": {
+            tensor_filter.rename_parameter(name): state
+            for name, state in group["state"].items()
+            if tensor_filter.is_selected(name)
+        },
     }

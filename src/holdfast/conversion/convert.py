@@ -1,4 +1,4 @@
-"""``convert``: from any format to any other."""
+"""``convert``: writes a checkpoint of any format in another format."""
 
 from __future__ import annotations
 
@@ -41,69 +41,74 @@ def convert(
     timeout: float = 600.0,
     **format_options: Any,
 ) -> Path:
-    """Write a checkpoint of any format as one of another. A few buffers of memory do, whatever its size.
+    """Write a checkpoint of any format in another format. It needs a few buffers of memory, whatever the size.
 
-    Every rank of the process group calls it, and they share the work. ``dst`` appears in one step, when it is complete
-    and verified; ``src`` is only read.
+    Every rank of the process group calls it, and the ranks share the work. ``dst`` appears in one step, when it is
+    complete and verified. ``src`` is only read.
 
     Args:
-        src: a checkpoint of any format that holdfast reads, or a run's folder: its latest.
-        dst: a path where there is nothing yet.
-        to: ``"native"`` (holdfast's), ``"hf"`` (a folder as transformers has it), ``"safetensors"`` (one such file),
+        src: a checkpoint of any format that holdfast reads, or a run's folder for its latest checkpoint.
+        dst: the output path; must not exist.
+        to: ``"native"`` (holdfast's), ``"hf"`` (a Hugging Face model folder), ``"safetensors"`` (one such file),
             ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
-            and model-parallel strategies have it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
-            optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed has it; written by
-            the first rank).
-        include: patterns, as the shell has them, of parameters and buffers that are taken; all without it.
-        exclude: patterns of those that are not.
-        rename: a function from names to names, or regular expressions with what takes their place.
-        dtype: of the model's floating-point tensors; those of optimizers stay as they are.
-        model_only: nothing but the model.
-        keys: where another system's checkpoint has what is not found by its name: ``{"model": "app.net"}``.
-        layout: how tensor-parallel ranks of NxD divide parameters, where it is read or written: ``"llama"``,
-            ``"mixtral"``, ``"gpt-neox"``, or the path of a spec file.
-        max_shard_size: the most bytes of tensors in one file, where the format has several.
-        verify: read back what was written. What is read is always verified if its format has checksums: holdfast's own,
-            the CRC-32s of files of ``torch.save`` and of DCP, and the ``checksums.json`` of :mod:`holdfast.dcp`.
-        on_event: is told how far it is: see :class:`holdfast.Progress`.
+            and model-parallel strategies write it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
+            optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
+            only rank 0 writes it).
+        include: shell patterns of the parameters and buffers to convert. Default: all.
+        exclude: shell patterns of the parameters and buffers to leave out.
+        rename: a function from names to names, or regular expressions with their replacements.
+        dtype: the dtype of the model's floating-point tensors; optimizer state is not cast.
+        model_only: convert only the model.
+        keys: the paths of components in another system's checkpoint that are not found by name:
+            ``{"model": "app.net"}``.
+        layout: the tensor-parallel layout of parameters if NxD is read or written: ``"llama"``, ``"mixtral"``,
+            ``"gpt-neox"``, or the path of a spec file.
+        max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
+        verify: read the output back. The source is always verified if its format has checksums: holdfast's own, the
+            CRC-32s of ``torch.save`` files and of DCP, and the ``checksums.json`` of :mod:`holdfast.dcp`.
+        on_event: is called with the progress: see :class:`holdfast.Progress`.
         process_group: the ranks that share the work.
-        timeout: seconds that ranks wait for each other.
-        format_options: of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
+        timeout: how many seconds ranks wait for each other before all of them fail.
+        format_options: options of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
             ``master_weights``: see :class:`holdfast.compat.nxd.convert.options.NxdOptions`. There ``max_shard_size``,
-            ``verify`` and ``on_event`` change nothing.
+            ``verify`` and ``on_event`` have no effect.
 
     Returns:
-        The path of what was written.
+        The path of the output.
 
     Raises:
-        InvalidArgumentError: what cannot be done, such as writing into the source.
-        TagExistsError: there is something at ``dst``.
-        CorruptCheckpointError: the source is not what was saved, or the result not what was written.
+        InvalidArgumentError: an argument is not valid, or ``dst`` is inside ``src``.
+        TagExistsError: ``dst`` exists.
+        CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
     """
     check_keys(keys)
     model_only = model_only or to in {"hf", "safetensors"}
-    choice = TensorFilter(_as_list(include), _as_list(exclude), rename, _dtype(dtype), model_only)
-    known = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
-    wish = ConversionRequest(local_path(src), local_path(dst), to, choice, known, parse_size(max_shard_size))
+    tensor_filter = TensorFilter(_as_list(include), _as_list(exclude), rename, _parse_dtype(dtype), model_only)
+    key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
+    request = ConversionRequest(
+        local_path(src), local_path(dst), to, tensor_filter, key_map, parse_size(max_shard_size)
+    )
     if to == NXD:
         options = {**format_options, LAYOUT: None if layout is None else str(layout)}
-        path: Path = load_target(NXD)(wish, RankGroup(process_group).session(timeout), options)
+        path: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
         return path
     if format_options:
-        raise InvalidArgumentError(f"there are no options {', '.join(format_options)} for {to!r}")
-    return Conversion(wish, RankGroup(process_group).session(timeout), on_event or ignore_event).run(verify=verify)
+        raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
+    return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(
+        verify=verify
+    )
 
 
 def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def _dtype(given: torch.dtype | str | None) -> str | None:
-    """A dtype's name in safetensors files."""
-    found: Any = getattr(torch, given, None) if isinstance(given, str) else given
+def _parse_dtype(given: torch.dtype | str | None) -> str | None:
+    """Return the name of a dtype in safetensors files."""
+    dtype: Any = getattr(torch, given, None) if isinstance(given, str) else given
     if given is None:
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found not in NAMES:
-        raise InvalidArgumentError(f"dtype is a floating-point one such as 'bfloat16', not {given!r}")
-    return NAMES[found]
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in NAMES:
+        raise InvalidArgumentError(f"dtype must be a floating-point dtype such as 'bfloat16'; got {given!r}")
+    return NAMES[dtype]

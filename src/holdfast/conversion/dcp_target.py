@@ -1,6 +1,6 @@
-"""Into a folder of ``torch.distributed.checkpoint``.
+"""The conversion target ``dcp``: a folder of ``torch.distributed.checkpoint``.
 
-torch itself writes it, with tensors that have no data; where these lie in the files is read back, and filled.
+torch itself writes it with tensors that have no data. The offsets of these are read back, and the bytes are filled in.
 """
 
 from __future__ import annotations
@@ -28,79 +28,83 @@ from holdfast.ondisk.dtypes import dtype_width
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.posix import sync_tree
 
-#: A file, a byte of it, and the range of a tensor's bytes that lies there.
-_Spot = tuple[Path, int, int, int]
+#: A file, a byte offset in it, and the range of a tensor's bytes that is stored there.
+_Span = tuple[Path, int, int, int]
 
-#: Makes the tree of a folder from tensors and values.
+#: Builds the tree of a folder from tensors and values.
 Shape = Callable[[Groups, Mapping[str, Any]], dict[str, Any]]
 
 
 class DcpTarget(StagedFolder):
-    """A folder; ``shape`` says what the tree in it is like."""
+    """A folder of ``torch.distributed.checkpoint``. ``shape`` builds the tree in it."""
 
-    def __init__(self, material: ConversionSource, draft: Path, shape: Shape) -> None:
-        super().__init__(material, draft)
-        self._fakes = FakeTensors(material.infos)
-        self._flat = FlatState.of(self._fakes.tree(material, shape))
+    def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
+        super().__init__(source, staging)
+        self._fakes = FakeTensors(source.tensor_infos)
+        self._flat = FlatState.from_tree(self._fakes.build_tree(source, shape))
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._open()
-        write_records(self._draft, self._flat, self._material.limit)
+        self._lock_folder()
+        write_records(self._staging, self._flat, self._source.limit)
 
-    def places(self) -> FileLayout:
+    def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        saved = folder.read_tree(self._draft)
+        saved = folder.read_tree(self._staging)
         numbers = {file: number for number, file in enumerate(saved.files)}
-        known = {id(fake): key for key, fake in self._fakes.made.items()}
-        found: dict[Key, list[FileSpan]] = {}
-        for mine, located in self._located(saved.entries, _is_fake):
-            spots = [FileSpan(numbers[file], *rest) for file, *rest in located]
-            there = found.setdefault(known[id(mine)], [])
-            there += [spot for spot in spots if spot not in there]  # one inside of a value lies in that once more
-        ordered = sorted(found, key=lambda key: found[key][0])
-        return FileLayout(saved.files, {key: found[key] for key in ordered})
+        keys = {id(fake): key for key, fake in self._fakes.tensors_by_key.items()}
+        layout: dict[Key, list[FileSpan]] = {}
+        for planned, located in self._iterate_spans(saved.entries, _is_fake):
+            spans = [FileSpan(numbers[file], *offsets) for file, *offsets in located]
+            present = layout.setdefault(keys[id(planned)], [])
+            present += [span for span in spans if span not in present]  # a tensor may be in a value as well
+        ordered = sorted(layout, key=lambda key: layout[key][0])
+        return FileLayout(saved.files, {key: layout[key] for key in ordered})
 
-    def finish(self, fragments: Fragments) -> None:
-        """Write what is in memory: small tensors among the values."""
+    def write_metadata(self, fragments: Fragments) -> None:
+        """Write the in-memory tensors: small ones among the values."""
         del fragments  # these folders have no room for CRCs
-        for mine, spots in self._located(folder.read_tree(self._draft).entries, lambda mine: not _is_fake(mine)):
-            self._fill(mine, spots)
-        sync_tree(self._draft)
+        for planned, spans in self._iterate_spans(
+            folder.read_tree(self._staging).entries, lambda planned: not _is_fake(planned)
+        ):
+            self._write_tensor(planned, spans)
+        sync_tree(self._staging)
 
-    def _fill(self, tensor: torch.Tensor, spots: Sequence[_Spot]) -> None:
+    def _write_tensor(self, tensor: torch.Tensor, spans: Sequence[_Span]) -> None:
         data = memoryview(raw_bytes(tensor))
-        for file, offset, start, stop in spots:
+        for file, offset, start, stop in spans:
             with BufferedWriter(file) as writer:
                 writer.write(offset, data[start:stop])
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return DcpReader(self._draft, {})
+        return DcpReader(self._staging, {})
 
-    def _located(
-        self, entries: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]
-    ) -> Iterator[tuple[torch.Tensor, list[_Spot]]]:
-        """The tensors of the tree that have bytes and are wanted, each with where these go."""
-        for name, mine in self._flat.values.items():
-            theirs = entries[name]
-            if not isinstance(mine, torch.Tensor):
-                for one, found in state_dict_pairs(mine, theirs):
-                    if wanted(one):
-                        place = found.place()
-                        yield one, [(place.file, place.offset, 0, one.nbytes)]
-            elif isinstance(theirs, ChunkedTensor) and mine.nbytes and wanted(mine):
-                yield mine, list(_spots(theirs))
+    def _iterate_spans(
+        self, entries: Mapping[str, Any], is_wanted: Callable[[torch.Tensor], bool]
+    ) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
+        """Iterate over the wanted tensors of the tree that have bytes, each with its spans."""
+        for name, planned in self._flat.values.items():
+            entry = entries[name]
+            if not isinstance(planned, torch.Tensor):
+                for tensor, stored in state_dict_pairs(planned, entry):
+                    if is_wanted(tensor):
+                        place = stored.find_location()
+                        yield tensor, [(place.file, place.offset, 0, tensor.nbytes)]
+            elif isinstance(entry, ChunkedTensor) and planned.nbytes and is_wanted(planned):
+                yield planned, list(_chunk_spans(entry))
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _spots(tensor: ChunkedTensor) -> Iterator[_Spot]:
+def _chunk_spans(tensor: ChunkedTensor) -> Iterator[_Span]:
     size = dtype_width(tensor.info.dtype)
-    for part in tensor.parts:
-        run = contiguous_range(part.box, tensor.info.shape)
-        if run is None:
-            raise CorruptCheckpointError(f"{part.near[0]}: a chunk that was made of whole rows has others")
-        yield part.place.file, part.place.offset, run.start * size, run.stop * size
+    for chunk in tensor.chunks:
+        byte_range = contiguous_range(chunk.box, tensor.info.shape)
+        if byte_range is None:
+            raise CorruptCheckpointError(
+                f"{chunk.order_hint[0]}: a chunk that was written as whole rows is not contiguous"
+            )
+        yield chunk.location.file, chunk.location.offset, byte_range.start * size, byte_range.stop * size

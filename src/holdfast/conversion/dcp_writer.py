@@ -1,4 +1,4 @@
-"""The files of ``torch.distributed.checkpoint``, written by torch itself with holes where the data of tensors go.
+"""A writer of ``torch.distributed.checkpoint`` files. torch writes them with holes in place of tensor data.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` of torch 2.13.
 """
@@ -30,33 +30,33 @@ from holdfast.formats.dcp.folder import METADATA
 from holdfast.ondisk.files import split_by_size
 from holdfast.storage.posix import new_file, write_small
 
-#: The most bytes of a tensor in one chunk, but for a single row: torch reads whole chunks to get at any part of one.
+#: The maximum bytes of one chunk, unless a single row is larger: torch reads a whole chunk to get any part of it.
 _CHUNK = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A tree by flat names, as torch has them, with the path of each."""
+    """A tree by torch's flat names, with the path of each."""
 
     values: Mapping[str, Any]
     paths: Mapping[str, Any]
 
     @classmethod
-    def of(cls, tree: dict[str, Any]) -> FlatState:
-        """A tree, flattened. Raises ``InvalidArgumentError`` where two things would have one name."""
+    def from_tree(cls, tree: dict[str, Any]) -> FlatState:
+        """Flatten a tree. Raises ``InvalidArgumentError`` if two values would have one name."""
         planner = DefaultSavePlanner()
         try:
             planner.set_up_planner(tree, is_coordinator=True)
         except ValueError as error:
             raise InvalidArgumentError(
-                f"torch.distributed.checkpoint joins keys by dots, and cannot tell these apart: {error}"
+                f"torch.distributed.checkpoint joins keys by dots, so that these keys are equal: {error}"
             ) from error
         return cls(planner.state_dict, planner.mappings)
 
 
 @dataclass(frozen=True)
-class _Record:
-    """A value, or a chunk of a tensor: what is one file of ``torch.save`` in a file of several."""
+class _TorchRecord:
+    """A value or a chunk of a tensor: one ``torch.save`` record in a file of several."""
 
     index: MetadataIndex
     value: Any
@@ -64,35 +64,37 @@ class _Record:
 
 
 def write_records(folder: Path, flat: FlatState, limit: int) -> None:
-    """Write a tree, with ``limit`` bytes of tensors in a file at most, where one chunk is not larger.
+    """Write a tree in files of at most ``limit`` bytes of tensors, unless one chunk is larger.
 
-    A tensor that is there under several names lies in the files once. Nothing is durable yet but the metadata.
+    A tensor with several names is stored once. Only the metadata is durable afterwards.
     """
-    metadata = Metadata(_described(flat), planner_data=dict(flat.paths), storage_data={}, storage_meta=StorageMeta())
+    metadata = Metadata(
+        _describe_values(flat), planner_data=dict(flat.paths), storage_data={}, storage_meta=StorageMeta()
+    )
     metadata.version = CURRENT_DCP_VERSION
-    records = list(_records(flat))
+    records = list(_list_records(flat))
     sizes = {number: record.nbytes for number, record in enumerate(records)}
-    for number, shelf in enumerate(split_by_size(sizes, limit)):
-        metadata.storage_data |= dict(_write(folder / f"__0_{number}.distcp", [records[one] for one in shelf]))
+    for number, numbers in enumerate(split_by_size(sizes, limit)):
+        metadata.storage_data |= dict(_write_file(folder / f"__0_{number}.distcp", [records[i] for i in numbers]))
     for name, first in _first_names(flat).items():
-        for chunk in _chunks(flat.values[name]):
-            there = metadata.storage_data[MetadataIndex(first, chunk.offsets)]
-            metadata.storage_data[MetadataIndex(name, chunk.offsets)] = there
+        for chunk in _row_chunks(flat.values[name]):
+            stored = metadata.storage_data[MetadataIndex(first, chunk.offsets)]
+            metadata.storage_data[MetadataIndex(name, chunk.offsets)] = stored
     write_small(folder / METADATA, pickle.dumps(metadata))
 
 
-def _described(flat: FlatState) -> dict[str, Any]:
-    return {name: _metadata(value) for name, value in flat.values.items()}
+def _describe_values(flat: FlatState) -> dict[str, Any]:
+    return {name: _describe_value(value) for name, value in flat.values.items()}
 
 
-def _metadata(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+def _describe_value(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
-    return TensorStorageMetadata(TensorProperties(value.dtype), value.size(), list(_chunks(value)))
+    return TensorStorageMetadata(TensorProperties(value.dtype), value.size(), list(_row_chunks(value)))
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
-    """Whole rows, so that each chunk is one range of the tensor's bytes."""
+def _row_chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
+    """Split a tensor into chunks of whole rows, so that each chunk is one range of the tensor's bytes."""
     length = len(tensor) if tensor.ndim else 1
     rows = max(1, _CHUNK * length // max(tensor.nbytes, 1))
     if rows >= length:
@@ -104,31 +106,31 @@ def _chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
 
 
 def _first_names(flat: FlatState) -> dict[str, str]:
-    """For each name of a tensor, the first of the names that it has."""
-    known: dict[int, str] = {}
+    """Return the first name of each tensor by each of its names."""
+    first_names: dict[int, str] = {}
     tensors = ((name, value) for name, value in flat.values.items() if isinstance(value, torch.Tensor))
-    return {name: known.setdefault(id(value), name) for name, value in tensors}
+    return {name: first_names.setdefault(id(value), name) for name, value in tensors}
 
 
-def _records(flat: FlatState) -> Iterator[_Record]:
-    """Values first, then the chunks of tensors: as torch has them."""
+def _list_records(flat: FlatState) -> Iterator[_TorchRecord]:
+    """Iterate over values, then over the chunks of tensors, in torch's order."""
     for name, value in flat.values.items():
         if not isinstance(value, torch.Tensor):
-            yield _Record(MetadataIndex(name), value)
+            yield _TorchRecord(MetadataIndex(name), value)
     for name, first in _first_names(flat).items():
         if name == first:
-            yield from _pieces(name, flat.values[name])
+            yield from _chunk_records(name, flat.values[name])
 
 
-def _pieces(name: str, tensor: torch.Tensor) -> Iterator[_Record]:
-    for chunk in _chunks(tensor):
-        piece = tensor if chunk.sizes == tensor.shape else tensor.new_empty(chunk.sizes)
-        yield _Record(MetadataIndex(name, chunk.offsets), piece, piece.nbytes)
+def _chunk_records(name: str, tensor: torch.Tensor) -> Iterator[_TorchRecord]:
+    for chunk in _row_chunks(tensor):
+        data = tensor if chunk.sizes == tensor.shape else tensor.new_empty(chunk.sizes)
+        yield _TorchRecord(MetadataIndex(name, chunk.offsets), data, data.nbytes)
 
 
-def _write(path: Path, shelf: Sequence[_Record]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+def _write_file(path: Path, records: Sequence[_TorchRecord]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
     with new_file(path) as file, skip_data(materialize_fake_tensors=True):
-        for record in shelf:
+        for record in records:
             start = file.tell()
             torch.save(record.value, file)
             yield record.index, _StorageInfo(path.name, start, file.tell() - start)

@@ -1,4 +1,4 @@
-"""Trees with tensors that have no data: what torch lays out, before anything is read."""
+"""Trees of tensors without data, from which torch lays out a file before any tensor is read."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ Shape = Callable[[Groups, Mapping[str, Any]], Any]
 
 
 class FakeTensors(ArrayDecoder):
-    """Makes tensors without data, each once."""
+    """A factory of tensors without data, which creates each tensor once."""
 
     def __init__(self, infos: Mapping[Key, TensorInfo]) -> None:
         super().__init__({name: info for (group, name), info in infos.items() if group == STATE})
-        self._every, self._mode = infos, FakeTensorMode()
-        self.made: dict[Key, torch.Tensor] = {}
+        self._infos_by_key, self._mode = infos, FakeTensorMode()
+        self.tensors_by_key: dict[Key, torch.Tensor] = {}
 
-    def tree(self, material: ConversionSource, shape: Shape) -> Any:
-        """What ``shape`` makes of the tensors and values there are."""
-        return shape(self._groups(material), values.decode_value(dict(material.carried.shared), self, "the values"))
+    def build_tree(self, source: ConversionSource, shape: Shape) -> Any:
+        """Return the tree that ``shape`` builds from the tensors and values of a source."""
+        return shape(self._build_groups(source), values.decode_value(dict(source.carried.shared), self, "the values"))
 
-    def _groups(self, material: ConversionSource) -> dict[str, dict[str, torch.Tensor]]:
+    def _build_groups(self, source: ConversionSource) -> dict[str, dict[str, torch.Tensor]]:
         groups: dict[str, dict[str, torch.Tensor]] = {}
-        for group, name in material.chosen.infos:
+        for group, name in source.selected.infos:
             if group not in {STATE, RANKS}:
-                groups.setdefault(group, {})[name] = self.make((group, name))
-        for group, names in material.chosen.tied.items():
+                groups.setdefault(group, {})[name] = self.make_tensor((group, name))
+        for group, names in source.selected.tied.items():
             for alias, name in names.items():
                 groups[group][alias] = groups[group][name]
         return groups
 
-    def make(self, key: Key) -> torch.Tensor:
-        """The tensor of a group and name."""
-        if key not in self.made:
-            info = self._every[key]
+    def make_tensor(self, key: Key) -> torch.Tensor:
+        """Return the tensor of a group and name."""
+        if key not in self.tensors_by_key:
+            info = self._infos_by_key[key]
             with self._mode:
-                self.made[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        return self.made[key]
+                self.tensors_by_key[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        return self.tensors_by_key[key]
 
     def decode(self, tag: str, payload: Any) -> Any:
-        """See :class:`holdfast.ondisk.values.ArrayCodec`. Arrays become tensors, which torch loads without trust."""
+        """See :class:`holdfast.ondisk.values.ArrayCodec`. Arrays become tensors: ``weights_only`` allows these."""
         if tag not in {"$tensor", "$array"}:
             return super().decode(tag, payload)
-        self._info(payload)
-        return self.make((STATE, payload))
+        self._find_info(payload)
+        return self.make_tensor((STATE, payload))

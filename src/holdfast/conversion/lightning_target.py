@@ -1,4 +1,4 @@
-"""Into a folder as Lightning's FSDP and model-parallel strategies write it."""
+"""The conversion target ``lightning-folder``: a folder as Lightning's FSDP and model-parallel strategies write it."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from holdfast.storage.posix import fsync_directory
 
 
 class LightningTarget:
-    """A distributed checkpoint, and ``meta.pt`` in the same folder."""
+    """A distributed checkpoint with ``meta.pt`` in the same folder."""
 
-    def __init__(self, material: ConversionSource, draft: Path) -> None:
-        self._draft = draft
-        self._tensors = DcpTarget(material, draft, lightning_tensor_names)
-        self._meta = TorchTarget(material, draft / META, lightning_metadata)
+    def __init__(self, source: ConversionSource, staging: Path) -> None:
+        self._staging = staging
+        self._tensors = DcpTarget(source, staging, lightning_tensor_names)
+        self._meta = TorchTarget(source, staging / META, lightning_metadata)
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._tensors.prepare()
-        self._meta.prepare()
+        self._tensors.create_files()
+        self._meta.create_files()
 
-    def places(self) -> FileLayout:
+    def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        first, last = self._tensors.places(), self._meta.places()
-        tensors = {key: list(spots) for key, spots in first.tensors.items()}
-        for key, spots in last.tensors.items():
-            tensors.setdefault(key, []).extend(spot._replace(file=spot.file + len(first.files)) for spot in spots)
-        return FileLayout([*first.files, *last.files], tensors)
+        dcp, meta = self._tensors.locate_tensors(), self._meta.locate_tensors()
+        tensors = {key: list(spans) for key, spans in dcp.tensors.items()}
+        for key, spans in meta.tensors.items():
+            tensors.setdefault(key, []).extend(span._replace(file=span.file + len(dcp.files)) for span in spans)
+        return FileLayout([*dcp.files, *meta.files], tensors)
 
-    def finish(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._meta.finish(fragments)
-        self._tensors.finish(fragments)
-        fsync_directory(self._draft)
+        self._meta.write_metadata(fragments)
+        self._tensors.write_metadata(fragments)
+        fsync_directory(self._staging)
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return LightningReader(self._draft, {})
+        return LightningReader(self._staging, {})
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._draft
+        return self._staging
 
     def close(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""

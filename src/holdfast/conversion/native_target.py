@@ -1,4 +1,4 @@
-"""Into a checkpoint of ours; and into a Hugging Face folder, which is what lies in it under ``model/``."""
+"""The conversion target ``native``, and the Hugging Face targets, which publish only its ``model/`` folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.ondisk import manifest, values
 from holdfast.ondisk.files import TensorInfo, pack_files
 from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
 from holdfast.run.catalog import next_identity
-from holdfast.state.capture import ranks_file, state_file
+from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.model.hf_config import has_adapters
 from holdfast.storage.directories import DirectoryLock
 from holdfast.storage.posix import is_file, read_small
@@ -33,7 +33,7 @@ from holdfast.storage.posix import is_file, read_small
 #: The group whose folder transformers opens.
 _MODEL = "model"
 
-#: Files beside weights that make a folder a model of transformers'.
+#: Files next to weights that make a folder a transformers model.
 _COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json"),
@@ -42,137 +42,137 @@ _COMPANIONS = (
 
 
 class NativeTarget:
-    """A checkpoint's folder, in the run's folder that it lies in."""
+    """A checkpoint's folder in a run's folder."""
 
-    def __init__(self, material: ConversionSource, draft: Path, final: Path) -> None:
-        self._material, self._final = material, final
-        self._draft = StagingDirectory(draft, _plan(material))
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        self._source, self._final = source, final
+        self._staging = StagingDirectory(staging, _plan_save(source))
         self._lock: DirectoryLock | None = None
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock = self._draft.open()
+        self._lock = self._staging.create_directory()
 
-    def places(self) -> FileLayout:
+    def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        plan = self._draft.plan
+        plan = self._staging.plan
         starts = (
             [FileSpan(number, file.data_start + entry.data_offsets[0], 0, entry.nbytes)]
             for number, file in enumerate(plan.files)
             for entry in file.entries.values()
         )
-        files = [self._draft.folder / file.path for file in plan.files]
+        files = [self._staging.folder / file.path for file in plan.files]
         return FileLayout(files, dict(zip(plan.tensors, starts, strict=True)))
 
-    def finish(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        carried, fits = self._material.carried, not has_adapters(_model_names(self._material))
+        carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
         small = {
-            STATE: state_file(carried.shared, {}),
-            RANKS: ranks_file([values.to_json(own) for own in carried.ranks], carried.shared),
-            **{f"{_MODEL}/{name}": data for name, data in companion_files(self._material.reader.path) if fits},
+            STATE: build_state_file(carried.shared, {}),
+            RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
+            **{f"{_MODEL}/{name}": data for name, data in companion_files(self._source.reader.path) if is_plain_model},
         }
-        self._draft.complete(fragments, small, self._describe)
+        self._staging.finalize(fragments, small, self._build_manifest)
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return NativeReader(self.made)
+        return NativeReader(self.output_path)
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._draft.folder
+        return self._staging.folder
 
     def close(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         if self._lock is not None:
             self._lock.close()
 
-    def _describe(self, files: dict[str, FileRecord]) -> Manifest:
-        source, following = self._material.reader, next_identity(self._final.parent, frozenset())
-        of = source.manifest if isinstance(source, NativeReader) else None
-        ranks = len(self._material.carried.ranks)
+    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        reader, identity = self._source.reader, next_identity(self._final.parent, frozenset())
+        source_manifest = reader.manifest if isinstance(reader, NativeReader) else None
+        ranks = len(self._source.carried.ranks)
         return Manifest(
             format="holdfast",
             version=manifest.VERSION,
             tag=self._final.name,
-            id=following.id,
-            run=following.run,
-            sequence=following.sequence,
+            id=identity.id,
+            run=identity.run,
+            sequence=identity.sequence,
             time=round(time.time(), 6),
-            step=of.step if of else None,
-            metrics=of.metrics if of else {},
+            step=source_manifest.step if source_manifest else None,
+            metrics=source_manifest.metrics if source_manifest else {},
             provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), ranks),
             files=files,
         )
 
 
 class HuggingFaceTarget(NativeTarget):
-    """A folder of weights as transformers has it. Of all that is no model, nothing goes into it."""
+    """A Hugging Face model folder. It contains only the model."""
 
-    def __init__(self, material: ConversionSource, draft: Path, final: Path) -> None:
-        groups = material.chosen.groups()
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        groups = source.selected.group_names()
         if groups != [_MODEL]:
             raise InvalidArgumentError(
-                f"a Hugging Face folder holds one model, and there are {', '.join(groups) or 'none'}: "
-                "choose one by keys, or convert with model_only"
+                f"a Hugging Face folder contains one model, but the source has {', '.join(groups) or 'none'}: "
+                "select one by keys, or convert with model_only"
             )
-        super().__init__(material, draft, final)
+        super().__init__(source, staging, final)
         self._check_names()
 
     def _check_names(self) -> None:
-        """Raise ``InvalidArgumentError`` for a model that transformers would open with weights that it makes up."""
-        if has_adapters(_model_names(self._material)):
+        """Raise ``InvalidArgumentError`` if transformers would open the model with newly initialized weights."""
+        if has_adapters(_model_names(self._source)):
             raise InvalidArgumentError(
-                f"{self._material.reader.path} holds a model with PEFT's adapters in it, which is no Hugging Face "
+                f"{self._source.reader.path} contains a model with PEFT adapters, which is not a Hugging Face "
                 "checkpoint: load it into that PEFT model, and let save_pretrained() write the adapter; or convert to "
                 "'safetensors' or 'torch'"
             )
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return HuggingFaceReader(self.made)
+        return HuggingFaceReader(self.output_path)
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return super().made / _MODEL
+        return super().output_path / _MODEL
 
 
 class SafetensorsTarget(HuggingFaceTarget):
-    """One safetensors file, whatever its size."""
+    """One safetensors file of any size."""
 
-    def __init__(self, material: ConversionSource, draft: Path, final: Path) -> None:
-        super().__init__(replace(material, limit=sys.maxsize), draft, final)
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        super().__init__(replace(source, limit=sys.maxsize), staging, final)
 
     def _check_names(self) -> None:
-        """A file by itself has any names: transformers does not open it."""
+        """Accept any names: transformers does not open a single file."""
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return super().made / SINGLE
+        return super().output_path / SINGLE
 
 
-def _plan(material: ConversionSource) -> SavePlan:
+def _plan_save(source: ConversionSource) -> SavePlan:
     groups: dict[str, dict[str, TensorInfo]] = {}
-    for (group, name), info in material.infos.items():
+    for (group, name), info in source.tensor_infos.items():
         groups.setdefault(group, {})[name] = info
     packed = {
-        group: pack_files(group, infos, material.chosen.tied.get(group, {}), material.limit)
+        group: pack_files(group, infos, source.selected.tied.get(group, {}), source.limit)
         for group, infos in sorted(groups.items())
     }
-    files = [file for shelf in packed.values() for file in shelf]
-    tensors = [(group, name) for group, shelf in packed.items() for file in shelf for name in file.entries]
-    return SavePlan(files, packed, tensors, (), (), {}, exchanges=False)
+    files = [file for group_files in packed.values() for file in group_files]
+    tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
+    return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)
 
 
-def _model_names(material: ConversionSource) -> list[str]:
-    return [name for group, name in material.infos if group == _MODEL]
+def _model_names(source: ConversionSource) -> list[str]:
+    return [name for group, name in source.tensor_infos if group == _MODEL]
 
 
 def companion_files(source: Path) -> Iterator[tuple[str, bytes]]:
-    """What lies beside the weights of the source: in a folder of theirs, of ours, or of ColossalAI's scripts."""
+    """Iterate over the companion files of the source: of transformers, holdfast, or ColossalAI's scripts."""
     for folder in (source, source / _MODEL, source / MODELING):
         for name in _COMPANIONS:
             if is_file(folder / name):

@@ -1,4 +1,4 @@
-"""The work of a conversion, shared by all ranks: read, cast and write a buffer at a time; verify; one rename."""
+"""The steps of a conversion, shared by all ranks: read, cast and write one buffer at a time; verify; rename once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_pieces
-from holdfast.engine.io.requests import Fragments, Moved
+from holdfast.engine.io.read import read_file_ranges
+from holdfast.engine.io.requests import Fragments, OnBytesMoved
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.stream import ReadFragments
 from holdfast.engine.io.tensor_bytes import NullSink
-from holdfast.engine.io.write import write_pieces
+from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.partition import split_evenly
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
@@ -40,184 +40,204 @@ from holdfast.run.staging_dir import check_destination, new_staging_path
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedWriter
 
-#: How each format is written: from what there is, into a hidden path, which will be called ``final``.
+#: The target of each format: made from the source, the staging path and the final path.
 TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]] = {
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
-    "torch": lambda material, draft, _: SingleFileTarget(material, draft, state_dict_schema),
-    "lightning": lambda material, draft, _: SingleFileTarget(material, draft, lightning_schema),
-    "lightning-folder": lambda material, draft, _: LightningTarget(material, draft),
-    "colossalai": lambda material, draft, _: load_target("colossalai")(material, draft),
-    "dcp": lambda material, draft, _: DcpTarget(material, draft, dcp_schema),
+    "torch": lambda source, staging, _: SingleFileTarget(source, staging, state_dict_schema),
+    "lightning": lambda source, staging, _: SingleFileTarget(source, staging, lightning_schema),
+    "lightning-folder": lambda source, staging, _: LightningTarget(source, staging),
+    "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
+    "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
 }
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What the user asked for."""
+    """The arguments of a conversion."""
 
     source: Path
     final: Path
     to: str
-    choice: TensorFilter
+    tensor_filter: TensorFilter
     keys: Mapping[str, str]
     limit: int
 
-    def check(self) -> None:
-        """Raise for what cannot be done."""
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
         if self.to not in {*TARGETS, NXD}:
             raise InvalidArgumentError(f"to must be one of {', '.join((*TARGETS, NXD))}; got {self.to!r}")
         if self.to in {"torch", "lightning"} and self.final.suffix == ".safetensors":
             raise InvalidArgumentError(
-                f"{self.final.name} would be taken for a safetensors file: give it another ending, such as .pt or "
+                f"{self.final.name} would be read as a safetensors file: give it another extension, such as .pt or "
                 '.ckpt, or convert to "safetensors"'
             )
         source, final = self.source.resolve(), self.final.resolve()
         inside = final.is_relative_to(source) and is_checkpoint(source) and not is_run_directory(source)
         if final == source or inside or source.is_relative_to(final):
-            raise InvalidArgumentError(f"{self.final} is, or lies in, what is converted, {self.source}: choose another")
+            raise InvalidArgumentError(
+                f"the output {self.final} is the source {self.source}, or one is inside the other: choose another path"
+            )
         check_destination(self.final)
 
-    def material(self) -> ConversionSource:
-        """What is converted. Raises ``CheckpointReplacedError`` where another takes its place meanwhile."""
-        known = self.keys
-        if LAYOUT in known and not READABLE[NXD].is_at(self.source):
+    def open_source(self) -> ConversionSource:
+        """Open the source. Raises ``CheckpointReplacedError`` if another process replaces it meanwhile."""
+        keys = self.keys
+        if LAYOUT in keys and not READABLE[NXD].is_at(self.source):
             if self.to != NXD:
-                raise InvalidArgumentError(f"layout is for NxD, and {self.source} is no checkpoint of it: leave it out")
-            known = {key: value for key, value in known.items() if key != LAYOUT}
-        reader = open_latest(self.source, known)
+                raise InvalidArgumentError(
+                    f"layout is only for NxD, and {self.source} is not an NxD checkpoint: leave it out"
+                )
+            keys = {key: value for key, value in keys.items() if key != LAYOUT}
+        reader = open_latest(self.source, keys)
         with detect_replacement(reader):
             reader.check_files()
-            return ConversionSource(reader, self.choice.of(reader), carry_values(reader, self.choice), self.limit)
+            return ConversionSource(
+                reader, self.tensor_filter.select_tensors(reader), carry_values(reader, self.tensor_filter), self.limit
+            )
 
 
 class Conversion:
-    """The steps, each of which ends in a vote."""
+    """A conversion. Each of its steps ends in a vote of all ranks."""
 
-    def __init__(self, wish: ConversionRequest, session: Session, on_event: OnEvent) -> None:
-        self._wish, self._session, self._on_event = wish, session, on_event
+    def __init__(self, request: ConversionRequest, session: Session, on_event: OnEvent) -> None:
+        self._request, self._session, self._on_event = request, session, on_event
 
     def run(self, *, verify: bool) -> Path:
-        """All of it; on failure nothing is left, and all ranks raise the same error."""
-        material, draft = self._look()
-        self._session.all("verifying the source", lambda: self._check_source(material))
-        make = TARGETS[self._wish.to]
-        target = self._session.all("planning what is written", lambda: make(material, draft, self._wish.final))
+        """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
+        source, staging = self._open_source()
+        self._session.run_on_all("verifying the source", lambda: self._check_source(source))
+        make = TARGETS[self._request.to]
+        target = self._session.run_on_all("planning the output", lambda: make(source, staging, self._request.final))
         try:
-            pieces, places = self._prepare(target)
-            moved = self._meter(pieces, times=2 if verify else 1)
-            written = self._write(target, material, places, pieces, moved)
+            file_ranges, layout = self._create_files(target)
+            on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
+            written = self._write_share(target, source, layout, file_ranges, on_moved)
             if verify:
-                self._session.all("reading back", lambda: _verify(target, places, pieces, written, moved))
-            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish(target, draft))
+                self._session.run_on_all(
+                    "reading back", lambda: _verify_written(target, layout, file_ranges, written, on_moved)
+                )
+            self._session.vote(
+                "finishing", lambda: None, lambda _: b"", lambda _: self._publish_output(target, staging)
+            )
         except BaseException:
             if self._session.rank == COORDINATOR_RANK:
                 with suppress(StorageError):
                     target.close()
-                    directories.remove_tree(draft)
+                    directories.remove_tree(staging)
             raise
-        return self._wish.final
+        return self._request.final
 
-    def _check_source(self, material: ConversionSource) -> None:
-        with detect_replacement(material.reader):
-            keys = material.chosen.sources.values()
-            check_source_checksums(material.reader, keys, self._session.rank, self._session.size)
+    def _check_source(self, source: ConversionSource) -> None:
+        with detect_replacement(source.reader):
+            keys = source.selected.sources.values()
+            check_source_checksums(source.reader, keys, self._session.rank, self._session.size)
 
-    def _meter(self, pieces: Sequence[FileRange], times: int) -> Moved:
-        """What is told the bytes that this rank has moved; each of them is moved so many times."""
+    def _progress_callback(self, file_ranges: Sequence[FileRange], times: int) -> OnBytesMoved:
+        """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
 
-        def show(done: int, total: int) -> None:
-            self._on_event(Progress("convert", self._wish.final, done, total))
+        def report(done: int, total: int) -> None:
+            self._on_event(Progress("convert", self._request.final, done, total))
 
-        return ProgressCounter(times * count_bytes(pieces), show).add
+        return ProgressCounter(times * count_bytes(file_ranges), report).add
 
-    def _look(self) -> tuple[ConversionSource, Path]:
-        """Open the source, and agree that all see the same."""
+    def _open_source(self) -> tuple[ConversionSource, Path]:
+        """Open the source, and check that all ranks see the same."""
 
-        def work() -> ConversionSource:
-            self._wish.check()
-            return self._wish.material()
+        def open_and_check() -> ConversionSource:
+            self._request.check_arguments()
+            return self._request.open_source()
 
-        def decide(posted: list[bytes]) -> bytes:
-            require_equal(f"the contents of {self._wish.source}", [raw.decode() for raw in posted])
-            return new_staging_path(self._wish.final).name.encode()
+        def choose_staging(posted: list[bytes]) -> bytes:
+            require_equal(f"the contents of {self._request.source}", [raw.decode() for raw in posted])
+            return new_staging_path(self._request.final).name.encode()
 
-        material, name = self._session.vote(
-            "reading the metadata", work, lambda found: found.reader.fingerprint.encode(), decide
+        source, name = self._session.vote(
+            "reading the metadata", open_and_check, lambda opened: opened.reader.fingerprint.encode(), choose_staging
         )
-        return material, self._wish.final.parent / name.decode()
+        return source, self._request.final.parent / name.decode()
 
-    def _prepare(self, target: ConversionTarget) -> tuple[list[FileRange], FileLayout]:
-        """Make the files, and share the work."""
+    def _create_files(self, target: ConversionTarget) -> tuple[list[FileRange], FileLayout]:
+        """Create the files, and divide the work."""
 
-        def made(_: list[bytes]) -> bytes:
-            target.prepare()
+        def create_files(_: list[bytes]) -> bytes:
+            target.create_files()
             return b""
 
-        self._session.vote("preparing", lambda: None, lambda _: b"", made)
-        places = self._session.all("looking at the new files", target.places)
-        return list(_share(places, self._session)), places
+        self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
+        layout = self._session.run_on_all("reading the layout of the new files", target.locate_tensors)
+        return list(_rank_share(layout, self._session)), layout
 
-    def _write(
+    def _write_share(
         self,
         target: ConversionTarget,
-        material: ConversionSource,
-        places: FileLayout,
-        pieces: Sequence[FileRange],
-        moved: Moved,
+        source: ConversionSource,
+        layout: FileLayout,
+        file_ranges: Sequence[FileRange],
+        on_moved: OnBytesMoved,
     ) -> Fragments:
-        """Write this rank's share; what was read is verified by all together."""
-        tensors = list(places.tensors)
-        stored = [material.chosen.sources.get(key, key) for key in tensors]
-        checks = ChecksumVerifier(material.reader, stored)
+        """Write this rank's share of the bytes. All ranks together verify the CRCs of the source."""
+        tensors = list(layout.tensors)
+        stored = [source.selected.sources.get(key, key) for key in tensors]
+        checks = ChecksumVerifier(source.reader, stored)
         written: Fragments = {}
 
-        def work() -> HashedResult:
-            heard = ReadFragments()
-            sources = SourceTable(material, heard)
-            with detect_replacement(material.reader):
+        def convert_share() -> HashedResult:
+            fragments_read = ReadFragments()
+            sources = SourceTable(source, fragments_read)
+            with detect_replacement(source.reader):
                 with SourceReader(sources.files) as opened:
-                    # Through the page cache: what is read back soon is still there.
-                    parts = sources.parts(tensors, opened)
-                    written.update(write_pieces(places.files, pieces, parts, moved, BufferedWriter))
-                read = {n: found for n, found in heard.fragments().items() if tensors[n] in material.chosen.sources}
-                return HashedResult(written, encode_fragments(checks.check_own(read)))
+                    # Through the page cache, because the files are soon read back.
+                    providers = sources.tensor_providers(tensors, opened)
+                    written.update(write_file_ranges(layout.files, file_ranges, providers, on_moved, BufferedWriter))
+                read = {
+                    n: fragments
+                    for n, fragments in fragments_read.merge_all().items()
+                    if tensors[n] in source.selected.sources
+                }
+                return HashedResult(written, encode_fragments(checks.verify_local(read)))
 
-        def decide(fragments: Fragments, posted: list[bytes]) -> bytes:
-            with detect_replacement(material.reader):
-                checks.check_shared(decode_fragments(posted))
-                target.finish(fragments)
+        def verify_and_finish(fragments: Fragments, posted: list[bytes]) -> bytes:
+            with detect_replacement(source.reader):
+                checks.verify_across_ranks(decode_fragments(posted))
+                target.write_metadata(fragments)
             return b""
 
-        vote_with_fragments(self._session, "converting", work, decide)
+        vote_with_fragments(self._session, "converting", convert_share, verify_and_finish)
         return written
 
-    def _publish(self, target: ConversionTarget, draft: Path) -> bytes:
-        directories.rename_noreplace(target.made, self._wish.final)
+    def _publish_output(self, target: ConversionTarget, staging: Path) -> bytes:
+        directories.rename_noreplace(target.output_path, self._request.final)
         target.close()
-        directories.remove_tree(draft)
+        directories.remove_tree(staging)
         return b""
 
 
-def _share(places: FileLayout, session: Session) -> list[FileRange]:
-    """The share of this rank in the bytes, in the order of the files."""
-    every = [
-        FileRange(number, spot.start, spot.stop, spot.start, spot.file, spot.offset)
-        for number, spots in enumerate(places.tensors.values())
-        for spot in spots
+def _rank_share(layout: FileLayout, session: Session) -> list[FileRange]:
+    """Return the share of this rank in the bytes, in the order of the files."""
+    spans = [
+        FileRange(number, span.start, span.stop, span.start, span.file, span.offset)
+        for number, of_tensor in enumerate(layout.tensors.values())
+        for span in of_tensor
     ]
-    return [piece for piece in split_evenly(every, session.rank, session.size) if piece.start < piece.stop]
+    return [share for share in split_evenly(spans, session.rank, session.size) if share.start < share.stop]
 
 
-def _verify(
-    target: ConversionTarget, places: FileLayout, pieces: Sequence[FileRange], written: Fragments, moved: Moved
+def _verify_written(
+    target: ConversionTarget,
+    layout: FileLayout,
+    file_ranges: Sequence[FileRange],
+    written: Fragments,
+    on_moved: OnBytesMoved,
 ) -> None:
-    """Raise ``CorruptCheckpointError`` where what is in the files is not what this rank wrote."""
-    target.reader()
-    found = read_pieces(places.files, pieces, lambda _: NullSink(), moved)
-    keys = list(places.tensors)
+    """Raise ``CorruptCheckpointError`` if the files do not contain the bytes that this rank wrote."""
+    target.open_reader()
+    read = read_file_ranges(layout.files, file_ranges, lambda _: NullSink(), on_moved)
+    keys = list(layout.tensors)
     for number, fragments in written.items():
-        if found.get(number) != fragments:
+        if read.get(number) != fragments:
             group, name = keys[number]
-            raise CorruptCheckpointError(f"{group} tensor {name!r} is not in {target.reader().path} as it was written")
+            raise CorruptCheckpointError(
+                f"{group} tensor {name!r} in {target.open_reader().path} is corrupt: it is not what was written"
+            )

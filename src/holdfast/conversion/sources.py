@@ -1,4 +1,4 @@
-"""Where the bytes of a conversion come from: the tensors of a checkpoint, and arrays that came with its values."""
+"""The sources of the bytes of a conversion: the tensors of a checkpoint, and arrays that came with its values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.conversion.target import ConversionSource
 from holdfast.conversion.tensor_filter import Key
-from holdfast.engine.io.requests import ByteProvider, OriginOf
+from holdfast.engine.io.requests import ByteProvider, ProviderOf
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.stream import ReadFragments, StreamedTensor
@@ -15,34 +15,34 @@ from holdfast.state.tensors import DTYPES
 
 
 class SourceTable:
-    """Numbers the files, or what reads like one."""
+    """A table that numbers the source files of a conversion."""
 
-    def __init__(self, material: ConversionSource, heard: ReadFragments) -> None:
-        self._material, self._heard = material, heard
+    def __init__(self, source: ConversionSource, fragments_read: ReadFragments) -> None:
+        self._source, self._fragments_read = source, fragments_read
         self.files: list[Source] = []
         self._numbers: dict[Source, int] = {}
-        for key in material.chosen.sources.values():
-            for extent in material.reader.extents(*key, 0, material.reader.groups[key[0]][key[1]].nbytes):
+        for key in source.selected.sources.values():
+            for extent in source.reader.find_extents(*key, 0, source.reader.groups[key[0]][key[1]].nbytes):
                 if extent.file not in self._numbers:
                     self._numbers[extent.file] = len(self.files)
                     self.files.append(extent.file)
 
-    def parts(self, tensors: Sequence[Key], opened: SourceReader) -> OriginOf:
-        """The tensors, by their numbers."""
+    def tensor_providers(self, tensors: Sequence[Key], opened: SourceReader) -> ProviderOf:
+        """Return a function that provides the bytes of a tensor by its number."""
 
-        def part_of(number: int) -> ByteProvider:
+        def provider_of(number: int) -> ByteProvider:
             key = tensors[number]
-            source = self._material.chosen.sources.get(key)
-            if source is None:
-                return TensorBytes(self._material.carried.arrays[key[1]])
-            stored = DTYPES[self._material.reader.groups[source[0]][source[1]].dtype]
-            dtype = DTYPES[self._material.chosen.infos[key].dtype]
-            return StreamedTensor(number, stored, dtype, self._locate(source), opened, self._heard)
+            source_key = self._source.selected.sources.get(key)
+            if source_key is None:
+                return TensorBytes(self._source.carried.arrays[key[1]])
+            stored = DTYPES[self._source.reader.groups[source_key[0]][source_key[1]].dtype]
+            dtype = DTYPES[self._source.selected.infos[key].dtype]
+            return StreamedTensor(number, stored, dtype, self._extent_locator(source_key), opened, self._fragments_read)
 
-        return part_of
+        return provider_of
 
-    def _locate(self, source: Key) -> Callable[[int, int], list[tuple[int, int, int, int]]]:
+    def _extent_locator(self, source_key: Key) -> Callable[[int, int], list[tuple[int, int, int, int]]]:
         return lambda start, stop: [
-            (self._numbers[one.file], one.offset, one.start, one.stop)
-            for one in self._material.reader.extents(*source, start, stop)
+            (self._numbers[extent.file], extent.offset, extent.start, extent.stop)
+            for extent in self._source.reader.find_extents(*source_key, start, stop)
         ]

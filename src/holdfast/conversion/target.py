@@ -1,4 +1,4 @@
-"""What a format that is written must tell and do: its files, where tensors go in them, and all that is no tensor."""
+"""The interface of a format that conversions write: its files, the layout of tensors in them, and all other content."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from holdfast.storage.directories import DirectoryLock, check_space, create_lock
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """What is written: tensors and values of a source. ``limit``: the most bytes of tensors in one file."""
+    """The tensors and values of a source to be written. ``limit``: the maximum bytes of tensors in one file."""
 
     reader: Reader
-    chosen: SelectedTensors
+    selected: SelectedTensors
     carried: CarriedValues
     limit: int
 
     @property
-    def infos(self) -> dict[Key, TensorInfo]:
-        """All tensors, those of values in memory included."""
-        return {**self.chosen.infos, **self.carried.infos()}
+    def tensor_infos(self) -> dict[Key, TensorInfo]:
+        """All tensors, including the in-memory arrays of values."""
+        return {**self.selected.infos, **self.carried.array_infos()}
 
 
 class FileSpan(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor go into a file, by its number, from byte ``offset`` on."""
+    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on."""
 
     file: int
     offset: int
@@ -41,51 +41,54 @@ class FileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Files by number, and where each tensor goes. All in the order of files."""
+    """The files by number, and the spans of each tensor in them. Tensors are in the order of the files."""
 
     files: Sequence[Path]
     tensors: Mapping[Key, Sequence[FileSpan]]
 
 
 class ConversionTarget(Protocol):
-    """A format, about to be written into a hidden path by all ranks."""
+    """A format that all ranks write into a staging path."""
 
-    def prepare(self) -> None:
-        """Rank 0: make the files, at their final sizes."""
+    def create_files(self) -> None:
+        """Create the files at their final sizes. Only rank 0 calls it."""
 
-    def places(self) -> FileLayout:
-        """Every rank, when they are there: where the bytes of tensors go."""
+    def locate_tensors(self) -> FileLayout:
+        """Return the layout of the tensors. Every rank calls it after the files are created."""
 
-    def finish(self, fragments: Fragments) -> None:
-        """Rank 0, when these are written: all that is no tensor. Tensors are numbered in the order of the places."""
+    def write_metadata(self, fragments: Fragments) -> None:
+        """Write all that is not tensor data. Only rank 0 calls it, when all tensors are written.
 
-    def reader(self) -> Reader:
-        """What reads it, finished. Raises ``CorruptCheckpointError`` where it is not as it should be."""
+        ``fragments`` number the tensors in the order of :meth:`locate_tensors`.
+        """
+
+    def open_reader(self) -> Reader:
+        """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid."""
 
     @property
-    def made(self) -> Path:
-        """What is to get the final name."""
+    def output_path(self) -> Path:
+        """The path that gets the final name."""
 
     def close(self) -> None:
-        """Rank 0, when it has that name, or has failed: let go of it."""
+        """Release locks. Only rank 0 calls it, after the output got its name or the conversion failed."""
 
 
 class StagedFolder:
-    """What targets that fill a folder have in common: it is theirs, by a lock, until they let go of it."""
+    """A base class of targets that write a folder, which they lock until they are closed."""
 
-    def __init__(self, material: ConversionSource, draft: Path) -> None:
-        self._material, self._draft = material, draft
+    def __init__(self, source: ConversionSource, staging: Path) -> None:
+        self._source, self._staging = source, staging
         self._lock: DirectoryLock | None = None
 
-    def _open(self) -> None:
-        """Rank 0. Raises ``StorageError`` where the tensors would not fit."""
-        self._lock = create_locked(self._draft)
-        check_space(self._draft, sum(info.nbytes for info in self._material.infos.values()))
+    def _lock_folder(self) -> None:
+        """Create and lock the folder. Raises ``StorageError`` if there is not enough space."""
+        self._lock = create_locked(self._staging)
+        check_space(self._staging, sum(info.nbytes for info in self._source.tensor_infos.values()))
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`ConversionTarget`."""
-        return self._draft
+        return self._staging
 
     def close(self) -> None:
         """See :class:`ConversionTarget`."""

@@ -1,4 +1,4 @@
-"""torch's hash of the names of entries in a file of so many storages, asked of torch itself."""
+"""torch's hash of the entry names in a ``torch.save`` file with a given number of storages, computed by torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from holdfast.formats.torchfile.zip_writer import NAMES
 
-#: Digits of the hash, in the entry that has it.
+#: The number of digits of the hash, and the entry that contains it.
 _DIGITS, _ENTRY = 20, "archive/.data/serialization_id"
 
 
 def names_hash(storages: int) -> int:
-    """Its value, which goes into a fingerprint that nothing checks: files are so equal to torch's own."""
+    """Return the hash. No reader checks it; it makes files byte-identical to those that torch writes."""
     if storages in NAMES:
         return NAMES[storages]
     file = io.BytesIO()
     torch.save([torch.empty(0) for _ in range(storages)], file)
-    with zipfile.ZipFile(file) as found:
-        return int(found.read(_ENTRY)[:_DIGITS])
+    with zipfile.ZipFile(file) as archive:
+        return int(archive.read(_ENTRY)[:_DIGITS])

@@ -1,6 +1,6 @@
-"""Into one file of ``torch.save``.
+"""The conversion targets that are one ``torch.save`` file.
 
-torch itself writes it, with tensors that have no data; where these lie in the file is read back, and filled.
+torch itself writes it with tensors that have no data. The offsets of these are read back, and the bytes are filled in.
 """
 
 from __future__ import annotations
@@ -28,85 +28,90 @@ from holdfast.storage.posix import make_directory, new_file
 
 
 class PlannedTorchFile:
-    """A file of ``torch.save`` to be, whose tree has tensors without data where their bytes will be written."""
+    """A ``torch.save`` file to be written, whose tree has tensors without data."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
 
-    def make(self, path: Path) -> None:
-        """Make it, at its final size."""
+    def create_file(self, path: Path) -> None:
+        """Create the file at its final size."""
         make_directory(path.parent)
         with new_file(path) as file, skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, file)  # which has a path's name inside, given one
+            torch.save(self._tree, file)  # not to the path: torch would store the path's name in it
 
-    def starts(self, path: Path) -> dict[int, int]:
-        """Where the bytes of each tensor without data start in the file that was made, by the tensor's ``id``."""
-        return {id(mine): offset for mine, offset in self._pairs(path) if isinstance(mine, FakeTensor)}
+    def read_offsets(self, path: Path) -> dict[int, int]:
+        """Return the byte offset of each tensor without data in the created file, by the tensor's ``id``."""
+        return {
+            id(planned): offset for planned, offset in self._tensor_offsets(path) if isinstance(planned, FakeTensor)
+        }
 
-    def finish(self, path: Path) -> None:
-        """Write the tensors that have data: small ones among the values."""
+    def write_small_tensors(self, path: Path) -> None:
+        """Write the tensors that have data: small ones among the values. Syncs the file."""
         with BufferedWriter(path) as writer:
-            for mine, offset in self._pairs(path):
-                if not isinstance(mine, FakeTensor) and mine.nbytes:
-                    writer.write(offset, memoryview(raw_bytes(mine)))
+            for planned, offset in self._tensor_offsets(path):
+                if not isinstance(planned, FakeTensor) and planned.nbytes:
+                    writer.write(offset, memoryview(raw_bytes(planned)))
             writer.sync()
 
-    def _pairs(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tensors of the tree, each with the byte of the file that it starts at."""
-        return ((mine, theirs.place().offset) for mine, theirs in state_dict_pairs(self._tree, read_tree(path).root))
+    def _tensor_offsets(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:
+        """Iterate over the tensors of the tree, each with its byte offset in the file."""
+        return (
+            (planned, stored.find_location().offset)
+            for planned, stored in state_dict_pairs(self._tree, read_tree(path).root)
+        )
 
 
 class TorchTarget:
-    """A file; ``shape`` says what the tree in it is like."""
+    """A ``torch.save`` file. ``shape`` builds the tree in it."""
 
-    def __init__(self, material: ConversionSource, draft: Path, shape: Shape) -> None:
-        self._material, self._draft = material, draft
-        self._fakes = FakeTensors(material.infos)
-        self._file = PlannedTorchFile(self._fakes.tree(material, shape))
+    def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
+        self._source, self._staging = source, staging
+        self._fakes = FakeTensors(source.tensor_infos)
+        self._file = PlannedTorchFile(self._fakes.build_tree(source, shape))
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        make_directory(self._draft.parent)
-        check_space(self._draft.parent, sum(info.nbytes for info in self._material.infos.values()))
-        self._file.make(self._draft)
+        make_directory(self._staging.parent)
+        check_space(self._staging.parent, sum(info.nbytes for info in self._source.tensor_infos.values()))
+        self._file.create_file(self._staging)
 
-    def places(self) -> FileLayout:
+    def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        known = {id(fake): key for key, fake in self._fakes.made.items()}
-        found = {known[number]: offset for number, offset in self._file.starts(self._draft).items()}
-        infos = self._material.infos
-        ordered = sorted(found, key=found.__getitem__)
-        return FileLayout([self._draft], {key: [FileSpan(0, found[key], 0, infos[key].nbytes)] for key in ordered})
+        keys = {id(fake): key for key, fake in self._fakes.tensors_by_key.items()}
+        offsets = {keys[fake_id]: offset for fake_id, offset in self._file.read_offsets(self._staging).items()}
+        infos = self._source.tensor_infos
+        ordered = sorted(offsets, key=offsets.__getitem__)
+        return FileLayout([self._staging], {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered})
 
-    def finish(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         del fragments  # files of torch.save have no room for CRCs
-        self._file.finish(self._draft)
+        self._file.write_small_tensors(self._staging)
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return TorchFileReader(self._draft, {})
+        return TorchFileReader(self._staging, {})
 
     @property
-    def made(self) -> Path:
+    def output_path(self) -> Path:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._draft
+        return self._staging
 
     def close(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
 
 
 class SingleFileTarget(TorchTarget):
-    """A file by itself. Until it is complete it lies in a hidden folder, whose lock tells that it is worked on."""
+    """A ``torch.save`` file at the final path. Until it is complete, it is in a locked staging directory."""
 
-    def __init__(self, material: ConversionSource, draft: Path, shape: Shape) -> None:
-        super().__init__(material, draft / "file", shape)
+    def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
+        super().__init__(source, staging / "file", shape)
         self._lock: DirectoryLock | None = None
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock = create_locked(self.made.parent)
-        super().prepare()
+        self._lock = create_locked(self.output_path.parent)
+        super().create_files()
 
     def close(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
@@ -114,28 +119,28 @@ class SingleFileTarget(TorchTarget):
             self._lock.close()
 
 
-def state_dict_pairs(mine: Any, theirs: Any) -> Iterator[tuple[torch.Tensor, TorchTensor]]:
-    """The tensors of a tree that have bytes, with what they are in the same tree as it was read."""
-    if isinstance(mine, torch.Tensor):
-        if isinstance(theirs, TorchTensor) and theirs.info.nbytes:
-            yield mine, theirs
-    elif isinstance(mine, Mapping):
-        for key, value in mine.items():
-            yield from state_dict_pairs(value, theirs[key])
-    elif isinstance(mine, list | tuple):
-        for one, other in zip(mine, theirs, strict=True):
-            yield from state_dict_pairs(one, other)
+def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, TorchTensor]]:
+    """Pair the tensors of a tree that have bytes with those of the same tree as it was read from a file."""
+    if isinstance(planned, torch.Tensor):
+        if isinstance(stored, TorchTensor) and stored.info.nbytes:
+            yield planned, stored
+    elif isinstance(planned, Mapping):
+        for key, value in planned.items():
+            yield from state_dict_pairs(value, stored[key])
+    elif isinstance(planned, list | tuple):
+        for planned_item, stored_item in zip(planned, stored, strict=True):
+            yield from state_dict_pairs(planned_item, stored_item)
 
 
-def as_saved_tensor(value: Any) -> bytes:
-    """What ``torch.save`` makes of something small."""
+def as_saved_bytes(value: Any) -> bytes:
+    """Return the bytes that ``torch.save`` writes for a small value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Its bytes, in row-major order."""
+    """Return the bytes of a tensor in row-major order."""
     data = np.empty(tensor.nbytes, np.uint8)
     TensorBytes(tensor).copy_out(0, data)
     return data.tobytes()

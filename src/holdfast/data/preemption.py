@@ -1,4 +1,4 @@
-"""Stopping when the job is told to: a signal on any rank, and all ranks stop at the same step."""
+"""Preemption: a signal on any rank makes all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutEr
 from holdfast.process.exit_order import ExitStage, call_at_exit
 from holdfast.storage.closing import ClosingMixin
 
-#: Seconds between a rank's looks at the store, and so for how long a signal may go unnoticed on the others.
-_INTERVAL = 0.5
+#: Seconds between two polls of the store: a signal on one rank may go unnoticed on the others for as long.
+_POLL_INTERVAL = 0.5
 
-#: Seconds that closing waits for the thread, which may be waiting for other ranks.
-_PARTING = 2.0
+#: Seconds that ``close`` waits for the thread, which may itself be waiting for other ranks.
+_JOIN_TIMEOUT = 2.0
 
 _log = logging.getLogger("holdfast")
 
 
 def preemption(*signals: int, process_group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> Preemption:
-    """Take notice of signals that tell the job to end, together with all ranks. Every rank calls it.
+    """Watch, together with all ranks, for signals that tell the job to end. Every rank must call it.
 
     ::
 
@@ -41,97 +41,98 @@ def preemption(*signals: int, process_group: dist.ProcessGroup | None = None, ti
                     break
 
     Args:
-        signals: those to take notice of; ``SIGTERM`` when none is given. Until :meth:`Preemption.close` they do nothing
-            else. A second ``SIGINT`` (Ctrl-C) does what it did before.
-        process_group: the ranks that stop together; the default group, or this process alone where there is none.
-        timeout: seconds that ranks wait for each other, once one was told to stop, before all of them fail.
+        signals: the signals to watch for; ``SIGTERM`` if none is given. Until :meth:`Preemption.close` they have no
+            other effect, but a second ``SIGINT`` (Ctrl-C) does what it did before.
+        process_group: the ranks that stop together; the default group, or this process alone if there is none.
+        timeout: seconds that ranks wait for each other, once one has received a signal, before all of them fail.
 
     Raises:
-        InvalidArgumentError: this is not the main thread, which alone may handle signals; or one cannot be handled.
+        InvalidArgumentError: this is not the main thread, which alone may handle signals; or a signal cannot be
+            handled.
     """
     return Preemption(signals or (signal.SIGTERM,), RankGroup(process_group), timeout)
 
 
 class Preemption(ClosingMixin):
-    """Whether the ranks were told to stop: see :func:`preemption`. Usable as a context manager."""
+    """A request to stop that all ranks agree on: see :func:`preemption`. Usable as a context manager."""
 
     def __init__(self, signals: Iterable[int], ranks: RankGroup, timeout: float) -> None:
-        session = ranks.session(timeout)
-        self._process = os.getpid()
-        self._told: set[int] = set()
+        session = ranks.open_session(timeout)
+        self._pid = os.getpid()
+        self._received: set[int] = set()
         self._previous: dict[int, Any] = {}
-        _deactivate(signals, self._take, self._previous)
+        _install_handler(signals, self._on_signal, self._previous)
         self._closing = threading.Event()
-        self._calls = None if session.store is None else StepConsensus(session, session.store)
+        self._consensus = None if session.store is None else StepConsensus(session, session.store)
         self._thread: threading.Thread | None = None
-        if self._calls is not None:
+        if self._consensus is not None:
             self._thread = threading.Thread(
-                target=self._watch, args=(self._calls,), name="holdfast preemption", daemon=True
+                target=self._watch_store, args=(self._consensus,), name="holdfast preemption", daemon=True
             )
             self._thread.start()
             self._at_exit = call_at_exit(ExitStage.WATCHERS, self.close)
 
     def requested(self) -> bool:
-        """Whether to stop now: true from the same call on, on all ranks. Every rank calls it once a step.
+        """Return whether to stop now: true from the same step on, on all ranks. Every rank must call it once a step.
 
-        It costs less than a microsecond, and talks to nobody. Once any rank was told to stop, one call on each rank
-        may take as long as the ranks need to agree on a step: about a second.
+        A call takes less than a microsecond and does not communicate. Once any rank has received a signal, one call on
+        each rank may take as long as the ranks need to agree on a step: about a second.
 
         Raises:
-            RankTimeoutError: a rank did not answer in time, when one was told to stop.
-            RankFailedError: the key-value store of the ranks was lost, when this one was told to stop.
+            RankTimeoutError: a rank did not answer in time, after one received a signal.
+            RankFailedError: the key-value store of the ranks was lost, after this one received a signal.
         """
-        return bool(self._told) if self._calls is None else self._calls.arrive()
+        return bool(self._received) if self._consensus is None else self._consensus.count_step()
 
     def close(self) -> None:
-        """Give the signals back to whoever had them. All ranks make no more calls."""
-        with suppress(ValueError):  # not in the main thread: the handler stays, and does nothing
+        """Restore the previous signal handlers. After it no rank may call :meth:`requested`."""
+        with suppress(ValueError):  # not in the main thread: the handler stays, and has no effect
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
         self._closing.set()
         if self._thread is not None:
             self._at_exit.cancel()
-            self._thread.join(_PARTING)
+            self._thread.join(_JOIN_TIMEOUT)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
-        if os.getpid() != self._process:  # forked meanwhile, as a worker: it has nothing to save
+        if os.getpid() != self._pid:  # a forked process, such as a worker: it has nothing to save
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        if number == signal.SIGINT and number in self._told and callable(previous):
+        if number == signal.SIGINT and number in self._received and callable(previous):
             previous(number, frame)
-        self._told.add(number)
+        self._received.add(number)
 
-    def _watch(self, calls: StepConsensus) -> None:
-        """Tell the other ranks, listen to them, and agree with them on a step."""
-        while not self._closing.wait(_INTERVAL):
+    def _watch_store(self, consensus: StepConsensus) -> None:
+        """Announce a signal to the other ranks, watch for theirs, and agree with them on a step."""
+        while not self._closing.wait(_POLL_INTERVAL):
             try:
-                if self._told:
-                    calls.ask()
-                if calls.is_asked():
-                    calls.choose()
+                if self._received:
+                    consensus.request_stop()
+                if consensus.is_stop_requested():
+                    consensus.agree_on_step()
                     return
             except (RankFailedError, RankTimeoutError) as error:
-                if self._told:  # else the training goes on: there is nothing to agree about
-                    calls.fail(error)
+                if self._received:  # else training continues: there is nothing to agree on
+                    consensus.set_failure(error)
                     return
         with suppress(RankFailedError, RankTimeoutError):
-            calls.leave()
+            consensus.leave()
 
 
-def _deactivate(
+def _install_handler(
     signals: Iterable[int], handler: Callable[[int, FrameType | None], None], previous: dict[int, Any]
 ) -> None:
-    """Install a handler. What had the signals before goes into ``previous``, before the handler may look there."""
+    """Install a handler. The previous handlers are stored in ``previous`` first, because the handler looks there."""
     if threading.current_thread() is not threading.main_thread():
-        raise InvalidArgumentError("preemption() handles signals: call it in the main thread")
+        raise InvalidArgumentError("preemption() installs signal handlers: call it in the main thread")
     for number in signals:
         try:
             previous[number] = signal.getsignal(number) or signal.SIG_DFL
             signal.signal(number, handler)
         except (OSError, ValueError, TypeError) as error:
-            for done, before in previous.items():
+            for installed, old_handler in previous.items():
                 with suppress(OSError, ValueError, TypeError):  # the one that cannot be handled
-                    signal.signal(done, before)
+                    signal.signal(installed, old_handler)
             raise InvalidArgumentError(f"the signal {number!r} cannot be handled: {error}") from error

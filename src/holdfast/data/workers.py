@@ -1,4 +1,4 @@
-"""Workers of data loaders, when a job is told to end.
+"""Protection of data loader workers from signals that tell a job to end.
 
 ``torchrun`` and Slurm send the signal to all processes of a job. A ``DataLoader`` whose workers die of it raises an
 error in the training process, which then does not get to its last checkpoint.
@@ -17,39 +17,40 @@ from multiprocessing.process import BaseProcess
 
 from holdfast.errors import InvalidArgumentError
 
-#: What job schedulers send.
+#: Signals that job schedulers send.
 SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
-#: Seconds between looks at whether the training process is there.
-_LOOK = 1.0
+#: Seconds between checks that the training process is alive.
+_POLL_INTERVAL = 1.0
 
 
 def shield_worker(worker: int = 0) -> None:
-    """Let a worker of a data loader live on when its job is told to end: pass it as ``worker_init_fn``.
+    """Keep a worker of a data loader alive when its job is told to end: pass it as ``worker_init_fn``.
 
-    The worker then ends by such a signal from the training process alone, or when that is gone.
-    Raises ``InvalidArgumentError`` in a process that is nobody's worker.
+    The worker then ends only if the training process sends it such a signal, or has ended itself.
+    Raises ``InvalidArgumentError`` in a process that is not a worker.
     """
     parent = mp.parent_process()
     if parent is None:
         raise InvalidArgumentError(f"shield_worker({worker}) is for workers: pass it to a DataLoader as worker_init_fn")
-    # Blocked in all threads, they are taken by one that is told who has sent them: a handler is not.
+    # The signals are blocked in all threads. One thread receives them with sigtimedwait, because that reports the
+    # sender's process id and a handler does not.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    threading.Thread(target=_take_signals, args=(parent,), daemon=True).start()
+    threading.Thread(target=_wait_for_signals, args=(parent,), daemon=True).start()
 
 
-def _take_signals(parent: BaseProcess) -> None:
+def _wait_for_signals(parent: BaseProcess) -> None:
     while parent.is_alive():
-        taken = signal.sigtimedwait(SIGNALS, _LOOK)
-        if taken is not None and taken.si_pid == parent.pid:
+        received = signal.sigtimedwait(SIGNALS, _POLL_INTERVAL)
+        if received is not None and received.si_pid == parent.pid:
             break
     os._exit(0)
 
 
 @contextmanager
 def signals_blocked_in_children() -> Iterator[None]:
-    """Processes that are started meanwhile have the signals blocked from their first moment, a fork server too."""
-    # Its start unblocks signals, so it must not be later.
+    """Block the signals in processes that are started meanwhile, from their start on. Also for a fork server."""
+    # Starting the resource tracker unblocks signals, so it must be started first.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

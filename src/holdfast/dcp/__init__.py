@@ -1,4 +1,4 @@
-"""Storage for ``torch.distributed.checkpoint``: its own format, committed in one step, durable, and with checksums.
+"""Storage for ``torch.distributed.checkpoint`` (DCP) in DCP's own format: atomic commit, durable files, checksums.
 
 ``dcp.save(state, storage_writer=FileSystemWriter(path))``, ``dcp.load(state, storage_reader=FileSystemReader(path))``.
 """

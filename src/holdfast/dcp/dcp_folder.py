@@ -1,4 +1,4 @@
-"""A folder that is open for reading: its records, each of which is a chunk of a tensor or a value."""
+"""A DCP folder that is open for reading: its records, each of which is a chunk of a tensor or a value."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from holdfast.errors import FormatError, MismatchError
 from holdfast.formats.dcp import checksums, metadata
 from holdfast.formats.dcp.checksums import VerifiedReader
-from holdfast.formats.dcp.folder import DcpDirectory, chunk_at
+from holdfast.formats.dcp.folder import DcpDirectory, locate_chunk
 from holdfast.formats.dcp.metadata import RecordLocation
-from holdfast.formats.pickles.builtin_types import BYTES_IO, count_bytes
+from holdfast.formats.pickles.builtin_types import BYTES_IO, read_bytes_io
 from holdfast.formats.pickles.unpickler import OpaqueObject
 from holdfast.formats.torchfile import archive
 from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader
@@ -39,83 +39,95 @@ from holdfast.state.tensors import DTYPES
 from holdfast.storage.reader_pool import ReaderPool
 from holdfast.view import Checkpoint
 
-#: What tells records apart: a flat name and, for a chunk, where in its tensor it begins.
-_Key = tuple[str, tuple[int, ...] | None]
+#: Identifies a record: a flat name and, for a chunk, its offset in its tensor.
+_RecordKey = tuple[str, tuple[int, ...] | None]
 
 
 class _Record(NamedTuple):
-    """What is in it, where that is a chunk, and where it lies."""
+    """The location of a record in its file, and the dtype and shape of the chunk (``None`` for a value)."""
 
     info: TensorInfo | None
-    place: RecordLocation
+    location: RecordLocation
 
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """What a folder holds by its metadata, and what reads it."""
+    """The metadata of a folder, and the readers for its files."""
 
     folder: DcpDirectory
-    found: metadata.DcpMetadata
+    dcp_metadata: metadata.DcpMetadata
     readers: RangeReader
-    records: Mapping[_Key, _Record]
+    records: Mapping[_RecordKey, _Record]
 
     @classmethod
-    def of(cls, path: Path, *, verify: bool) -> DcpFolder:
+    def open_folder(cls, path: Path, *, verify: bool) -> DcpFolder:
         """Open a folder.
 
-        Raises ``CorruptCheckpointError`` where the metadata is none, or not that of the checksums, ``FormatError`` for a tensor
-        that holdfast does not read.
+        Raises ``CorruptCheckpointError`` if the metadata is invalid or does not belong to the checksums,
+        ``FormatError`` for a tensor that holdfast cannot read.
         """
-        plain = ReaderPool()
-        found, raw = DcpDirectory(path, plain).read_metadata()
-        for name, tensor in found.unreadable.items():
+        pool = ReaderPool()
+        dcp_metadata, raw = DcpDirectory(path, pool).read_metadata()
+        for name, tensor in dcp_metadata.unreadable.items():
             raise FormatError(f"{path}: tensor {name!r} {tensor.why}")
-        known = checksums.read_checksums(path, raw) if verify else None
-        readers: RangeReader = plain if known is None else VerifiedReader(plain, path, known.files)
-        return cls(DcpDirectory(path, readers), found, readers, dict(_records(found)))
+        file_checksums = checksums.read_checksums(path, raw) if verify else None
+        readers: RangeReader = pool if file_checksums is None else VerifiedReader(pool, path, file_checksums.files)
+        return cls(DcpDirectory(path, readers), dcp_metadata, readers, dict(_list_records(dcp_metadata)))
 
-    def metadata(self) -> Metadata:
-        """As torch has it. Raises ``CorruptCheckpointError`` where it is not whole, or the files are not what it says."""
+    def build_metadata(self) -> Metadata:
+        """Return the metadata as torch's ``Metadata``.
+
+        Raises ``CorruptCheckpointError`` if it is incomplete or does not match the files.
+        """
         entries: dict[str, Any] = {}
-        self.folder.check_overlaps(self.found)
-        for name, place in self.found.values.items():
-            self.folder.window(name, place)
+        self.folder.check_overlaps(self.dcp_metadata)
+        for name, location in self.dcp_metadata.values.items():
+            self.folder.record_window(name, location)
             entries[name] = BytesStorageMetadata()
-        for name, tensor in self.found.tensors.items():
-            self.folder.tensor(name, tensor)
+        for name, tensor in self.dcp_metadata.tensors.items():
+            self.folder.build_tensor(name, tensor)
             chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in tensor.chunks]
             properties = TensorProperties(DTYPES[tensor.info.dtype])
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.info.shape), chunks)
-        places = {
-            MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo(*record.place)
+        storage_data = {
+            MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo(*record.location)
             for (name, offset), record in self.records.items()
         }
-        return Metadata(entries, dict(self.found.paths), places)
+        return Metadata(entries, dict(self.dcp_metadata.paths), storage_data)
 
-    def place(self, item: ReadItem) -> RecordLocation:
-        """Where what is to be read lies."""
-        return self._record(item).place
+    def locate_record(self, item: ReadItem) -> RecordLocation:
+        """Return the location of the record that an item reads."""
+        return self._find_record(item).location
 
-    def tensor(self, item: ReadItem) -> torch.Tensor:
-        """A box of a chunk: the bytes from its first element to its last are read, and seen as it."""
-        name, info = item.storage_index.fqn, self._record(item).info
+    def read_tensor(self, item: ReadItem) -> torch.Tensor:
+        """Read the box of a chunk that an item asks for.
+
+        Reads the bytes from the box's first element to its last, and returns a strided view of them. Raises
+        ``MismatchError`` if the record is not a tensor.
+        """
+        name, info = item.storage_index.fqn, self._find_record(item).info
         if info is None:
-            raise MismatchError(f"{name!r} is a tensor here, and none in {self.folder.path}")
-        there, size = chunk_at(name, info, self.window(item)), dtype_width(info.dtype)
-        first = there.offset + sum(map(mul, item.storage_offsets, there.strides))
-        reach = sum((length - 1) * stride for length, stride in zip(item.lengths, there.strides, strict=True)) + size
-        data = torch.empty(reach if item.lengths.numel() else 0, dtype=torch.uint8)
-        self.readers.read(there.file, first, data.numpy().data)
-        return data.view(DTYPES[info.dtype]).as_strided(item.lengths, [stride // size for stride in there.strides])
+            raise MismatchError(f"{name!r} is a tensor here, but a value in {self.folder.path}")
+        stored, size = locate_chunk(name, info, self.open_window(item)), dtype_width(info.dtype)
+        first = stored.offset + sum(map(mul, item.storage_offsets, stored.strides))
+        span_bytes = (
+            sum((length - 1) * stride for length, stride in zip(item.lengths, stored.strides, strict=True)) + size
+        )
+        data = torch.empty(span_bytes if item.lengths.numel() else 0, dtype=torch.uint8)
+        self.readers.read(stored.file, first, data.numpy().data)
+        return data.view(DTYPES[info.dtype]).as_strided(item.lengths, [stride // size for stride in stored.strides])
 
-    def value(self, item: ReadItem) -> bytes:
-        """The pickle of a value of plain types, or of a file in memory: ours, as torch will run what it is given."""
-        window = self.window(item)
-        window.read(0, window.size)  # all of it is verified, where there are checksums
+    def read_value(self, item: ReadItem) -> bytes:
+        """Return the pickle of a value: plain types, or an in-memory file.
+
+        The value is read without running code, and pickled anew, because torch will unpickle what it gets.
+        """
+        window = self.open_window(item)
+        window.read(0, window.size)  # verifies the whole record if there are checksums
         budget = ReadBudget()
         tree = archive.read_archive(window, budget)
         if isinstance(tree.root, OpaqueObject) and tree.root.name == BYTES_IO:
-            content: Any = io.BytesIO(count_bytes(tree.root))
+            content: Any = io.BytesIO(read_bytes_io(tree.root))
         else:
             reader = TreeReader(window.path, "dcp", [window.path], "", as_user_content(tree.root, budget, window.label))
             content = Checkpoint(reader).values["user_content"]
@@ -123,18 +135,18 @@ class DcpFolder:
         torch.save(content, stream)
         return stream.getvalue()
 
-    def window(self, item: ReadItem) -> FileWindow:
-        """The record of what is to be read."""
-        return self.folder.window(item.storage_index.fqn, self.place(item))
+    def open_window(self, item: ReadItem) -> FileWindow:
+        """Return the bytes of the record that an item reads."""
+        return self.folder.record_window(item.storage_index.fqn, self.locate_record(item))
 
-    def _record(self, item: ReadItem) -> _Record:
+    def _find_record(self, item: ReadItem) -> _Record:
         index = item.storage_index
         return self.records[index.fqn, None if index.offset is None else tuple(index.offset)]
 
 
-def _records(found: metadata.DcpMetadata) -> Iterator[tuple[_Key, _Record]]:
-    for name, place in found.values.items():
-        yield (name, None), _Record(None, place)
-    for name, tensor in found.tensors.items():
-        for box, place in tensor.chunks.items():
-            yield (name, box.offset), _Record(TensorInfo(tensor.info.dtype, box.shape), place)
+def _list_records(dcp_metadata: metadata.DcpMetadata) -> Iterator[tuple[_RecordKey, _Record]]:
+    for name, location in dcp_metadata.values.items():
+        yield (name, None), _Record(None, location)
+    for name, tensor in dcp_metadata.tensors.items():
+        for box, location in tensor.chunks.items():
+            yield (name, box.offset), _Record(TensorInfo(tensor.info.dtype, box.shape), location)

@@ -1,4 +1,4 @@
-"""A ``StorageReader``: what is read is checked, nothing that is read is run, and of a chunk only what is asked for."""
+"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from holdfast.storage import posix
 
 
 class FileSystemReader(StorageReader):
-    """Reads a folder for ``dcp.load``, whoever wrote it.
+    """Reads a DCP folder for ``dcp.load``, whoever wrote it.
 
-    The metadata must be whole: each tensor covered by its chunks, each chunk inside of its file. Where there is a
-    ``checksums.json``, all that is read is verified in blocks of 16 MiB. Of a chunk that a rank needs a part of, it
-    reads that part.
+    The metadata must be complete: chunks cover each tensor, and each chunk is inside its file. If there is a
+    ``checksums.json``, all bytes that are read are verified in blocks of 16 MiB. If a rank needs only a part of a
+    chunk, it reads only that part.
 
-    ``load_id``, as torch's reader has it, is another one for each load.
+    ``load_id`` is different for each load, as in torch's reader.
 
     Args:
-        path: the folder; ``checkpoint_id`` of a load takes its place.
-        verify: whether checksums are looked at where there are any.
-        weights_only: of values, only tensors and plain types are read, and no code runs, whatever is in the file.
-            With ``False`` torch unpickles them, which can run anything: for folders that you trust.
+        path: the folder; ``checkpoint_id`` of a load replaces it.
+        verify: verify checksums if there are any.
+        weights_only: read only tensors and values of plain types, and run no code, whatever is in the file. With
+            ``False`` torch unpickles values, which can run any code: only for folders that you trust.
 
-    Errors of any rank come out of ``dcp.load`` as torch's ``CheckpointException``, with those of holdfast in it.
+    Errors of any rank are raised by ``dcp.load`` as torch's ``CheckpointException``, which contains holdfast's errors.
     """
 
     def __init__(self, path: str | PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
         self.path = posix.local_path(path)
         self._verify, self._weights_only = verify, weights_only
         self.load_id = str(uuid4())
-        self._opened: DcpFolder | None = None
+        self._folder: DcpFolder | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -49,61 +49,64 @@ class FileSystemReader(StorageReader):
         return str(self.path)
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """A new load begins."""
+        """Begin a new load."""
         if checkpoint_id:
             self.path = posix.local_path(checkpoint_id)
         self.load_id = str(uuid4())
-        self._opened = None
+        self._folder = None
 
     def read_metadata(self) -> Metadata:
-        """See torch's ``StorageReader``, here and below. Raises ``CorruptCheckpointError`` where it is not whole."""
+        """Read the metadata. Raises ``CorruptCheckpointError`` if it is incomplete.
+
+        See torch's ``StorageReader`` for this method and the next ones.
+        """
         if not posix.path_exists(self.path):
             finish_interrupted_replace(self.path.parent)
-        self._opened = DcpFolder.of(self.path, verify=self._verify)
-        found = self._opened.metadata()
-        save_id = self._opened.found.save_id
-        found.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id, load_id=self.load_id)
-        return found
+        self._folder = DcpFolder.open_folder(self.path, verify=self._verify)
+        metadata = self._folder.build_metadata()
+        save_id = self._folder.dcp_metadata.save_id
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id, load_id=self.load_id)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank needs, in the order of the files."""
-        opened = self._opened
-        if opened is None:
-            raise InvalidArgumentError(f"the metadata of {self.path} is to be read first")
-        background_saves.wait_for_copies()  # which may read the tensors that are filled here
-        for item in sorted(plan.items, key=opened.place):
+        folder = self._folder
+        if folder is None:
+            raise InvalidArgumentError(f"the metadata of {self.path} was not read: call read_metadata first")
+        background_saves.wait_for_copies()  # they may still read the tensors that are filled here
+        for item in sorted(plan.items, key=folder.locate_record):
             if item.type == LoadItemType.BYTE_IO:
-                window = opened.window(item)
-                raw = opened.value(item) if self._weights_only else window.read(0, window.size)
+                window = folder.open_window(item)
+                raw = folder.read_value(item) if self._weights_only else window.read(0, window.size)
                 planner.load_bytes(item, io.BytesIO(raw))
             else:
-                _fill(opened, item, planner)
+                _fill_tensor(folder, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Whether this is a path of a file system."""
+        """Return whether this is a path of a file system."""
         return "://" not in str(checkpoint_id)
 
 
-def _fill(opened: DcpFolder, item: ReadItem, planner: LoadPlanner) -> None:
+def _fill_tensor(folder: DcpFolder, item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     if target.size() != item.lengths:
         raise MismatchError(
-            f"{item.storage_index.fqn!r}: {list(item.lengths)} of it is to be read into {list(target.size())}"
+            f"{item.storage_index.fqn!r}: cannot read shape {list(item.lengths)} into shape {list(target.size())}"
         )
-    target.copy_(opened.tensor(item))
+    target.copy_(folder.read_tensor(item))
     planner.commit_tensor(item, target)

@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 of what they have written."""
+"""Write results: what each rank reports to rank 0 about the records it has written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.storage.reader_pool import ReaderPool
 
 @dataclass(frozen=True)
 class WrittenItem:
-    """What a rank tells of a record: what torch keeps of it, and its CRCs."""
+    """A written record: torch's description of it, and the CRCs of its blocks."""
 
     info: _StorageInfo
     crcs: str
@@ -28,14 +28,14 @@ class WrittenItem:
 def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
     """Raise the error of the first rank that failed."""
     for rank, row in enumerate(results):
-        for one in row:
-            if isinstance(one.storage_data, RankFailure):
-                failure = one.storage_data
-                raise structs.replace(failure, message=f"rank {rank} of {len(results)}: {failure.message}").rebuild()
+        for result in row:
+            if isinstance(result.storage_data, RankFailure):
+                failure = result.storage_data
+                raise structs.replace(failure, message=f"rank {rank} of {len(results)}: {failure.message}").to_error()
 
 
 def metadata_indices(metadata: Metadata) -> Sequence[MetadataIndex]:
-    """All that the metadata names."""
+    """Return the indices of all records that the metadata names."""
     return [
         index
         for name, entry in metadata.state_dict_metadata.items()
@@ -48,15 +48,17 @@ def metadata_indices(metadata: Metadata) -> Sequence[MetadataIndex]:
 
 
 def checksum_records(written: Mapping[MetadataIndex, WrittenItem]) -> dict[str, list[ChecksumRecord]]:
-    """What the checksums tell of each file."""
-    found: dict[str, list[ChecksumRecord]] = {}
-    for one in written.values():
-        found.setdefault(one.info.relative_path, []).append(ChecksumRecord(one.info.offset, one.info.length, one.crcs))
-    return found
+    """Group the checksum records by file."""
+    records: dict[str, list[ChecksumRecord]] = {}
+    for item in written.values():
+        records.setdefault(item.info.relative_path, []).append(
+            ChecksumRecord(item.info.offset, item.info.length, item.crcs)
+        )
+    return records
 
 
 def hash_chunks(folder: Path, result: WriteResult, readers: ReaderPool) -> WriteResult:
-    """A result with the CRCs of what is in the file."""
+    """Read a record back from its file, and return its result with the CRCs of its blocks."""
     info = result.storage_data
     crcs = []
     for block in range(blocks.count_blocks(info.length)):

@@ -1,4 +1,5 @@
-"""Checkpoints of other systems, and our own: one module each, behind the protocol in ``reader``.
+"""Readers of checkpoints, in holdfast's own format and in those of other systems.
 
-A reader says where the bytes of each tensor lie; the engine moves them.
+Each format has a module or package of its own and implements the protocol :class:`holdfast.formats.reader.Reader`: a
+reader says in which file ranges the bytes of each tensor are stored, and the engine reads them.
 """

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that lie in one folder in formats of their own, read as one checkpoint."""
+"""A reader of a folder whose components have different formats."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from holdfast.ondisk.values import ArrayCodec
 
 
 class CompositeReader:
-    """Several readers of one folder, each with groups of its own. See :class:`holdfast.formats.reader.Reader`."""
+    """A reader that combines several readers of one folder; no group is in two of them.
+
+    See :class:`holdfast.formats.reader.Reader`.
+    """
 
     def __init__(self, path: Path, readers: Sequence[Reader]) -> None:
         self.path, self._readers = path, readers
-        self._home = {group: reader for reader in readers for group in reader.groups}
+        self._reader_by_group = {group: reader for reader in readers for group in reader.groups}
         self.format = "+".join(sorted({reader.format for reader in readers}))
         self.fingerprint = "-".join(reader.fingerprint for reader in readers)
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
-            group: reader.groups[group] for group, reader in self._home.items()
+            group: reader.groups[group] for group, reader in self._reader_by_group.items()
         }
         self.tied: Mapping[str, Mapping[str, str]] = {
             group: names for reader in readers for group, names in reader.tied.items()
         }
-        self.unread: Sequence[UnreadTensorNote] = [one for reader in readers for one in reader.unread]
+        self.unread: Sequence[UnreadTensorNote] = [note for reader in readers for note in reader.unread]
         self.files: Sequence[Path] = [file for reader in readers for file in reader.files]
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where bytes of a tensor lie."""
-        return self._home[group].extents(group, name, start, stop)
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return self._reader_by_group[group].find_extents(group, name, start, stop)
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRCs of a tensor's blocks, where its reader has them."""
-        return self._home[group].crcs(group, name)
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return self._reader_by_group[group].block_crcs(group, name)
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """The values of all."""
-        found = [reader.values(rank, shared, own).shared for reader in self._readers]
-        return CheckpointValues({name: value for one in found for name, value in one.items()})
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the shared values of all readers."""
+        shared = [reader.read_values(rank, shared_codec, rank_codec).shared for reader in self._readers]
+        return CheckpointValues({name: value for values in shared for name, value in values.items()})
 
     def check_files(self) -> None:
-        """As each does."""
+        """See :class:`holdfast.formats.reader.Reader`."""
         for reader in self._readers:
             reader.check_files()
 
     def is_current(self) -> bool:
-        """Whether each is."""
+        """Return whether every reader's checkpoint is current."""
         return all(reader.is_current() for reader in self._readers)

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint may lie: in the folder that was opened, whatever its names are links to."""
+"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from holdfast.storage import posix
 
 
 def allowed_root(root: Path) -> tuple[Path, ...]:
-    """The folders that hold the files of a checkpoint in ``root``: itself, and in the Hub's cache the blobs beside it.
+    """Return the folders that may hold the files of a checkpoint in ``root``.
 
-    There a file is a link from ``snapshots/<revision>/`` to ``blobs/`` of the same repository. ``blobs`` must be a
-    folder of the repository itself: as a link it would lead anywhere.
+    They are ``root`` itself and, in the cache of the Hugging Face Hub, the folder ``blobs`` of the repository: there a
+    file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
+    because a link could lead anywhere.
     """
     repository = root.parent.parent
     blobs = repository / "blobs"
@@ -21,5 +22,5 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
 
 
 def check_contained(path: Path, root: Path) -> None:
-    """Raise ``UnsafeNameError`` where a file of a checkpoint is none, or is not in the folder that was opened."""
+    """Raise ``UnsafeNameError`` if ``path`` is not a regular file inside ``root``, the folder that was opened."""
     posix.check_regular(path, within=allowed_root(root))

@@ -1,4 +1,4 @@
-"""Which ranges of a checkpoint's files have checksums of their own, and which tensors lie in them."""
+"""The checksums of byte ranges that other systems' files have, and the ranges that cover the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -22,68 +22,68 @@ from holdfast.storage.reader_pool import ReaderPool
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """The checksums in files, in their order, and what is wrong with files whose checksums cannot be told."""
+    """The checksums in files, sorted, and the errors of files whose checksums cannot be read."""
 
     sums: Sequence[RangeChecksum]
-    damage: Sequence[CorruptCheckpointError]
+    errors: Sequence[CorruptCheckpointError]
 
     @cached_property
-    def _starts(self) -> Sequence[tuple[Path, int]]:
-        return [(one.file, one.start) for one in self.sums]
+    def _range_starts(self) -> Sequence[tuple[Path, int]]:
+        return [(checksum.file, checksum.start) for checksum in self.sums]
 
-    def covering(self, extents: Iterable[FileExtent]) -> list[int] | None:
-        """Return the numbers of the checksums that cover bytes of a tensor; ``None`` if they do not cover all.
+    def find_covering(self, extents: Iterable[FileExtent]) -> list[int] | None:
+        """Return the indices of the checksums that cover the bytes of a tensor, or ``None`` if some bytes have none.
 
-        Raises ``CorruptCheckpointError`` if nobody can tell where it lies.
+        Raises ``CorruptCheckpointError`` if the location of the bytes cannot be read.
         """
         numbers: set[int] = set()
-        for file, start, stop in (one for extent in extents for one in _ranges(extent)):
-            at, number = start, bisect.bisect_right(self._starts, (file, start)) - 1
+        for file, start, stop in (file_range for extent in extents for file_range in _file_ranges(extent)):
+            at, number = start, bisect.bisect_right(self._range_starts, (file, start)) - 1
             while at < stop:
-                one = self.sums[number] if 0 <= number < len(self.sums) else None
-                if one is None or one.file != file or not one.start <= at < one.stop:
+                checksum = self.sums[number] if 0 <= number < len(self.sums) else None
+                if checksum is None or checksum.file != file or not checksum.start <= at < checksum.stop:
                     return None
                 numbers.add(number)
-                at, number = one.stop, number + 1
+                at, number = checksum.stop, number + 1
         return sorted(numbers) if self.sums else None
 
 
 def find_file_checksums(files: Sequence[Path]) -> FileChecksums:
-    """Find the checksums in the files of a checkpoint; those of another format than zip files have none here."""
-    found = list(_find(files))
-    sums = {one for one in found if isinstance(one, RangeChecksum)}
-    return FileChecksums(sorted(sums), [one for one in found if isinstance(one, CorruptCheckpointError)])
+    """Return the checksums in the files of a checkpoint: of zip files, and of records of distributed checkpoints."""
+    results = list(_find_checksums(files))
+    sums = {result for result in results if isinstance(result, RangeChecksum)}
+    return FileChecksums(sorted(sums), [result for result in results if isinstance(result, CorruptCheckpointError)])
 
 
-def _find(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
-    wanted = set(files)
-    for folder in sorted({file.parent for file in wanted}):
+def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
+    remaining = set(files)
+    for folder in sorted({file.parent for file in remaining}):
         if not is_dcp(folder):
             continue
         try:
             records = RecordChecksumIndex(folder)
         except HoldfastError as error:
             yield CorruptCheckpointError(*error.args)
-            wanted -= {file for file in wanted if file.parent == folder and file.suffix == ".distcp"}
+            remaining -= {file for file in remaining if file.parent == folder and file.suffix == ".distcp"}
             continue
-        yield from records.find(wanted & records.files)
-        wanted -= records.files
-    for file in sorted(wanted):
-        window = FileWindow(file, 0, posix.size_of(file), ReaderPool())
+        yield from records.find_checksums(remaining & records.files)
+        remaining -= records.files
+    for file in sorted(remaining):
+        window = FileWindow(file, 0, posix.file_size(file), ReaderPool())
         if is_zip(window):
             yield from read_entry_checksums(window)
 
 
-def _ranges(extent: FileExtent) -> Iterator[tuple[Path, int, int]]:
-    """The ranges of files that hold an extent; what came with the values was checked with them."""
+def _file_ranges(extent: FileExtent) -> Iterator[tuple[Path, int, int]]:
+    """Yield the file ranges of an extent. Bytes in memory have none: they were checked when the values were read."""
     if isinstance(extent.file, Path):
         yield extent.file, extent.offset, extent.offset + extent.stop - extent.start
     elif not isinstance(extent.file, InMemorySource):
-        for part in extent.file.parts:
-            yield _range(part, extent.file.width)
+        for chunk in extent.file.chunks:
+            yield _file_range_of(chunk, extent.file.width)
 
 
-def _range(part: SourceChunk, width: int) -> tuple[Path, int, int]:
-    file, offset, strides = part.place
-    reach = sum((size - 1) * stride for size, stride in zip(part.box.shape, strides, strict=True))
+def _file_range_of(chunk: SourceChunk, width: int) -> tuple[Path, int, int]:
+    file, offset, strides = chunk.location
+    reach = sum((size - 1) * stride for size, stride in zip(chunk.box.shape, strides, strict=True))
     return file, offset, offset + reach + width

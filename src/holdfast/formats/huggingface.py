@@ -1,6 +1,6 @@
-"""Folders of weights as Hugging Face libraries write them: one safetensors file, or several and an index.
+"""A reader of weights as Hugging Face libraries write them: one safetensors file, or several and an index.
 
-Source: ``save_pretrained`` of transformers. A single safetensors file is read as well.
+Source: ``save_pretrained`` of transformers. A single safetensors file outside of such a folder is read as well.
 """
 
 from __future__ import annotations
@@ -23,64 +23,67 @@ from holdfast.storage import posix
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-#: The same of an optimizer by itself, as ``save_optimizer`` writes it.
+#: The index and the single file of an optimizer, as ``save_optimizer`` writes them.
 _OPTIMIZER = ("optimizer.safetensors.index.json", "optimizer.safetensors")
 
-#: Key of the header metadata of a first file that holds values beside the tensors, as JSON by part.
+#: Key of the header metadata of a first file with the values that are not tensors, as JSON by component.
 VALUES_KEY = "holdfast.values"
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a folder holds weights in this layout, or a file is a safetensors file."""
+    """Return whether a folder holds weights in this layout, or a file is a safetensors file."""
     if posix.is_file(path):
         return path.suffix == ".safetensors" or is_safetensors(path)
     return bool(kinds_in(path))
 
 
 def kinds_in(folder: Path) -> list[str]:
-    """What a folder holds in this layout: a model, an optimizer as we write it."""
+    """Return which of a model and an optimizer a folder holds in this layout; optimizers as holdfast writes them."""
     index, single = _OPTIMIZER
-    ours = posix.is_taken(folder / single) or (
-        posix.is_taken(folder / index) and not read_index(folder / index, folder).groups_file
+    has_optimizer = posix.file_exists(folder / single) or (
+        posix.file_exists(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    model = posix.is_taken(folder / INDEX) or posix.is_taken(folder / SINGLE)
-    return [kind for kind, there in ((MODEL, model), (OPTIMIZER, ours)) if there]
+    has_model = posix.file_exists(folder / INDEX) or posix.file_exists(folder / SINGLE)
+    return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
 
 
 class HuggingFaceReader:
-    """A folder of weights, or one safetensors file: a model, or an optimizer by itself as we write it, or both."""
+    """A reader of one safetensors file, or of a folder with a model, an optimizer as holdfast writes it, or both."""
 
     format = "huggingface"
     unread: Sequence[UnreadTensorNote] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._sets = dict(self._open())
-        self.files: Sequence[Path] = [file.path for group in self._sets.values() for file in group.files]
-        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {name: one.tensors for name, one in self._sets.items()}
-        self.tied: Mapping[str, Mapping[str, str]] = {name: one.tied for name, one in self._sets.items()}
+        self._file_sets = dict(self._open_file_sets())
+        self.files: Sequence[Path] = [file.path for files in self._file_sets.values() for file in files.files]
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: files.tensors for group, files in self._file_sets.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._file_sets.items()}
 
-    def _open(self) -> Iterator[tuple[str, SafetensorsFiles]]:
+    def _open_file_sets(self) -> Iterator[tuple[str, SafetensorsFiles]]:
         if posix.is_file(self.path):
             file = SafetensorsFile.open(self.path)
-            yield (OPTIMIZER if OPTIMIZER in self._told([file]) else MODEL), SafetensorsFiles([file])
+            yield (OPTIMIZER if OPTIMIZER in self._header_values([file]) else MODEL), SafetensorsFiles([file])
             return
         for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            files = self._files(index, single)
-            if files:
-                yield group, SafetensorsFiles([SafetensorsFile.open(file) for file in files])
+            paths = self._list_files(index, single)
+            if paths:
+                yield group, SafetensorsFiles([SafetensorsFile.open(path) for path in paths])
 
-    def _files(self, index: str, single: str) -> list[Path]:
-        if posix.is_taken(self.path / index) and not read_index(self.path / index, self.path).groups_file:
-            return [self._checked(self.path / name, index) for name in sorted(set(self._weight_map(index).values()))]
-        return [self._checked(self.path / single, index)] if posix.is_taken(self.path / single) else []
+    def _list_files(self, index: str, single: str) -> list[Path]:
+        if posix.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
+            names = sorted(set(self._weight_map(index).values()))
+            return [self._checked_path(self.path / name, index) for name in names]
+        return [self._checked_path(self.path / single, index)] if posix.file_exists(self.path / single) else []
 
     def _weight_map(self, name: str) -> dict[str, str]:
         return read_index(self.path / name, self.path).weight_map
 
-    def _checked(self, file: Path, index: str) -> Path:
+    def _checked_path(self, file: Path, index: str) -> Path:
         if not posix.path_exists(file):
             raise CorruptCheckpointError(f"{file} is missing; {index} names it")
         check_contained(file, self.path)
@@ -88,64 +91,68 @@ class HuggingFaceReader:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of names, dtypes, shapes and places."""
-        text = repr(
+        """A digest of the tensors' names, dtypes, shapes and offsets, and of the values in the headers."""
+        tensors = repr(
             [
-                sorted((name, info, group.home(name).extent(name, 0, 0).offset) for name, info in group.tensors.items())
-                for group in self._sets.values()
+                sorted(
+                    (name, info, files.file_of(name).tensor_extent(name, 0, 0).offset)
+                    for name, info in files.tensors.items()
+                )
+                for files in self._file_sets.values()
             ]
         )
-        told = repr([self._texts(group.files) for group in self._sets.values()])
-        return f"{blocks.crc64((text + told).encode()):016x}"
+        header_texts = repr([self._header_texts(files.files) for files in self._file_sets.values()])
+        return f"{blocks.crc64((tensors + header_texts).encode()):016x}"
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.reader.Reader`."""
-        if group not in self._sets:
-            raise FormatError(f"{self.path} holds {' and '.join(self._sets)}, and no {group}")
-        return [self._sets[group].home(name).extent(name, start, stop)]
+        if group not in self._file_sets:
+            raise FormatError(f"{self.path} holds {' and '.join(self._file_sets)}, and no {group}")
+        return [self._file_sets[group].file_of(name).tensor_extent(name, start, stop)]
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRCs in files of ours; others have none."""
-        return self._sets[group].home(name).crcs.get(name)
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRCs that holdfast wrote into the header, or ``None`` if another library wrote the file."""
+        return self._file_sets[group].file_of(name).crcs.get(name)
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """What the headers of files of ours tell beside the tensors; others have none."""
-        del rank, own
-        found = {}
-        for name, group in self._sets.items():
-            told = self._told(group.files)
-            if name == OPTIMIZER and name not in told:
-                raise CorruptCheckpointError(f"{self.path}: no file of the optimizer tells its groups")
-            if name in told:
-                found[name] = check_native_form(
-                    name, values.decode_value(told[name], shared, str(self.path)), self.path
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the values that holdfast wrote into the headers; files of other libraries have none."""
+        del rank, rank_codec
+        shared = {}
+        for group, files in self._file_sets.items():
+            encoded = self._header_values(files.files)
+            if group == OPTIMIZER and group not in encoded:
+                raise CorruptCheckpointError(
+                    f"{self.path}: the optimizer's parameter groups are missing: no file's header has {VALUES_KEY!r}"
                 )
-        return CheckpointValues(found)
+            if group in encoded:
+                value = values.decode_value(encoded[group], shared_codec, str(self.path))
+                shared[group] = check_native_form(group, value, self.path)
+        return CheckpointValues(shared)
 
-    def _told(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
-        """The values in headers, encoded, by part."""
-        found: dict[str, Any] = {}
-        for text in self._texts(files):
-            found |= parse_json_object(text, f"{VALUES_KEY} of {self.path}")
-        return found
+    def _header_values(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
+        """Return the values in the headers by component, still encoded."""
+        encoded: dict[str, Any] = {}
+        for text in self._header_texts(files):
+            encoded |= parse_json_object(text, f"{VALUES_KEY} of {self.path}")
+        return encoded
 
-    def _texts(self, files: Sequence[SafetensorsFile]) -> list[str]:
-        every = [file.header.metadata.get(VALUES_KEY) for file in files]
-        return [text for text in every if text is not None]
+    def _header_texts(self, files: Sequence[SafetensorsFile]) -> list[str]:
+        texts = [file.header.metadata.get(VALUES_KEY) for file in files]
+        return [text for text in texts if text is not None]
 
     def is_current(self) -> bool:
-        """Nobody can tell: a folder of weights has no name of its own."""
+        """Return ``True``: a folder of weights has no id, so it is unknown whether it was replaced."""
         return True
 
     def check_files(self) -> None:
-        """There is nothing to check them against, but that an index names just the tensors that are there."""
-        for name, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            if name in self._sets and posix.is_taken(self.path / index):
-                self._check_index(index, self._sets[name])
+        """Check that an index names just the tensors that are in the files. There are no checksums of the files."""
+        for group, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+            if group in self._file_sets and posix.file_exists(self.path / index):
+                self._check_index(index, self._file_sets[group])
 
-    def _check_index(self, index: str, group: SafetensorsFiles) -> None:
+    def _check_index(self, index: str, files: SafetensorsFiles) -> None:
         for name, file in self._weight_map(index).items():
-            if name not in group.tensors or group.home(name).path.name != file:
+            if name not in files.tensors or files.file_of(name).path.name != file:
                 raise CorruptCheckpointError(
-                    f"{self.path / index} says that tensor {name!r} is in {file}, where it is not"
+                    f"{self.path / index} says that {file} holds tensor {name!r}, but it does not"
                 )

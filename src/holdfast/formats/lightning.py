@@ -1,8 +1,9 @@
-"""Checkpoints of Lightning: folders of ``torch.distributed.checkpoint`` with ``meta.pt`` beside it.
+"""Checkpoints of Lightning: a folder of ``torch.distributed.checkpoint`` with a file ``meta.pt`` in it.
 
-The Trainer's FSDP has the model under ``model``, its model-parallel strategy and its single files (which are files of
-``torch.save``) under ``state_dict``; optimizers are ``optimizer_0`` … in folders, and a list in files. With Fabric all
-names are the user's own. What is neither model, optimizer nor scheduler is user content: loops, callbacks, parameters.
+The Trainer's FSDP strategy stores the model under ``model``; its model-parallel strategy and its single files (which
+are files of ``torch.save``) store it under ``state_dict``. Optimizers are ``optimizer_0`` … in folders, and a list in
+files. With Fabric the user chooses all names. Everything but models, optimizers and schedulers is user content: loops,
+callbacks, hyperparameters.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ META = "meta.pt"
 
 
 def is_lightning(path: Path) -> bool:
-    """Whether a folder has both parts."""
-    return posix.is_taken(path / META) and folder.is_dcp(path)
+    """Return whether a folder has ``meta.pt`` and the metadata of a distributed checkpoint."""
+    return posix.file_exists(path / META) and folder.is_dcp(path)
 
 
 class LightningReader(TreeReader):
-    """A folder of Lightning's. ``keys`` names parts of it that are not found by themselves."""
+    """A reader of Lightning's folders. ``keys`` names components that are not detected: ``{"model": "app.net"}``."""
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         posix.check_regular(path / META, within=(path,))
         saved = folder.read_tree(path)
         meta = read_tree(path / META, saved.budget)
         if not isinstance(meta.root, dict):
-            raise CorruptCheckpointError(f"{path / META} holds no dict: it is none of Lightning's")
+            raise CorruptCheckpointError(
+                f"{path / META} must hold a dict, as Lightning writes it; got {type(meta.root).__name__}"
+            )
         contents = classify_tree({**meta.root, **saved.root}, keys, saved.budget, str(path))
         fingerprint = f"{saved.fingerprint}-{meta.digest:016x}"
         super().__init__(path, "lightning", [*saved.files, path / META], fingerprint, contents)

@@ -1,4 +1,4 @@
-"""Checkpoints of ours, format v1: see ``docs/format.md``."""
+"""A reader of holdfast's own format, version 1: see ``docs/format.md``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from holdfast.ondisk.strict_json import parse_json
 from holdfast.ondisk.values import ArrayCodec
 from holdfast.storage import posix
 
-#: The part of the values that tells of optimizers.
+#: The key of the optimizers in the values.
 OPTIMIZER = "optimizer"
 
-#: The file of values that all ranks share, and the one of those that belong to single ranks.
+#: The file of the values that all ranks share, and the file of the values of each rank.
 STATE, RANKS = values.SHARED_FILE, values.RANKS_FILE
 
 
@@ -51,8 +51,8 @@ class _Scheduler(msgspec.Struct):
     state: Any
 
 
-#: What is known of the form of ``state.json``, by the kind of the object; it may have a name after a slash.
-_FORMS: dict[str, Any] = {
+#: The expected types of the values in ``state.json``, by component; a name may follow after a slash: ``model/ema``.
+_TYPES: dict[str, Any] = {
     "model": dict[str, Any],
     "optimizer": _Optimizer,
     "scheduler": _Scheduler | list[_Scheduler],
@@ -61,18 +61,18 @@ _FORMS: dict[str, Any] = {
 
 
 class _PerRank(msgspec.Struct):
-    """What is known of the form of one rank's part of ``ranks.json``."""
+    """The expected type of one rank's entry in ``ranks.json``."""
 
     rng: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 def is_native(path: Path) -> bool:
-    """Whether a folder has a manifest."""
+    """Return whether a folder has a manifest."""
     return posix.is_file(path / manifest.NAME)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint's folder. Raises ``CheckpointReplacedError`` where there is none, or none any more."""
+    """Return the manifest of a checkpoint. Raises ``CheckpointReplacedError`` if there is none, or not any more."""
     file = path / manifest.NAME
     try:
         posix.check_regular(file, within=(path,))
@@ -80,11 +80,14 @@ def read_manifest(path: Path) -> Manifest:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        raise CheckpointReplacedError(f"{path} was removed while it was looked at") from error
+        raise CheckpointReplacedError(f"{path} was removed while it was being opened") from error
 
 
 def claims_to_be_native(path: Path) -> bool:
-    """Whether a folder whose manifest cannot be read is one of ours: the manifest says so, or our other files do."""
+    """Return whether a folder whose manifest cannot be read looks like a holdfast checkpoint.
+
+    It does if the manifest names the format, or if both ``state.json`` and ``ranks.json`` are there.
+    """
     with suppress(HoldfastError):
         table = parse_json(posix.read_small(path / manifest.NAME), manifest.NAME)
         if isinstance(table, dict) and table.get("format") == "holdfast":
@@ -93,7 +96,7 @@ def claims_to_be_native(path: Path) -> bool:
 
 
 def holds_checkpoint(path: Path, identity: str) -> bool:
-    """Whether a folder holds the checkpoint of this id; so it is taken to where its manifest cannot be read."""
+    """Return whether a folder holds the checkpoint with the id ``identity``; also if its manifest cannot be read."""
     try:
         return read_manifest(path).id == identity
     except NoCheckpointError:
@@ -103,21 +106,25 @@ def holds_checkpoint(path: Path, identity: str) -> bool:
 
 
 class NativeReader:
-    """A checkpoint's folder of ours."""
+    """A reader of a holdfast checkpoint's folder."""
 
     format = "holdfast"
     unread: Sequence[UnreadTensorNote] = ()
 
     def __init__(self, path: Path, unopened: list[CorruptCheckpointError] | None = None) -> None:
-        """With a list for what cannot be opened, such files are left out and told there, and not raised."""
+        """Open a checkpoint.
+
+        With ``unopened``, the error of each tensor file that cannot be opened is appended to this list instead of
+        raised, and its tensors are left out.
+        """
         self.path = path
         self.manifest = read_manifest(path)
         with detect_replacement(self):
             self._groups = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
-            group: found.tensors for group, found in self._groups.items()
+            group: files.tensors for group, files in self._groups.items()
         }
-        self.tied: Mapping[str, Mapping[str, str]] = {group: found.tied for group, found in self._groups.items()}
+        self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._groups.items()}
 
     @property
     def fingerprint(self) -> str:
@@ -125,20 +132,21 @@ class NativeReader:
         return f"{self.manifest.id}-{blocks.crc64(manifest.encode_manifest(self.manifest)):016x}"
 
     def _open_data(self, unopened: list[CorruptCheckpointError] | None) -> dict[str, list[SafetensorsFile]]:
-        found: dict[str, list[SafetensorsFile]] = {}
+        files_by_group: dict[str, list[SafetensorsFile]] = {}
         for name, record in self.manifest.files.items():
             if name.endswith(".safetensors"):
                 folder, _, file = name.rpartition("/")
                 group = folder or file.split(".")[0].split("-")[0]
                 try:
-                    found.setdefault(group, []).append(SafetensorsFile.open(self._file(name), record))
+                    data_file = SafetensorsFile.open(self._existing_file(name), record)
+                    files_by_group.setdefault(group, []).append(data_file)
                 except CorruptCheckpointError as error:
                     if unopened is None:
                         raise
                     unopened.append(error)
-        return found
+        return files_by_group
 
-    def _file(self, name: str) -> Path:
+    def _existing_file(self, name: str) -> Path:
         path = self.path / name
         if not posix.path_exists(path):
             raise CorruptCheckpointError(f"{path} is missing; the manifest names it")
@@ -150,46 +158,50 @@ class NativeReader:
         """See :class:`holdfast.formats.reader.Reader`."""
         return [self.path / name for name in self.manifest.files]
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.reader.Reader`."""
-        return [self._groups[group].home(name).extent(name, start, stop)]
+        return [self._groups[group].file_of(name).tensor_extent(name, start, stop)]
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
         """See :class:`holdfast.formats.reader.Reader`."""
         return self._groups[group].crcs[name]
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """See :class:`holdfast.formats.reader.Reader`."""
-        tree = values.load_values(self.small(STATE), shared, str(self.path / STATE))
-        table = parse_json(self.small(RANKS), str(self.path / RANKS))
+        tree = values.load_values(self.read_small_file(STATE), shared_codec, str(self.path / STATE))
+        table = parse_json(self.read_small_file(RANKS), str(self.path / RANKS))
         ranks = table.get("ranks") if isinstance(table, dict) else None
         if not isinstance(tree, dict) or not isinstance(ranks, list):
-            raise CorruptCheckpointError(f"{self.path}: {STATE} is no object, or {RANKS} has no list of ranks")
-        mine = values.decode_value(ranks[rank], own, str(self.path / RANKS)) if rank < len(ranks) else None
+            raise CorruptCheckpointError(
+                f"{self.path}: {STATE} must be a JSON object, and {RANKS} must have a list 'ranks'"
+            )
+        rank_values = (
+            values.decode_value(ranks[rank], rank_codec, str(self.path / RANKS)) if rank < len(ranks) else None
+        )
         for name, value in tree.items():
             check_native_form(name, value, self.path / STATE)
             if name.partition("/")[0] == OPTIMIZER:
-                value["groups"] = self._ordered(value["groups"], name, table)
-        _check_form({} if mine is None else mine, _PerRank, self.path / RANKS)
-        return CheckpointValues(tree, mine, len(ranks), ranks)
+                value["groups"] = self._in_saved_order(value["groups"], name, table)
+        _check_type({} if rank_values is None else rank_values, _PerRank, self.path / RANKS)
+        return CheckpointValues(tree, rank_values, len(ranks), ranks)
 
-    def _ordered(self, groups: list[dict[str, Any]], slot: str, table: dict[str, Any]) -> list[dict[str, Any]]:
+    def _in_saved_order(self, groups: list[dict[str, Any]], slot: str, table: dict[str, Any]) -> list[dict[str, Any]]:
         orders = table.get("order", {})
         try:
             return restore_order(groups, orders.get(slot) if isinstance(orders, dict) else None)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.path / RANKS}: {error}") from error
 
-    def small(self, name: str) -> bytes:
-        """The bytes of a file without tensor data, verified."""
+    def read_small_file(self, name: str) -> bytes:
+        """Return the bytes of a file without tensor data, after its size and CRC are verified."""
         record = self.manifest.files.get(name)
         if record is None:
             raise CorruptCheckpointError(
                 f"the manifest of {self.path} does not name {name}, which every checkpoint has"
             )
-        data = posix.read_small(self._file(name), values.VALUES_LIMIT)
-        if not _matches(data, record):
-            raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: it is damaged")
+        data = posix.read_small(self._existing_file(name), values.VALUES_LIMIT)
+        if not _matches_record(data, record):
+            raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: the file is corrupt")
         return data
 
     def is_current(self) -> bool:
@@ -198,31 +210,31 @@ class NativeReader:
 
     def check_files(self) -> None:
         """See :class:`holdfast.formats.reader.Reader`."""
-        for error in self.damaged_files():
+        for error in self.find_corrupt_files():
             raise error
 
-    def damaged_files(self) -> Iterator[CorruptCheckpointError]:
-        """Read every file that holds no tensor data, and give what is wrong with each."""
+    def find_corrupt_files(self) -> Iterator[CorruptCheckpointError]:
+        """Read every file that holds no tensor data, and yield an error for each that is missing or corrupt."""
         for name in self.manifest.files:
             if not name.endswith(".safetensors"):
                 try:
-                    self.small(name)
+                    self.read_small_file(name)
                 except CorruptCheckpointError as error:
                     yield error
 
 
 def check_native_form(slot: str, value: Any, file: Path) -> Any:
-    """The values of a slot, where they are of its form. Raises ``CorruptCheckpointError`` naming the file."""
-    _check_form(value, _FORMS.get(slot.partition("/")[0], Any), file)
+    """Return the values of a slot after their types are checked. Raises ``CorruptCheckpointError`` naming the file."""
+    _check_type(value, _TYPES.get(slot.partition("/")[0], Any), file)
     return value
 
 
-def _check_form(tree: Any, form: Any, file: Path) -> None:
+def _check_type(tree: Any, expected: Any, file: Path) -> None:
     try:
-        msgspec.convert(tree, form)
+        msgspec.convert(tree, expected)
     except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(f"{file} is damaged: {error}") from error
+        raise CorruptCheckpointError(f"{file} is corrupt: {error}") from error
 
 
-def _matches(data: bytes, record: FileRecord) -> bool:
+def _matches_record(data: bytes, record: FileRecord) -> bool:
     return len(data) == record.size and f"{blocks.crc64(data):016x}" == record.crc64nvme

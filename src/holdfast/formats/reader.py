@@ -1,7 +1,7 @@
-"""The hub's protocol: what every format tells of its tensors and values.
+"""The protocol that the reader of every checkpoint format implements.
 
-A reader parses metadata and moves no tensor data. It answers for any run of a tensor which ranges of which
-files hold it, so that whatever a checkpoint's shape, any rank reads just what it needs.
+A reader parses metadata and moves no tensor data. For any byte range of a tensor it returns the file ranges that hold
+it, so that each rank reads just the bytes that it needs, however the checkpoint was sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.ondisk.values import ArrayCodec
 
 
 class FileExtent(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor lie in ``file``, or what reads like one, from byte ``offset`` on."""
+    """Bytes ``[start, stop)`` of a tensor, stored at ``offset`` in ``file`` or in a source that reads like a file."""
 
     file: Source
     offset: int
@@ -28,9 +28,9 @@ class FileExtent(NamedTuple):
 
 
 class UnreadTensorNote(NamedTuple):
-    """What is there and holdfast does not read: a tensor of a group, or with ``is_value`` something among its values.
+    """A part of a checkpoint that holdfast cannot read: a tensor of a group or, with ``is_value``, a value.
 
-    ``why`` completes the name: ``is quantized``. Who asks for it gets an error of the type ``error``.
+    ``why`` completes a sentence that begins with its name: ``is quantized``. Reading it raises ``error``.
     """
 
     group: str
@@ -42,15 +42,19 @@ class UnreadTensorNote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointValues:
-    """The plain values of a checkpoint. A part that was not saved is not in ``shared``.
+    """The plain values of a checkpoint.
 
-    ``shared`` has the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``; ``own`` is what belongs to
-    one rank, with the keys ``rng``, ``dataloader`` and ``content``, or ``None`` where that rank did not save.
-    ``world_size`` ranks did; ``ranks`` is what each of them had of its own, not decoded yet.
+    Attributes:
+        shared: Values that all ranks share, with the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``.
+            A component that was not saved has no key.
+        rank_values: Values of the requested rank, with the keys ``rng``, ``dataloader`` and ``content``; ``None`` if
+            that rank saved none.
+        world_size: The number of ranks that saved values of their own.
+        ranks: The values of each of these ranks, not decoded yet.
     """
 
     shared: Mapping[str, Any]
-    own: Mapping[str, Any] | None = None
+    rank_values: Mapping[str, Any] | None = None
     world_size: int = 0
     ranks: Sequence[Any] = ()
 
@@ -60,15 +64,15 @@ class Reader(Protocol):
 
     @property
     def path(self) -> Path:
-        """The folder or file."""
+        """The checkpoint's folder or file."""
 
     @property
     def format(self) -> str:
-        """The format's name, for people."""
+        """The format's name, for messages."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly if they see the same checkpoint."""
+        """A digest that is equal on two ranks exactly if they opened the same checkpoint."""
 
     @property
     def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
@@ -76,43 +80,43 @@ class Reader(Protocol):
 
     @property
     def tied(self) -> Mapping[str, Mapping[str, str]]:
-        """``{group: {tied name: stored name}}``."""
+        """The further names of tied tensors: ``{group: {tied name: stored name}}``."""
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that make it up, but for those that every folder of its format may have besides."""
+        """The files of the checkpoint, without optional files that any folder of its format may have."""
 
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
-        """What is there and holdfast does not read."""
+        """The tensors and values that holdfast cannot read."""
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where bytes ``[start, stop)`` of a tensor lie, in their order; the same objects each time."""
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """Return the file ranges of bytes ``[start, stop)`` of a tensor, in order, always with the same ``file``."""
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRC of each block of a tensor; ``None`` in formats without."""
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRC of each block of a tensor, or ``None`` if the format has none."""
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """The values, with those of one rank. Tensors in them are in the groups ``state`` and ``ranks``."""
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the shared values and those of ``rank``. Their tensors are in the groups ``state`` and ``ranks``."""
 
     def check_files(self) -> None:
         """Verify every file that holds no tensor data. Raises ``CorruptCheckpointError`` naming the file."""
 
     def is_current(self) -> bool:
-        """Whether the path still holds the checkpoint that was opened, as far as the format tells one from another."""
+        """Return whether the path still holds the checkpoint that was opened, as far as the format can tell."""
 
 
-def check_read(reader: Reader, wanted: Callable[[UnreadTensorNote], bool]) -> None:
-    """Raise ``FormatError``, or one of its kinds, naming the first thing that is wanted and not read."""
-    for one in reader.unread:
-        if wanted(one):
-            kind = "value" if one.is_value else "tensor"
-            raise one.error(f"{reader.path}: {one.group} {kind} {one.name!r} {one.why}")
+def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) -> None:
+    """Raise ``FormatError``, or a subclass, naming the first wanted tensor or value that holdfast cannot read."""
+    for note in reader.unread:
+        if is_wanted(note):
+            kind = "value" if note.is_value else "tensor"
+            raise note.error(f"{reader.path}: {note.group} {kind} {note.name!r} {note.why}")
 
 
 @contextmanager
 def detect_replacement(reader: Reader) -> Iterator[None]:
-    """What goes wrong where another process has replaced or removed the checkpoint is that, and no damage."""
+    """Raise ``CheckpointReplacedError`` for a read error if another process replaced or removed the checkpoint."""
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:

@@ -16,21 +16,20 @@ from typing import Any
 class ReadableFormat:
     """A format that can be read.
 
-    ``detect(path)`` says whether ``path`` has this format. ``reader(path, keys)`` opens it; see
-    :func:`holdfast.formats.detect.open_reader` for ``keys``.
+    ``detect`` names the function that says whether a path has this format, as ``"module:function"``. ``reader`` names
+    the class that opens it, given a path and the ``keys`` of :func:`holdfast.formats.detect.open_reader`.
     """
 
-    module: str
     detect: str
     reader: str
 
     def is_at(self, path: Any) -> bool:
         """Return whether ``path`` has this format."""
-        return bool(load_attribute(self.module, self.detect)(path))
+        return bool(load_attribute(self.detect)(path))
 
     def open(self, path: Any, keys: Mapping[str, str]) -> Any:
         """Return a reader for ``path``. Raises ``FormatError``."""
-        return load_attribute(self.module, self.reader)(path, keys)
+        return load_attribute(self.reader)(path, keys)
 
 
 #: NxD's format, as it is named in ``convert(to=)``.
@@ -41,25 +40,32 @@ LAYOUT = "layout"
 
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
-    "lightning-folder": ReadableFormat("holdfast.formats.lightning", "is_lightning", "LightningReader"),
-    "dcp": ReadableFormat("holdfast.formats.dcp.dcp_reader", "is_dcp", "DcpReader"),
-    "dcp-hf-shards": ReadableFormat("holdfast.formats.dcp.hf_shards", "is_sharded", "ShardsReader"),
-    "torch": ReadableFormat("holdfast.formats.torch_file", "is_torch_file", "TorchFileReader"),
-    NXD: ReadableFormat("holdfast.compat.nxd.format.nxd_reader", "is_nxd", "NxdReader"),
+    "lightning-folder": ReadableFormat(
+        "holdfast.formats.lightning:is_lightning", "holdfast.formats.lightning:LightningReader"
+    ),
+    "dcp": ReadableFormat("holdfast.formats.dcp.folder:is_dcp", "holdfast.formats.dcp.dcp_reader:DcpReader"),
+    "dcp-hf-shards": ReadableFormat(
+        "holdfast.formats.dcp.hf_shards:is_sharded", "holdfast.formats.dcp.hf_shards:ShardsReader"
+    ),
+    "torch": ReadableFormat("holdfast.formats.torch_file:is_torch_file", "holdfast.formats.torch_file:TorchFileReader"),
+    NXD: ReadableFormat(
+        "holdfast.compat.nxd.format.nxd_reader:is_nxd", "holdfast.compat.nxd.format.nxd_reader:NxdReader"
+    ),
 }
 
-#: Targets of a conversion that belong to one system: ``module`` and the name of the class or function.
-TARGETS: Mapping[str, tuple[str, str]] = {
-    "colossalai": ("holdfast.compat.colossalai.target", "ColossalaiTarget"),
-    NXD: ("holdfast.compat.nxd.convert.operation", "convert_to_nxd"),
+#: Targets of a conversion that belong to one system: the class or function that writes them.
+TARGETS: Mapping[str, str] = {
+    "colossalai": "holdfast.compat.colossalai.target:ColossalaiTarget",
+    NXD: "holdfast.compat.nxd.convert.operation:convert_to_nxd",
 }
 
 
-def load_attribute(module: str, name: str) -> Any:
-    """Return a class or function of a module, which is imported if it was not."""
+def load_attribute(path: str) -> Any:
+    """Return the class or function at ``"module:name"``. The module is imported if it was not."""
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def load_target(name: str) -> Any:
     """Return the class or function that writes a format of :data:`TARGETS`."""
-    return load_attribute(*TARGETS[name])
+    return load_attribute(TARGETS[name])

@@ -1,4 +1,4 @@
-"""A checkpoint seen otherwise than it lies: tensors under other names, or put together of several stored ones."""
+"""A reader that presents the stored tensors under other names, or several stored tensors as one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A tensor that is ranges of stored tensors of its group, one after another."""
+    """A tensor that consists of ranges of stored tensors of its group, one after another."""
 
     info: TensorInfo
-    of: Sequence[TensorRange]
+    ranges: Sequence[TensorRange]
 
     @cached_property
     def names(self) -> list[str]:
         """The stored tensors, each once."""
-        return list(dict.fromkeys(one.name for one in self.of))
+        return list(dict.fromkeys(part.name for part in self.ranges))
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(itertools.accumulate(one.stop - one.start for one in self.of))
+        return list(itertools.accumulate(part.stop - part.start for part in self.ranges))
 
-    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, TensorRange]]:
-        """The ranges that bytes ``[start, stop)`` of it are, each with the byte of it that it begins at."""
-        for i in range(bisect_right(self._ends, start), len(self.of)):
-            name, first, last = self.of[i]
+    def find_ranges(self, start: int, stop: int) -> Iterator[tuple[int, TensorRange]]:
+        """Yield the stored ranges of bytes ``[start, stop)`` of the tensor, each with its first byte in the tensor."""
+        for i in range(bisect_right(self._ends, start), len(self.ranges)):
+            name, first, last = self.ranges[i]
             begin = self._ends[i] - (last - first)
             if begin >= stop:
                 return
@@ -55,9 +55,9 @@ Table = Mapping[str, Mapping[str, TensorMapping]]
 
 
 class RemappedReader:
-    """A reader of what another one reads; see :class:`holdfast.formats.reader.Reader`.
+    """A reader that renames and joins the tensors of another reader, ``inner``.
 
-    ``told`` makes of the values that all ranks share what they are under the new names. ``inner`` is the other reader.
+    ``transform_values`` returns the shared values with the new names. See :class:`holdfast.formats.reader.Reader`.
     """
 
     def __init__(
@@ -65,75 +65,76 @@ class RemappedReader:
         reader: Reader,
         table: Table,
         tied: Mapping[str, Mapping[str, str]],
-        told: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        transform_values: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
-        self.inner, self.table, self._told = reader, table, told
+        self.inner, self.table, self._transform_values = reader, table, transform_values
         self.tied = tied
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
-            group: {name: made.info for name, made in names.items()} for group, names in table.items()
+            group: {name: mapping.info for name, mapping in mappings.items()} for group, mappings in table.items()
         }
 
     @property
     def path(self) -> Path:
-        """The folder or file."""
+        """The checkpoint's folder or file."""
         return self.inner.path
 
     @property
     def format(self) -> str:
-        """That of the checkpoint."""
+        """The format of ``inner``."""
         return self.inner.format
 
     @property
     def fingerprint(self) -> str:
-        """That of the checkpoint: it is seen alike on all ranks."""
+        """The fingerprint of ``inner``: all ranks remap it in the same way."""
         return self.inner.fingerprint
 
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
-        """That of the checkpoint."""
+        """The tensors and values that holdfast cannot read."""
         return self.inner.unread
 
     @property
     def files(self) -> Sequence[Path]:
-        """Those of the checkpoint."""
+        """The files of ``inner``."""
         return self.inner.files
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where bytes ``[start, stop)`` of a tensor lie, in their order."""
-        return list(self._extents(group, name, start, stop))
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """See :class:`holdfast.formats.reader.Reader`."""
+        return list(self._iterate_extents(group, name, start, stop))
 
-    def _extents(self, group: str, name: str, start: int, stop: int) -> Iterator[FileExtent]:
-        for at, (stored, first, last) in self.table[group][name].ranges(start, stop):
-            for one in self.inner.extents(group, stored, first, last):
-                yield FileExtent(one.file, one.offset, one.start - first + at, one.stop - first + at)
+    def _iterate_extents(self, group: str, name: str, start: int, stop: int) -> Iterator[FileExtent]:
+        for at, (stored_name, first, last) in self.table[group][name].find_ranges(start, stop):
+            for extent in self.inner.find_extents(group, stored_name, first, last):
+                yield FileExtent(extent.file, extent.offset, extent.start - first + at, extent.stop - first + at)
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRCs where the tensor is one stored tensor; blocks of one that is put together have none."""
-        first, *others = self.table[group][name].of
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRCs if the tensor is one whole stored tensor, else ``None``."""
+        first, *others = self.table[group][name].ranges
         is_whole = not others and first == full_range(first.name, self.inner.groups[group][first.name])
-        return self.inner.crcs(group, first.name) if is_whole else None
+        return self.inner.block_crcs(group, first.name) if is_whole else None
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """The values under the new names."""
-        found = self.inner.values(rank, shared, own)
-        return CheckpointValues(self._told(found.shared), found.own, found.world_size, found.ranks)
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the values, with the shared ones under the new names."""
+        values = self.inner.read_values(rank, shared_codec, rank_codec)
+        shared = self._transform_values(values.shared)
+        return CheckpointValues(shared, values.rank_values, values.world_size, values.ranks)
 
     def check_files(self) -> None:
-        """As the checkpoint does."""
+        """See :class:`holdfast.formats.reader.Reader`."""
         self.inner.check_files()
 
     def is_current(self) -> bool:
-        """As the checkpoint is."""
+        """See :class:`holdfast.formats.reader.Reader`."""
         return self.inner.is_current()
 
 
 def underlying_reader(reader: Reader) -> Reader:
-    """The reader of the stored tensors, which is the same on all ranks, however each sees them."""
+    """Return the reader of the stored tensors, which is the same on all ranks even if each remaps them differently."""
     return reader.inner if isinstance(reader, RemappedReader) else reader
 
 
 def mapping_of(reader: Reader, group: str, name: str) -> TensorMapping:
-    """The stored tensors that a tensor is."""
+    """Return the ranges of stored tensors that a tensor consists of."""
     if isinstance(reader, RemappedReader):
         return reader.table[group][name]
     info = reader.groups[group][name]
@@ -141,10 +142,10 @@ def mapping_of(reader: Reader, group: str, name: str) -> TensorMapping:
 
 
 def identity_mapping(names: Mapping[str, TensorInfo]) -> dict[str, TensorMapping]:
-    """Each tensor as one stored tensor of its name."""
+    """Return the mapping of each tensor to the stored tensor of the same name."""
     return {name: TensorMapping(info, (full_range(name, info),)) for name, info in names.items()}
 
 
 def full_range(name: str, info: TensorInfo) -> TensorRange:
-    """All bytes of a stored tensor."""
+    """Return the range of all bytes of a stored tensor."""
     return TensorRange(name, 0, info.nbytes)

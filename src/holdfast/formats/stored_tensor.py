@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint, wherever its bytes lie: what the readers of other systems' formats have in common."""
+"""The tensors of a checkpoint, however their bytes are stored. Readers of other systems' formats build on these."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from holdfast.ondisk.files import TensorInfo
 
 
 class StoredTensor(ABC):
-    """A tensor of a checkpoint."""
+    """Base class of the tensors of a checkpoint."""
 
     info: TensorInfo
 
     @property
     def identity(self) -> Hashable:
-        """Equal for two that are the same bytes seen the same way: tied weights."""
+        """A key that is equal for tied tensors: the same bytes with the same dtype, shape and strides."""
         return id(self)
 
     @property
     def crcs(self) -> Sequence[int] | None:
-        """The CRC of each block; ``None`` in formats without."""
+        """The CRC of each block; ``None`` if the format has none."""
         return None
 
     @abstractmethod
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where its bytes ``[start, stop)`` lie, in their order; the same objects each time."""
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+        """Return the file ranges of its bytes ``[start, stop)``, in order; the same ``file`` objects each time."""
 
 
 @dataclass(frozen=True)
 class InlineTensor(StoredTensor):
-    """A tensor whose bytes were read with the values."""
+    """A tensor whose bytes are in memory, because they were stored among the values."""
 
     info: TensorInfo
     data: bytes
@@ -44,23 +44,26 @@ class InlineTensor(StoredTensor):
     def _source(self) -> InMemorySource:
         return InMemorySource(self.data)
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`StoredTensor`."""
         return [FileExtent(self._source, start, start, stop)]
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableTensor:
-    """Stands where a tensor is that cannot be read; ``why`` completes its name: ``is sparse``."""
+    """A placeholder for a tensor that cannot be read.
+
+    ``why`` completes a sentence that begins with its name: ``is sparse``.
+    """
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensor:
-    """Stands in values where one is that holdfast does not read; ``why`` completes its name.
+    """A placeholder for a value that holdfast does not read.
 
-    Who asks for it gets an error of the type ``error``.
+    ``why`` completes a sentence that begins with its name. Reading it raises ``error``.
     """
 
     why: str
@@ -68,5 +71,5 @@ class UnreadTensor:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor, be it one that can be read or not."""
+    """Return whether a value is a tensor, readable or not."""
     return isinstance(value, StoredTensor | UnreadableTensor)

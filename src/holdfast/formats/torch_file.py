@@ -13,37 +13,44 @@ from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
-#: What every file of Lightning's Trainer has.
+#: A key that every file of Lightning's Trainer has.
 _LIGHTNING = "pytorch-lightning_version"
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins as those of ``torch.save`` do."""
+    """Return whether a file begins as those of ``torch.save`` do."""
     if not posix.is_file(path):
         return False
-    window = _window(path)
+    window = _open_window(path)
     return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
 
 
-def _window(path: Path) -> FileWindow:
-    return FileWindow(path, 0, posix.size_of(path), ReaderPool())
+def _open_window(path: Path) -> FileWindow:
+    return FileWindow(path, 0, posix.file_size(path), ReaderPool())
 
 
 def read_tree(path: Path, budget: ReadBudget | None = None) -> archive.ArchiveTree:
-    """The tree in a file, of either kind, whose bytes ``budget`` earns."""
-    window = _window(path)
-    paid = ReadBudget() if budget is None else budget
-    return archive.read_archive(window, paid) if is_zip(window) else legacy.read_legacy_archive(window, paid)
+    """Return the tree in a file of ``torch.save``, of its zip format or the older one.
+
+    The bytes of its pickle are added to ``budget``.
+    """
+    window = _open_window(path)
+    if budget is None:
+        budget = ReadBudget()
+    return archive.read_archive(window, budget) if is_zip(window) else legacy.read_legacy_archive(window, budget)
 
 
 class TorchFileReader(TreeReader):
-    """A file of ``torch.save``. ``keys`` names parts of it that are not found by themselves."""
+    """A reader of files of ``torch.save``.
+
+    ``keys`` names components that are not detected: ``{"model": "app.net"}``.
+    """
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         budget = ReadBudget()
-        size, tree = posix.size_of(path), read_tree(path, budget)
+        size, tree = posix.file_size(path), read_tree(path, budget)
         contents = classify_tree(tree.root, keys, budget, str(path))
-        of_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
+        is_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
         super().__init__(
-            path, "lightning" if of_lightning else "torch", [path], f"{size:x}-{tree.digest:016x}", contents
+            path, "lightning" if is_lightning else "torch", [path], f"{size:x}-{tree.digest:016x}", contents
         )

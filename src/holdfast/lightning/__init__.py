@@ -1,11 +1,11 @@
-"""Lightning's strategies, saving and loading through holdfast. Same arguments as Lightning's, and two more.
+"""Lightning's ``Trainer`` strategies, which save and load through holdfast. They take two more arguments.
 
-``checkpoint_format``: ``"native"`` writes holdfast's format; ``"lightning"`` the files that Lightning itself writes and
-reads, under their final name only when they are complete. ``async_save``: native ones are written in the background;
-what they replace is removed only when they are durable.
+``checkpoint_format``: ``"native"`` writes holdfast's format; ``"lightning"`` writes the files that Lightning itself
+writes and reads, and gives them their final name only when they are complete. ``async_save``: native checkpoints are
+written in the background; a checkpoint that they replace is removed only when they are durable.
 
-``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as ever. A native ``.ckpt`` is a folder, which
-:func:`load_from_checkpoint` opens for ``LightningModule.load_from_checkpoint``. Fabric's strategies are in
+``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. A native ``.ckpt`` is a folder, which
+:func:`load_from_checkpoint` opens in place of ``LightningModule.load_from_checkpoint``. Fabric's strategies are in
 :mod:`holdfast.lightning.fabric`.
 """
 
@@ -22,8 +22,8 @@ __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDevice
 
 
 def __getattr__(name: str) -> object:
-    """Looked up when first used: the command in this package needs no Lightning."""
+    """Import a public name when it is first used: the command in this package needs no Lightning."""
     if name in __all__:
-        room = "from_checkpoint" if name == "load_from_checkpoint" else "trainer"
-        return getattr(import_module(f"holdfast.lightning.{room}"), name)
+        module_name = "from_checkpoint" if name == "load_from_checkpoint" else "trainer"
+        return getattr(import_module(f"holdfast.lightning.{module_name}"), name)
     raise AttributeError(f"module 'holdfast.lightning' has no attribute {name!r}")

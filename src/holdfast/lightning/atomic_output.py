@@ -1,4 +1,7 @@
-"""What other code writes on all ranks gets its name when it is complete: nobody sees half of it, nor a mixture."""
+"""Publishes a file or directory written by other code atomically.
+
+All ranks write to a hidden path, then rank 0 renames it. No process sees a partial output or a mixture of two.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from holdfast.storage import directories, posix
 
 @contextmanager
 def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
-    """A path in a hidden folder to write to, on all ranks; then what is there is made durable and takes its name.
+    """Yield a path in a staging directory to write to, on all ranks; then make it durable and rename it to ``path``.
 
-    Rank 0 holds the folder's lock meanwhile. Where a rank fails, all raise its error, nothing is left, and what had the
-    name is as it was.
+    Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the staging directory is
+    removed, and a previous ``path`` is unchanged.
     """
-    session = RankGroup().session(timeout)
-    with ExitStack() as held:
-        _, name = session.vote("preparing the save", lambda: None, lambda _: b"", lambda _: _open(path, held))
+    session = RankGroup().open_session(timeout)
+    with ExitStack() as resources:
+        _, name = session.vote(
+            "preparing the save", lambda: None, lambda _: b"", lambda _: _create_staging(path, resources)
+        )
         folder = path.parent / name.decode()
         failure: BaseException | None = None
         try:
@@ -29,33 +34,37 @@ def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
         except BaseException as error:  # noqa: BLE001 - raised below, by all ranks
             failure = error
 
-        def outcome() -> None:
+        def raise_failure() -> None:
             if failure is not None:
                 raise failure
 
-        session.vote("saving", outcome, lambda _: b"", lambda _: _publish(folder, path))
+        session.vote("saving", raise_failure, lambda _: b"", lambda _: _publish_output(folder, path))
 
 
-def _open(path: Path, held: ExitStack) -> bytes:
-    """Rank 0: remove what dead saves of the path have left, and make the folder, which ``held`` lets go of."""
+def _create_staging(path: Path, resources: ExitStack) -> bytes:
+    """Remove what interrupted saves of the path have left, and create the staging directory (rank 0 only).
+
+    ``resources`` gets the callbacks that release the lock and remove the directory. Returns the directory's name.
+    """
     posix.make_durable_directory(path.parent)
     clean_up(path.parent, tag=path.name)
     folder = staging_path(path)
     lock = directories.create_locked(folder)
-    held.callback(remove_staging, folder)
-    held.callback(lock.close)
+    resources.callback(remove_staging, folder)
+    resources.callback(lock.close)
     return folder.name.encode()
 
 
-def _publish(folder: Path, path: Path) -> bytes:
-    draft = folder / path.name
+def _publish_output(folder: Path, path: Path) -> bytes:
+    """Make the output durable and rename it to ``path``, in place of what has this name (rank 0 only)."""
+    output = folder / path.name
     posix.sync_tree(folder)
-    if posix.is_file(draft) and posix.is_file(path):
-        directories.replace_file(draft, path)
+    if posix.is_file(output) and posix.is_file(path):
+        directories.replace_file(output, path)
     elif posix.path_exists(path):
-        aside = folder.with_suffix(".replaced")
-        directories.exchange_directories(draft, path, aside)
-        directories.remove_tree(aside)
+        displaced = folder.with_suffix(".replaced")
+        directories.exchange_directories(output, path, displaced)
+        directories.remove_tree(displaced)
     else:
-        directories.rename_noreplace(draft, path)
+        directories.rename_noreplace(output, path)
     return b""

@@ -1,4 +1,4 @@
-"""A checkpoint that a ``Trainer`` resumes from, as the dict that Lightning hands to hooks and callbacks."""
+"""The checkpoint that a ``Trainer`` resumes from, as the dict that Lightning passes to hooks and callbacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from holdfast.view import Checkpoint
 
 @dataclass(frozen=True)
 class ResumedCheckpoint:
-    """What is in it: the model and the optimizers, which are read where they are needed, and ``content``, all else."""
+    """An open checkpoint.
+
+    The model and the optimizers are read when they are needed; ``content`` holds everything else.
+    """
 
     reader: Reader
     model: StoredModelState
@@ -24,51 +27,54 @@ class ResumedCheckpoint:
     content: dict[str, Any]
 
     @classmethod
-    def of(cls, path: Path) -> ResumedCheckpoint:
+    def open_path(cls, path: Path) -> ResumedCheckpoint:
         """Open a checkpoint of any format. Raises as :func:`holdfast.open` does."""
         reader = open_latest(path)
         view = Checkpoint(reader)
         values = view.values
         return cls(
-            reader, StoredModelState(reader, dict(values.get("model", {}))), _optimizers(view, values), _rest(values)
+            reader,
+            StoredModelState(reader, dict(values.get("model", {}))),
+            _lazy_optimizer_states(view, values),
+            _lightning_content(values),
         )
 
     @property
     def path(self) -> Path:
-        """The folder or file."""
+        """The checkpoint's folder or file."""
         return self.reader.path
 
-    def afresh(self) -> ResumedCheckpoint:
-        """The same without what hooks have read of the model: they keep that no longer than Lightning does."""
+    def with_unread_model(self) -> ResumedCheckpoint:
+        """Return a copy without the tensors that hooks have read, so that their memory is freed as in Lightning."""
         return replace(self, model=StoredModelState(self.reader, {}))
 
-    def contents(self) -> dict[str, Any]:
-        """The dict. What hooks leave of it says what is loaded."""
-        found: dict[str, Any] = {**self.content, "state_dict": self.model}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the checkpoint as a dict. What hooks leave in it determines what is loaded."""
+        checkpoint: dict[str, Any] = {**self.content, "state_dict": self.model}
         if self.optimizers:
-            found["optimizer_states"] = list(self.optimizers)
-        return found
+            checkpoint["optimizer_states"] = list(self.optimizers)
+        return checkpoint
 
 
-def _optimizers(view: Checkpoint, values: dict[str, Any]) -> tuple[LazyStateDict, ...]:
-    """The states of each optimizer, as ``Optimizer.state_dict`` gives them."""
+def _lazy_optimizer_states(view: Checkpoint, values: dict[str, Any]) -> tuple[LazyStateDict, ...]:
+    """Return the state of each optimizer in the format of ``Optimizer.state_dict``, read when it is first used."""
 
     @cache
-    def states() -> list[dict[str, Any]]:
+    def read_states() -> list[dict[str, Any]]:
         names = [key.removeprefix("optimizer/") for key in view if key.startswith("optimizer/")]
         tensors = {name: view[f"optimizer/{name}"] for name in names}
         return lightning_schema({"model": {}, "optimizer": tensors}, values)["optimizer_states"]  # type: ignore[no-any-return]
 
     groups = values["optimizer"]["groups"] if "optimizer" in values else []
-    count = sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
-    return tuple(LazyStateDict(lambda number=number: states()[number]) for number in range(count))  # type: ignore[misc]
+    n_optimizers = sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
+    return tuple(LazyStateDict(lambda number=number: read_states()[number]) for number in range(n_optimizers))  # type: ignore[misc]
 
 
-def _rest(values: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning asks of a checkpoint beside these: its own values, and the states of schedulers.
+def _lightning_content(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what Lightning expects in a checkpoint besides these: its own values, and the states of schedulers.
 
-    A checkpoint that has schedulers, if only an empty list of them, is not one of weights alone; where no optimizer is
-    in it there was none.
+    Lightning takes a checkpoint with schedulers, even an empty list of them, for more than weights alone. So if such a
+    checkpoint has no optimizer, an empty list of optimizer states is added.
     """
     content = dict(values.get("user_content") or {})
     if "scheduler" in values:

@@ -1,4 +1,4 @@
-"""Checkpoints by their whole paths, as Lightning names them: saved, loaded, and removed when nothing needs them."""
+"""Saves, loads and removes checkpoints by their full paths, as Lightning names them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from holdfast.storage.posix import path_exists
 #: Seconds that ranks wait for each other.
 TIMEOUT = 600.0
 
-#: What strategies may write.
+#: The formats that strategies can write.
 FORMATS = ("native", "lightning")
 
 
 @dataclass
 class LightningCheckpoints:
-    """One save is under way at a time, and removals wait for it: what is removed may be what it replaces."""
+    """The saves and removals of a strategy.
+
+    Only one save is in progress at a time. Removals wait for it, because it may replace the checkpoint that is to be
+    removed.
+    """
 
     checkpoint_format: str
     async_save: bool
@@ -47,14 +51,14 @@ class LightningCheckpoints:
             raise InvalidArgumentError("async_save=True needs checkpoint_format='native'")
 
     @property
-    def native(self) -> bool:
-        """Whether holdfast's own format is written."""
+    def writes_native(self) -> bool:
+        """True if checkpoints are written in holdfast's own format."""
         return self.checkpoint_format == "native"
 
     def save(self, path: Path, model: Any, optimizer: Any, content: Mapping[str, Any], step: int | None) -> None:
-        """Save under a path, over what is there. Waits for the save before."""
-        self.finish()
-        aside = _put_aside(path)
+        """Save under a path, replacing what is there. Waits for the previous save."""
+        self.finish_pending()
+        displaced = _displace_lightning_checkpoint(path)
         self._handle = save_checkpoint(
             path.parent,
             path.name,
@@ -65,55 +69,57 @@ class LightningCheckpoints:
             overwrite=True,
             async_save=self.async_save,
         )
-        if aside is not None:
-            self.remove(lambda: remove_checkpoint(aside))
+        if displaced is not None:
+            self.remove_when_durable(lambda: remove_checkpoint(displaced))
 
     def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> RestoreResult:
-        """Load from a path, when what is being saved is there."""
-        self.finish()
+        """Load from a path, after the save in progress is complete."""
+        self.finish_pending()
         return restore(path, None, model, optimizer, strict=strict)
 
-    def open(self, path: Path) -> ResumedCheckpoint:
-        """Open a checkpoint on all ranks, when what is being saved is there."""
-        self.finish()
-        session = RankGroup().session(TIMEOUT)
+    def open_checkpoint(self, path: Path) -> ResumedCheckpoint:
+        """Open a checkpoint on all ranks, after the save in progress is complete."""
+        self.finish_pending()
+        session = RankGroup().open_session(TIMEOUT)
 
-        def recovered() -> None:
+        def finish_replace() -> None:
             if session.rank == COORDINATOR_RANK:
-                with suppress(StorageError):  # which all ranks together meet next
+                with suppress(StorageError):  # all ranks together raise it next, if it matters
                     finish_interrupted_replace(path.parent)
 
-        session.all("finding the checkpoint", recovered)
-        return session.all("opening the checkpoint", lambda: ResumedCheckpoint.of(path))
+        session.run_on_all("finding the checkpoint", finish_replace)
+        return session.run_on_all("opening the checkpoint", lambda: ResumedCheckpoint.open_path(path))
 
-    def remove(self, removal: Callable[[], object]) -> None:
-        """Remove something once all that was saved is durable; at once where it is."""
+    def remove_when_durable(self, removal: Callable[[], object]) -> None:
+        """Run a removal once everything that was saved is durable; at once if it already is."""
         self._removals.append(removal)
         if self._handle is None or self._handle.done():
-            self.finish()
+            self.finish_pending()
 
-    def finish(self) -> None:
-        """Wait for the save under way, then remove what was to be removed. Raises what went wrong with the save."""
+    def finish_pending(self) -> None:
+        """Wait for the save in progress, then run the pending removals. Raises the error of the save."""
         removals, self._removals = self._removals, []
         finalize()
         for removal in removals:
             removal()
 
 
-def _put_aside(path: Path) -> Path | None:
-    """Another name for what Lightning itself has saved there: a native save takes the place of native ones only.
+def _displace_lightning_checkpoint(path: Path) -> Path | None:
+    """Rename a checkpoint of Lightning's format at the path, because a native save replaces native ones only.
 
-    The first rank gives it and is told; where it cannot, all raise its error.
+    Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, all ranks raise its error.
     """
-    aside = path.with_name(f"{path.stem}.before{path.suffix}")
+    displaced = path.with_name(f"{path.stem}.before{path.suffix}")
 
-    def decide(_: list[bytes]) -> bytes:
+    def rename_existing(_: list[bytes]) -> bytes:
         if not path_exists(path) or is_native(path):
             return b""
-        remove_checkpoint(aside)
-        rename_path(path, aside)
-        return b"aside"
+        remove_checkpoint(displaced)
+        rename_path(path, displaced)
+        return b"renamed"
 
-    session = RankGroup().session(TIMEOUT)
-    _, done = session.vote("putting Lightning's own checkpoint aside", lambda: None, lambda _: b"", decide)
-    return aside if done and session.rank == COORDINATOR_RANK else None
+    session = RankGroup().open_session(TIMEOUT)
+    _, renamed = session.vote(
+        "renaming the checkpoint that Lightning has written", lambda: None, lambda _: b"", rename_existing
+    )
+    return displaced if renamed and session.rank == COORDINATOR_RANK else None

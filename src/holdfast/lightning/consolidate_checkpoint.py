@@ -1,4 +1,4 @@
-"""``python -m holdfast.lightning.consolidate_checkpoint``: the command of Lightning's guide, for all its folders."""
+"""``python -m holdfast.lightning.consolidate_checkpoint``: the command of Lightning's guide, for all folders."""
 
 from __future__ import annotations
 

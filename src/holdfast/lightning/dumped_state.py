@@ -1,4 +1,4 @@
-"""What a ``Trainer`` has put into a checkpoint's dict to be saved, and what hooks and callbacks have left of it."""
+"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with what hooks have left in it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.errors import InvalidArgumentError
 from holdfast.lightning.checkpoints import TIMEOUT
 from holdfast.lightning.lazy_state import LazyStateDict
-from holdfast.state.model.fsdp1 import wrapped_modules
+from holdfast.state.model.fsdp1 import uses_fsdp1
 from holdfast.state.model.replaced_entries import ReplacedModel
 
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 @dataclass(frozen=True)
-class DumpedParts:
-    """What a native checkpoint is made of."""
+class DumpedComponents:
+    """The components of a native checkpoint."""
 
     model: Any
     optimizer: list[Optimizer] | None
@@ -30,94 +30,112 @@ class DumpedParts:
 
 
 class DumpedState:
-    """Remembers what was put into the dict, to tell whether it is still the model and the optimizers themselves."""
+    """Remembers what was put into the dict, to detect whether a hook has replaced the model or the optimizers."""
 
     def __init__(self) -> None:
-        self._given: Any = None
-        self._entries: dict[str, Any] = {}
-        self._optimizers: list[LazyStateDict] = []
+        self._recorded_model: Any = None
+        self._recorded_entries: dict[str, Any] = {}
+        self._recorded_optimizers: list[LazyStateDict] = []
 
-    def model(self, given: Any) -> Any:
-        """Note the model's state dict, and return it."""
-        self._given = given
-        self._entries = {} if isinstance(given, LazyStateDict) else dict(given)
-        return given
+    def record_model(self, state_dict: Any) -> Any:
+        """Record the model's state dict, and return it."""
+        self._recorded_model = state_dict
+        self._recorded_entries = {} if isinstance(state_dict, LazyStateDict) else dict(state_dict)
+        return state_dict
 
-    def optimizer(self, given: LazyStateDict) -> Any:
-        """Note the state dict of the next optimizer, and return it."""
-        self._optimizers.append(given)
-        return given
+    def record_optimizer(self, state_dict: LazyStateDict) -> Any:
+        """Record the state dict of the next optimizer, and return it."""
+        self._recorded_optimizers.append(state_dict)
+        return state_dict
 
-    def parts(self, checkpoint: Mapping[str, Any], model: Any, optimizers: Sequence[Optimizer]) -> DumpedParts:
-        """What is saved. Hooks may have run on rank 0 alone, whose dict is what Lightning saves of replicas.
+    def collect_components(
+        self, checkpoint: Mapping[str, Any], model: Any, optimizers: Sequence[Optimizer]
+    ) -> DumpedComponents:
+        """Return the components to save.
 
-        All ranks raise ``InvalidArgumentError`` if it cannot be saved.
+        Hooks may have run on rank 0 alone, and Lightning saves rank 0's dict of a replicated model. All ranks raise
+        ``InvalidArgumentError`` if the dict cannot be saved.
         """
-        session = RankGroup().session(TIMEOUT)
+        session = RankGroup().open_session(TIMEOUT)
 
-        def work() -> _Left:
+        def check_changes() -> _RemainingFlags:
             self._check_optimizers(checkpoint.get(_OPTIMIZERS))
             same = _MODEL not in checkpoint or self._is_same(checkpoint[_MODEL])
-            if not same and wrapped_modules(model):
+            if not same and uses_fsdp1(model):
                 raise InvalidArgumentError(
                     "a hook or callback has changed checkpoint['state_dict'], which cannot be saved under FSDP1: use "
                     "ModelParallelStrategy (FSDP2), or checkpoint_format='lightning'"
                 )
-            return _Left(same, _MODEL in checkpoint, bool(checkpoint.get(_OPTIMIZERS)))
+            return _RemainingFlags(same, _MODEL in checkpoint, bool(checkpoint.get(_OPTIMIZERS)))
 
-        def decide(posted: list[bytes]) -> bytes:
-            said = [_decode(raw) for raw in posted]
-            return _encode(said[COORDINATOR_RANK]._replace(is_same=all(one.is_same for one in said)))
+        def merge_flags(posted: list[bytes]) -> bytes:
+            flags_by_rank = [_decode_flags(raw) for raw in posted]
+            return _encode_flags(
+                flags_by_rank[COORDINATOR_RANK]._replace(is_same=all(flags.is_same for flags in flags_by_rank))
+            )
 
-        _, told = session.vote("looking at what hooks have changed", work, _encode, decide)
-        left = _decode(told)
-        content = {name: _plain(one) for name, one in checkpoint.items() if name not in {_MODEL, _OPTIMIZERS}}
-        if _OPTIMIZERS in checkpoint and not left.optimizers:
-            content[_OPTIMIZERS] = []  # which tells it from a checkpoint of weights alone
-        own = model if left.is_same else ReplacedModel(model, _of_rank(checkpoint.get(_MODEL, {}), session.rank))
-        return DumpedParts(own if left.model else None, list(optimizers) if left.optimizers else None, content)
+        _, merged = session.vote("looking at what hooks have changed", check_changes, _encode_flags, merge_flags)
+        remaining = _decode_flags(merged)
+        content = {
+            name: _to_plain_dict(value) for name, value in checkpoint.items() if name not in {_MODEL, _OPTIMIZERS}
+        }
+        if _OPTIMIZERS in checkpoint and not remaining.has_optimizers:
+            content[_OPTIMIZERS] = []  # distinguishes it from a checkpoint of weights alone
+        model_to_save = (
+            model
+            if remaining.is_same
+            else ReplacedModel(model, _entries_of_rank(checkpoint.get(_MODEL, {}), session.rank))
+        )
+        return DumpedComponents(
+            model_to_save if remaining.has_model else None,
+            list(optimizers) if remaining.has_optimizers else None,
+            content,
+        )
 
-    def _is_same(self, left: Any) -> bool:
-        if isinstance(self._given, LazyStateDict):
-            return left is self._given and not self._given.is_changed
-        known = self._entries
-        is_there = self._given is not None and left.keys() == known.keys()
-        return is_there and all(left[name] is one for name, one in known.items())
+    def _is_same(self, remaining: Any) -> bool:
+        if isinstance(self._recorded_model, LazyStateDict):
+            return remaining is self._recorded_model and not self._recorded_model.is_changed
+        entries = self._recorded_entries
+        is_there = self._recorded_model is not None and remaining.keys() == entries.keys()
+        return is_there and all(remaining[name] is value for name, value in entries.items())
 
-    def _check_optimizers(self, left: Any) -> None:
-        same = not left or (
-            len(left) == len(self._optimizers)
-            and all(one is given and not given.is_changed for one, given in zip(left, self._optimizers, strict=True))
+    def _check_optimizers(self, remaining: Any) -> None:
+        same = not remaining or (
+            len(remaining) == len(self._recorded_optimizers)
+            and all(
+                state is recorded and not recorded.is_changed
+                for state, recorded in zip(remaining, self._recorded_optimizers, strict=True)
+            )
         )
         if not same:
             raise InvalidArgumentError(
-                "a hook or callback has changed checkpoint['optimizer_states'], and a native checkpoint takes the "
-                "optimizers as they are: change the optimizers, or empty that list to save none, or use "
+                "a hook or callback has changed checkpoint['optimizer_states'], but a native checkpoint stores the "
+                "optimizers themselves: change the optimizers, or empty that list to save none, or use "
                 "checkpoint_format='lightning'"
             )
 
 
-class _Left(NamedTuple):
-    """What hooks have left of the dict: whether it has the model itself, any model, any states of optimizers."""
+class _RemainingFlags(NamedTuple):
+    """Flags of the dict after hooks: whether the model is unchanged, and whether there are a model and optimizers."""
 
     is_same: bool
-    model: bool
-    optimizers: bool
+    has_model: bool
+    has_optimizers: bool
 
 
-def _encode(left: _Left) -> bytes:
-    return bytes(left)
+def _encode_flags(remaining: _RemainingFlags) -> bytes:
+    return bytes(remaining)
 
 
-def _decode(raw: bytes) -> _Left:
-    return _Left(*map(bool, raw))
+def _decode_flags(raw: bytes) -> _RemainingFlags:
+    return _RemainingFlags(*map(bool, raw))
 
 
-def _of_rank(entries: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The entries that a rank saves: all have parts of sharded tensors, and of replicas rank 0 has those that count."""
+def _entries_of_rank(entries: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the entries that a rank saves: its shards of sharded tensors, and on rank 0 the replicated values too."""
     return {name: value for name, value in entries.items() if rank == COORDINATOR_RANK or isinstance(value, DTensor)}
 
 
-def _plain(value: Any) -> Any:
-    """A state dict that a hook has put under another key, as it is now."""
+def _to_plain_dict(value: Any) -> Any:
+    """Return a state dict that a hook has put under another key as a plain dict, with its current values."""
     return dict(value) if isinstance(value, LazyStateDict) else value

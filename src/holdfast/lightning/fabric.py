@@ -1,7 +1,7 @@
-"""Strategies of ``Fabric``: Lightning's own, but for what they do with checkpoints.
+"""Strategies of ``Fabric``: Lightning's own, with holdfast's checkpoints.
 
-A state has models, optimizers and other things under the user's own keys, and is given back under them. Fabric has no
-last word: with ``async_save``, :func:`holdfast.finalize` waits for the last save and tells what went wrong with it.
+A state has models, optimizers and other objects under the user's own keys, and is restored under them. Fabric has no
+teardown hook: with ``async_save``, call :func:`holdfast.finalize`, which waits for the last save and raises its error.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.formats.native import is_native
 from holdfast.lightning.atomic_output import atomic_output
 from holdfast.lightning.checkpoints import LightningCheckpoints
-from holdfast.state.model.fsdp1 import wrapped_modules
+from holdfast.state.model.fsdp1 import uses_fsdp1
 from holdfast.storage.posix import local_path
 from holdfast.view import open as open_checkpoint
 
-#: By the key that the user gave it: tells of a name and a tensor whether it is saved.
+#: Functions by the user's keys: each gets a name and a tensor, and returns whether the tensor is saved.
 Filter = dict[str, Callable[[str, Any], bool]]
 
 
 @dataclass(frozen=True)
 class _SplitState:
-    """A state, by kind."""
+    """A state, split by kind of object."""
 
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    rest: dict[str, Any]
+    others: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _SplitState:
+    def from_state(cls, state: Mapping[str, Any]) -> _SplitState:
         models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
-        rest = {key: value for key, value in state.items() if key not in models.keys() | optimizers.keys()}
-        return cls(models, optimizers, rest)
+        others = {key: value for key, value in state.items() if key not in models.keys() | optimizers.keys()}
+        return cls(models, optimizers, others)
 
 
 class _Strategy(Strategy):
-    """What all strategies of ours have in common. Every rank is called for every save and load."""
+    """Common base of holdfast's Fabric strategies. Every rank is called for every save and load."""
 
     def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._saves = LightningCheckpoints(checkpoint_format, async_save)
+        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save)
 
     def save_checkpoint(
         self,
@@ -64,23 +64,25 @@ class _Strategy(Strategy):
         storage_options: Any = None,
         filter: Filter | None = None,  # noqa: A002
     ) -> None:
-        """Save under a path, in one atomic step, over what is there."""
+        """Save under a path atomically, replacing what is there."""
         if storage_options is not None:
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
         path = local_path(self.broadcast(path))
-        if not self._saves.native:
-            with atomic_output(path) as draft:
-                super().save_checkpoint(draft, state, filter=filter)
+        if not self._checkpoints.writes_native:
+            with atomic_output(path) as output:
+                super().save_checkpoint(output, state, filter=filter)
             return
-        found = _SplitState.of(state)
-        chosen = filter or {}
-        if found.optimizers and chosen.keys() & found.models.keys():
-            raise InvalidArgumentError("a filtered model is saved without optimizers, which need all of it")
-        models = {key: _filtered(model, chosen[key]) if key in chosen else model for key, model in found.models.items()}
-        rest = {key: _plain(value, chosen.get(key)) for key, value in found.rest.items()}
-        keys = {"models": list(models), "optimizers": list(found.optimizers)}
-        content = {"keys": keys, "state": rest}
-        self._saves.save(path, _single_state(models), _single_state(found.optimizers), content, None)
+        split = _SplitState.from_state(state)
+        filters = filter or {}
+        if split.optimizers and filters.keys() & split.models.keys():
+            raise InvalidArgumentError("a filtered model must be saved without optimizers, which need the whole model")
+        models = {
+            key: _filter_model(model, filters[key]) if key in filters else model for key, model in split.models.items()
+        }
+        others = {key: _filter_value(value, filters.get(key)) for key, value in split.others.items()}
+        keys = {"models": list(models), "optimizers": list(split.optimizers)}
+        content = {"keys": keys, "state": others}
+        self._checkpoints.save(path, _single_state(models), _single_state(split.optimizers), content, None)
 
     def load_checkpoint(
         self,
@@ -89,89 +91,93 @@ class _Strategy(Strategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Fill a state in place; returns what else is in the checkpoint."""
+        """Fill a state in place; return what else is in the checkpoint."""
         path = local_path(self.broadcast(path)).resolve()
-        del weights_only  # no code in it is run, ever
-        self._saves.finish()
+        del weights_only  # code in it is never run
+        self._checkpoints.finish_pending()
         if isinstance(state, nn.Module | Optimizer):
             model, optimizer = (state, None) if isinstance(state, nn.Module) else (None, state)
-            self._saves.restore(path, model, optimizer, strict=strict)
+            self._checkpoints.restore(path, model, optimizer, strict=strict)
             return {}
-        given = _SplitState.of(state or {})
-        keys, rest = _contents(path, given)
-        _check(given, keys, rest, path, strict=strict)
-        self._saves.restore(
+        split = _SplitState.from_state(state or {})
+        keys, others = _read_contents(path, split)
+        _check_keys(split, keys, others, path, strict=strict)
+        self._checkpoints.restore(
             path,
-            _restore_structure(given.models, keys["models"]),
-            _restore_structure(given.optimizers, keys["optimizers"]),
+            _restore_structure(split.models, keys["models"]),
+            _restore_structure(split.optimizers, keys["optimizers"]),
             strict=strict,
         )
-        for key in given.rest.keys() & rest.keys():
-            value = given.rest[key]
+        for key in split.others.keys() & others.keys():
+            value = split.others[key]
             if hasattr(value, "load_state_dict"):
-                value.load_state_dict(rest.pop(key))
+                value.load_state_dict(others.pop(key))
             elif state is not None and not isinstance(state, nn.Module | Optimizer):
-                state[key] = rest.pop(key)
-        return rest
+                state[key] = others.pop(key)
+        return others
 
 
-def _single_state(found: Mapping[str, Any]) -> Any:
-    """One object as itself, several by their keys."""
-    return next(iter(found.values())) if len(found) == 1 else dict(found) or None
+def _single_state(objects: Mapping[str, Any]) -> Any:
+    """Return a single object as itself, several objects by their keys, and ``None`` for none."""
+    return next(iter(objects.values())) if len(objects) == 1 else dict(objects) or None
 
 
 def _restore_structure(given: Mapping[str, Any], saved: list[str]) -> Any:
-    """What is given of what was saved, passed as it was then."""
-    found = {key: value for key, value in given.items() if key in saved}
-    return _single_state(found) if len(saved) == 1 else found or None
+    """Return the given objects that were saved, in the structure in which they were saved."""
+    objects = {key: value for key, value in given.items() if key in saved}
+    return _single_state(objects) if len(saved) == 1 else objects or None
 
 
-def _contents(path: Path, given: _SplitState) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
-    """The keys of models and optimizers, and all else. What Lightning wrote is taken by the keys that are asked for."""
+def _read_contents(path: Path, requested: _SplitState) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
+    """Return the keys of models and optimizers, and all other values.
+
+    A checkpoint that Lightning wrote does not record these keys, so the requested ones are returned.
+    """
     content = open_checkpoint(path).values.get("user_content") or {}
     if is_native(path):
         return content["keys"], dict(content["state"])
-    return {"models": list(given.models), "optimizers": list(given.optimizers)}, dict(content)
+    return {"models": list(requested.models), "optimizers": list(requested.optimizers)}, dict(content)
 
 
-def _check(
-    given: _SplitState, keys: Mapping[str, list[str]], rest: Mapping[str, Any], path: Path, *, strict: bool
+def _check_keys(
+    requested: _SplitState, keys: Mapping[str, list[str]], others: Mapping[str, Any], path: Path, *, strict: bool
 ) -> None:
-    asked = {*given.models, *given.optimizers, *given.rest}
-    there = {*keys["models"], *keys["optimizers"], *rest}
-    missing = sorted(asked - there)
+    """Raise ``MismatchError`` if the checkpoint lacks a requested key."""
+    requested_keys = {*requested.models, *requested.optimizers, *requested.others}
+    saved_keys = {*keys["models"], *keys["optimizers"], *others}
+    missing = sorted(requested_keys - saved_keys)
     if strict and missing:
-        raise MismatchError(f"{path} has no {missing[0]!r}; it has {', '.join(sorted(there))}")
+        raise MismatchError(f"{path} has no {missing[0]!r}; it has {', '.join(sorted(saved_keys))}")
 
 
-def _filtered(model: nn.Module, chosen: Callable[[str, Any], bool]) -> dict[str, Any]:
-    if wrapped_modules(model):
-        raise InvalidArgumentError("a filter needs the state dict, which FSDP1 would gather; save all of the model")
+def _filter_model(model: nn.Module, is_saved: Callable[[str, Any], bool]) -> dict[str, Any]:
+    if uses_fsdp1(model):
+        raise InvalidArgumentError("a filter needs the state dict, which FSDP1 would gather: save the whole model")
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return {name: value for name, value in inner.state_dict().items() if chosen(name, value)}
+    return {name: value for name, value in inner.state_dict().items() if is_saved(name, value)}
 
 
-def _plain(value: Any, chosen: Callable[[str, Any], bool] | None) -> Any:
-    found = value.state_dict() if hasattr(value, "state_dict") else value
-    if chosen is None or not isinstance(found, Mapping):
-        return found
-    return {name: one for name, one in found.items() if chosen(name, one)}
+def _filter_value(value: Any, is_saved: Callable[[str, Any], bool] | None) -> Any:
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    if is_saved is None or not isinstance(state, Mapping):
+        return state
+    return {name: entry for name, entry in state.items() if is_saved(name, entry)}
 
 
 class SingleDeviceStrategy(_Strategy, LightningSingleDevice):
-    """Lightning's, with holdfast's checkpoints."""
+    """Lightning's strategy, with holdfast's checkpoints."""
 
 
 class DDPStrategy(_Strategy, LightningDDP):
-    """Lightning's, with holdfast's checkpoints: all ranks write."""
+    """Lightning's strategy, with holdfast's checkpoints: all ranks write."""
 
 
 class FSDPStrategy(_Strategy, LightningFSDP):
-    """Lightning's (FSDP1), with holdfast's checkpoints. On a machine without accelerators it runs on the CPU."""
+    """Lightning's strategy (FSDP1), with holdfast's checkpoints. Without accelerators it runs on the CPU."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """See Lightning's; FSDP1 must be told of the CPU."""
-        if self.root_device.type == "cpu" and not wrapped_modules(module):
+        """Wrap the module as Lightning does, but pass the CPU to FSDP1, which needs an explicit device."""
+        if self.root_device.type == "cpu" and not uses_fsdp1(module):
             module = FullyShardedDataParallel(
                 module,
                 cpu_offload=self.cpu_offload,
@@ -185,4 +191,4 @@ class FSDPStrategy(_Strategy, LightningFSDP):
 
 
 class ModelParallelStrategy(_Strategy, LightningModelParallel):
-    """Lightning's (FSDP2, tensor parallelism, both), with holdfast's checkpoints."""
+    """Lightning's strategy (FSDP2, tensor parallelism, or both), with holdfast's checkpoints."""

@@ -17,24 +17,23 @@ _M = TypeVar("_M", bound=LightningModule | LightningDataModule)
 
 
 def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options: Any) -> _M:
-    """Make a module with the hyper-parameters and weights of a checkpoint of any format, in one process.
+    """Create a module with the hyper-parameters and weights of a checkpoint of any format, in one process.
 
-    Lightning's ``module.load_from_checkpoint`` does the work. It opens files only, so it is given one in memory: while
-    it works, the weights are in memory three times. ``holdfast consolidate`` writes such a file once for all.
+    Calls Lightning's ``module.load_from_checkpoint`` with a file in memory, because that function opens files only.
+    Meanwhile the weights are in memory three times. ``holdfast consolidate`` writes such a file once, for repeated use.
 
     Args:
         module: the class of the module, or of a ``LightningDataModule``.
         path: a checkpoint, a folder or a file. Code in it is never run.
-        options: of Lightning's ``load_from_checkpoint``: ``map_location``, ``hparams_file``, ``strict``, and
-            hyper-parameters that take the place of those in the checkpoint. The weights are on the CPU without a
-            ``map_location``.
+        options: options of Lightning's ``load_from_checkpoint``: ``map_location``, ``hparams_file``, ``strict``, and
+            hyper-parameters that replace those in the checkpoint. Without ``map_location`` the weights are on the CPU.
 
-    Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and what Lightning raises.
+    Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and Lightning's errors.
     """
-    opened = ResumedCheckpoint.of(local_path(path))
+    checkpoint = ResumedCheckpoint.open_path(local_path(path))
     file = io.BytesIO()
-    torch.save(lightning_schema({"model": dict(opened.model)}, {"user_content": opened.content}), file)
-    del opened
+    torch.save(lightning_schema({"model": dict(checkpoint.model)}, {"user_content": checkpoint.content}), file)
+    del checkpoint
     file.seek(0)
-    options.pop("weights_only", None)  # the file has just been made of tensors and plain values
+    options.pop("weights_only", None)  # the file was just created from tensors and plain values
     return module.load_from_checkpoint(file, weights_only=False, **options)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A model and optimizers as hooks have left them, read like a checkpoint: into any layout, by the same rules."""
+"""Readers for a model and optimizers that hooks have changed, so that they load into any layout like a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ from holdfast.state.tensors import NAMES
 
 
 class HookedModel:
-    """A model of which some tensors are in memory, and the rest lies in a checkpoint.
+    """A model with some tensors in memory, and the others still in a checkpoint.
 
     See :class:`holdfast.formats.reader.Reader`.
     """
 
     def __init__(self, reader: Reader, entries: Mapping[str, Any]) -> None:
         self._reader = reader
-        self._unread = dict(entries.unread) if isinstance(entries, StoredModelState) else {}
-        there = reader.groups.get("model", {})
-        given = {strip_wrapper_prefixes(name): entries[name] for name in entries if name not in self._unread}
-        tensors = {name: value for name, value in given.items() if _is_tensor(name, value)}
-        self._sources = {name: InMemorySource(raw_bytes(_whole(tensor))) for name, tensor in tensors.items()}
-        self._values = {name: value for name, value in given.items() if name not in tensors}
-        infos = {name: there[stored] for name, stored in self._unread.items()}
-        infos |= {name: _info(name, tensor) for name, tensor in tensors.items()}
+        self._unread = dict(entries.unread_tensors) if isinstance(entries, StoredModelState) else {}
+        stored_infos = reader.groups.get("model", {})
+        changed = {strip_wrapper_prefixes(name): entries[name] for name in entries if name not in self._unread}
+        tensors = {name: value for name, value in changed.items() if _is_tensor(name, value)}
+        self._sources = {name: InMemorySource(raw_bytes(_full_tensor(tensor))) for name, tensor in tensors.items()}
+        self._values = {name: value for name, value in changed.items() if name not in tensors}
+        infos = {name: stored_infos[stored] for name, stored in self._unread.items()}
+        infos |= {name: _tensor_info(name, tensor) for name, tensor in tensors.items()}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {"model": infos}
         self.tied: Mapping[str, Mapping[str, str]] = {}
         self.path, self.files = reader.path, reader.files
         self.format, self.unread = reader.format, tuple[UnreadTensorNote, ...]()
-        told = "\n".join(f"{name} {info}" for name, info in sorted(infos.items()))
-        self.fingerprint = f"{reader.fingerprint}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        description = "\n".join(f"{name} {info}" for name, info in sorted(infos.items()))
+        self.fingerprint = f"{reader.fingerprint}-{hashlib.sha256(description.encode()).hexdigest()[:16]}"
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where bytes of a tensor lie."""
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """Return the file ranges of a tensor's bytes."""
         if name in self._sources:
             return [FileExtent(self._sources[name], start, start, stop)]
-        return self._reader.extents(group, self._unread[name], start, stop)
+        return self._reader.find_extents(group, self._unread[name], start, stop)
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """Those of the checkpoint, for what lies there."""
-        return None if name in self._sources else self._reader.crcs(group, self._unread[name])
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the checkpoint's CRCs of a tensor, or ``None`` for a tensor in memory."""
+        return None if name in self._sources else self._reader.block_crcs(group, self._unread[name])
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """The entries that are not tensors."""
-        del rank, shared, own
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the entries that are not tensors."""
+        del rank, shared_codec, rank_codec
         return CheckpointValues({"model": self._values})
 
     def check_files(self) -> None:
-        """As the checkpoint does."""
+        """Check the files of the checkpoint."""
         self._reader.check_files()
 
     def is_current(self) -> bool:
-        """As the checkpoint is."""
+        """Return whether the checkpoint is still the one that was opened."""
         return self._reader.is_current()
 
 
 def hooked_optimizers(reader: Reader, states: Sequence[Mapping[str, Any]]) -> Reader:
-    """State dicts of optimizers, as a file of Lightning's that holds nothing else."""
-    tree = _stored([dict(state) for state in states], "optimizer_states")
-    nbytes = sum(one.info.nbytes for one in _leaves(tree))
+    """Return a reader for state dicts of optimizers, like a Lightning file that holds nothing else."""
+    tree = _to_inline_tensors([dict(state) for state in states], "optimizer_states")
+    nbytes = sum(leaf.info.nbytes for leaf in _list_tensors(tree))
     contents = classify_tree({"optimizer_states": tree}, {}, ReadBudget(nbytes), str(reader.path))
     return TreeReader(reader.path, reader.format, [], f"{reader.fingerprint}-given", contents)
 
@@ -84,29 +84,29 @@ def _is_tensor(name: str, value: object) -> bool:
     return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+def _tensor_info(name: str, tensor: torch.Tensor) -> TensorInfo:
     if tensor.dtype not in NAMES:
-        raise UnsupportedTensorError(f"tensor {name!r}, which a hook has put there, is of dtype {tensor.dtype}")
+        raise UnsupportedTensorError(f"tensor {name!r}, which a hook has added, has dtype {tensor.dtype}")
     return TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def _stored(value: Any, name: str) -> Any:
-    """A tree with tensors as readers have them."""
+def _to_inline_tensors(value: Any, name: str) -> Any:
+    """Return a tree with its tensors as readers represent them."""
     if isinstance(value, torch.Tensor):
-        return InlineTensor(_info(name, value), raw_bytes(_whole(value)))
+        return InlineTensor(_tensor_info(name, value), raw_bytes(_full_tensor(value)))
     if isinstance(value, Mapping):
-        return {key: _stored(one, f"{name}.{key}") for key, one in value.items()}
+        return {key: _to_inline_tensors(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_stored(one, f"{name}.{i}") for i, one in enumerate(value))
+        return type(value)(_to_inline_tensors(item, f"{name}.{i}") for i, item in enumerate(value))
     return value
 
 
-def _leaves(tree: Any) -> list[InlineTensor]:
+def _list_tensors(tree: Any) -> list[InlineTensor]:
     if isinstance(tree, InlineTensor):
         return [tree]
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [leaf for child in children for leaf in _leaves(child)]
+    return [leaf for child in children for leaf in _list_tensors(child)]

@@ -1,4 +1,4 @@
-"""State dicts of a Lightning checkpoint that cost nothing until a hook looks into them."""
+"""Lazy state dicts of a Lightning checkpoint, which cost nothing until a hook reads them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from holdfast.view import Checkpoint
 
 
 class LazyStateDict(MutableMapping[str, Any]):
-    """A dict that is made when it is first looked into."""
+    """A dict that is created when it is first accessed."""
 
-    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
-        self._make = make
+    def __init__(self, create: Callable[[], dict[str, Any]]) -> None:
+        self._create = create
 
     @cached_property
     def _entries(self) -> dict[str, Any]:
-        made = self._make()
-        self._as_made = _containers(made)
-        return made
+        entries = self._create()
+        self._as_created = _copy_containers(entries)
+        return entries
 
     @property
-    def is_made(self) -> bool:
-        """Whether somebody has looked into it."""
+    def is_created(self) -> bool:
+        """True if the dict was accessed and therefore created."""
         return "_entries" in self.__dict__
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything in it is another object than when it was made."""
-        return self.is_made and not _is_same(self._entries, self._as_made)
+        """True if any value in the dict is another object than when it was created."""
+        return self.is_created and not _is_same(self._entries, self._as_created)
 
     def __getitem__(self, name: str) -> Any:
         return self._entries[name]
@@ -48,15 +48,15 @@ class LazyStateDict(MutableMapping[str, Any]):
         return len(self._entries)
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        """Copies and pickles are plain dicts."""
+        """Copy and pickle as a plain dict."""
         return dict, (dict(self),)
 
 
 class StoredModelState(MutableMapping[str, Any]):
-    """The model of a checkpoint. Each tensor is read when it is first asked for, as a whole and by this rank alone."""
+    """The model of a checkpoint. This rank alone reads each tensor, whole, when it is first accessed."""
 
     def __init__(self, reader: Reader, values: dict[str, Any]) -> None:
-        """``values`` are the entries that are not tensors."""
+        """Take the entries that are not tensors from ``values``."""
         self._checkpoint = Checkpoint(reader)
         self._unread = {name: name for name in reader.groups.get("model", {})} | dict(reader.tied.get("model", {}))
         self._read: dict[str, Any] = {}
@@ -64,8 +64,8 @@ class StoredModelState(MutableMapping[str, Any]):
         self.is_touched = False
 
     @property
-    def unread(self) -> dict[str, str]:
-        """The entries that lie where they were, with the names of their tensors in the checkpoint."""
+    def unread_tensors(self) -> dict[str, str]:
+        """The entries that were not read or replaced, with the names of their tensors in the checkpoint."""
         return {name: stored for name, stored in self._unread.items() if stored not in self._read}
 
     def __getitem__(self, name: str) -> Any:
@@ -97,19 +97,19 @@ class StoredModelState(MutableMapping[str, Any]):
         return len(self._entries)
 
     def copy(self) -> dict[str, Any]:
-        """A plain dict, for which all is read."""
+        """Read all tensors, and return a plain dict."""
         return dict(self)
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        """Copies and pickles are plain dicts."""
+        """Copy and pickle as a plain dict."""
         return dict, (dict(self),)
 
 
-def _containers(value: Any) -> Any:
-    """A copy of the dicts and lists of a tree, with the same leaves in them."""
+def _copy_containers(value: Any) -> Any:
+    """Copy the dicts and lists of a tree, but not the leaves."""
     if isinstance(value, dict):
-        return {key: _containers(one) for key, one in value.items()}
-    return [_containers(one) for one in value] if isinstance(value, list) else value
+        return {key: _copy_containers(item) for key, item in value.items()}
+    return [_copy_containers(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_same(value: Any, other: Any) -> bool:

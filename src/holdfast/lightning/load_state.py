@@ -1,4 +1,4 @@
-"""What is loaded: straight from the checkpoint into the tensors, or what hooks have made of it."""
+"""Loading: straight from the checkpoint into the tensors, or from the dict that hooks have changed."""
 
 from __future__ import annotations
 
@@ -23,44 +23,51 @@ from holdfast.load.request import LoadRequest
 from holdfast.state.restore import RestorePolicy
 from holdfast.state.training import TrainingObjects
 
-#: How a checkpoint is seen.
-Seen = Callable[[Reader], Reader]
+#: Wraps the reader of a checkpoint.
+ReaderAdapter = Callable[[Reader], Reader]
 
 
-def load_model(opened: ResumedCheckpoint, given: Mapping[str, Any], model: nn.Module, *, strict: bool) -> None:
-    """Fill a model with the state dict that hooks have left. dtypes may differ, as for ``Module.load_state_dict``."""
-    if _on_any_rank(given is not opened.model or opened.model.is_touched):
-        _load(opened, TrainingObjects(model=model), partial(HookedModel, entries=given), strict=strict)
+def load_model(checkpoint: ResumedCheckpoint, state_dict: Mapping[str, Any], model: nn.Module, *, strict: bool) -> None:
+    """Fill a model with the state dict that hooks have left. Cast dtypes as ``Module.load_state_dict`` does."""
+    if _on_any_rank(state_dict is not checkpoint.model or checkpoint.model.is_touched):
+        _load_components(
+            checkpoint, TrainingObjects(model=model), partial(HookedModel, entries=state_dict), strict=strict
+        )
     else:
-        restore(opened.path, None, model, strict=strict, rng=False, cast_dtype=True)
+        restore(checkpoint.path, None, model, strict=strict, rng=False, cast_dtype=True)
 
 
 def load_optimizers(
-    opened: ResumedCheckpoint, given: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
+    checkpoint: ResumedCheckpoint,
+    states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Optimizer],
+    model: nn.Module,
 ) -> None:
     """Fill as many optimizers as there are states, by the names of the model's parameters; then the random states.
 
-    Lightning, too, leaves the others as they are.
+    Further optimizers are left unchanged, as in Lightning.
     """
-    wanted = list(optimizers)[: len(given)]
-    is_same = len(given) == len(opened.optimizers) and all(map(_is_same, given, opened.optimizers))
+    filled = list(optimizers)[: len(states)]
+    is_same = len(states) == len(checkpoint.optimizers) and all(map(_is_same, states, checkpoint.optimizers))
     changed = _on_any_rank(not is_same)
-    if wanted:
-        training = TrainingObjects(optimizer=wanted, named_by=model)
-        _load(opened, training, partial(hooked_optimizers, states=given) if changed else None, strict=True)
-    if isinstance(opened.reader, NativeReader):  # Lightning's own files have no random states
-        restore(opened.path, rng=True)
+    if filled:
+        training = TrainingObjects(optimizer=filled, naming_model=model)
+        _load_components(
+            checkpoint, training, partial(hooked_optimizers, states=states) if changed else None, strict=True
+        )
+    if isinstance(checkpoint.reader, NativeReader):  # Lightning's own files have no random states
+        restore(checkpoint.path, rng=True)
 
 
-def _is_same(given: Any, stored: LazyStateDict) -> bool:
-    return given is stored and not stored.is_made
+def _is_same(state: Any, stored: LazyStateDict) -> bool:
+    return state is stored and not stored.is_created
 
 
 def _on_any_rank(changed: bool) -> bool:
-    """Whether hooks have changed or looked at something on any rank. All ranks must load it the same way."""
-    _, told = (
+    """Return whether hooks have changed or read something on any rank. All ranks must load it the same way."""
+    _, changed_anywhere = (
         RankGroup()
-        .session(TIMEOUT)
+        .open_session(TIMEOUT)
         .vote(
             "looking at what hooks have changed",
             lambda: None,
@@ -68,18 +75,22 @@ def _on_any_rank(changed: bool) -> bool:
             lambda posted: b"1" if any(posted) else b"",
         )
     )
-    return bool(told)
+    return bool(changed_anywhere)
 
 
-def _load(opened: ResumedCheckpoint, training: TrainingObjects, seen: Seen | None, *, strict: bool) -> None:
-    """Load a part of what is in the checkpoint, or of what hooks have made of it."""
+def _load_components(
+    checkpoint: ResumedCheckpoint, training: TrainingObjects, reader_adapter: ReaderAdapter | None, *, strict: bool
+) -> None:
+    """Load some components of the checkpoint, or of what hooks have made of them."""
     request = LoadRequest(
-        path=opened.path,
+        path=checkpoint.path,
         tag=None,
         training=training,
         policy=RestorePolicy(strict=strict, cast_dtype=True, rng=False),
         verify=True,
     )
-    if seen is not None:  # what one rank has in memory, another may have in a file
-        request = replace(request, seen=seen, seen_as="as hooks have left it", share_reads="never")
+    if reader_adapter is not None:  # a tensor may be in memory on one rank and in a file on another
+        request = replace(
+            request, reader_adapter=reader_adapter, reader_adapter_text="as hooks have left it", share_reads="never"
+        )
     load_with_fallback(request, RankGroup(), TIMEOUT)

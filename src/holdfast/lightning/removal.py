@@ -1,4 +1,4 @@
-"""Removal of a checkpoint of any kind: first out of sight, so that nothing half removed is ever loaded."""
+"""Removal of a checkpoint of any kind: it is renamed to a hidden name first, so that no process loads half of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.storage.posix import is_directory
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a folder, a file or a link; what is not there is fine."""
+    """Remove a folder, a file or a link. Do nothing if it does not exist."""
     hidden = path
     if is_directory(path):
         hidden = staging_path(path).with_suffix(".removed")

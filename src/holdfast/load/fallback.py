@@ -1,4 +1,4 @@
-"""Where the newest checkpoint is damaged, or goes while it is read, another is loaded that fits."""
+"""Loads another checkpoint if the newest one is corrupt, or is replaced or removed while it is read."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from holdfast.save.background import background_saves
 def load_with_fallback(
     request: LoadRequest, ranks: RankGroup, timeout: float, corrupt: set[CorruptRecord] | None = None
 ) -> RestoreResult:
-    """Load, on all ranks. Until every check has passed on every rank, nothing of the caller's is changed.
+    """Load a checkpoint, on all ranks. The caller's objects are unchanged until all checks have passed on all ranks.
 
-    Where the newest checkpoint turns out to be damaged, the newest sound one that fits is loaded, with a warning; where
-    another process replaces or removes it meanwhile, what is there then. What it falls back from is added to
-    ``corrupt``.
+    If the newest checkpoint is corrupt, load the newest intact one that matches, with a warning. If another process
+    replaces or removes the checkpoint meanwhile, select again. Corrupt checkpoints are added to ``corrupt``.
     """
     background_saves.wait_for_copies()
-    search = CheckpointSelector(request, timeout)
+    selector = CheckpointSelector(request, timeout)
     while True:
-        attempt = LoadOperation(request, ranks, timeout, search)
+        attempt = LoadOperation(request, ranks, timeout, selector)
         try:
-            # Tensors that are made in inference mode could never be trained.
+            # Tensors that are created in inference mode could not be trained.
             with gc_paused(), torch.inference_mode(mode=False):
-                restored = attempt.run()
+                result = attempt.run()
         except (CorruptCheckpointError, StorageError, MismatchError, RankMismatchError, NoCheckpointError) as error:
-            if not attempt.found.folder or attempt.is_applying:
+            if not attempt.selected.folder or attempt.is_applying:
                 raise
-            # All ranks raise it, as they have voted; so all of them go on, and rank 0 decides to what.
-            search.failed(attempt.found, attempt.filled, error)
+            # All ranks raise the error of the vote, so all of them try again, and rank 0 selects the next checkpoint.
+            selector.note_failure(attempt.selected, attempt.filled, error)
             continue
         if corrupt is not None:
-            corrupt.update(attempt.found.corrupt)
-        passed = search.passed.describe()
-        if passed:
-            warn_caller(f"loaded {restored.tag!r}, as {passed}; `holdfast verify --all {request.path}` tells more")
-            log_reasons(search.passed.reasons)
-        if search.ignored:
-            warn_caller(search.ignored)
-        return restored
+            corrupt.update(attempt.selected.corrupt)
+        skipped = selector.skipped.describe()
+        if skipped:
+            advice = f"run `holdfast verify --all {request.path}` for details"
+            warn_caller(f"loaded {result.tag!r} and ignored other checkpoints: {skipped}; {advice}")
+            log_reasons(selector.skipped.reasons)
+        if selector.ignored:
+            warn_caller(selector.ignored)
+        return result

@@ -1,4 +1,4 @@
-"""What a model has as one tensor, and a checkpoint as several, is read as one: fused experts, split parameters."""
+"""Joins stored tensors that are one tensor in the model: fused experts, parameters split by ``state_dict`` hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.formats.remapped_reader import RemappedReader, TensorMapping, Tens
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.validation import split_state_key, state_key
 from holdfast.state.model import traversal as models
-from holdfast.state.model.hf_layout import match_by_origin, stored_layout
+from holdfast.state.model.hf_layout import group_by_origin, stored_layout
 from holdfast.state.model.state_dict_hooks import has_hooks
 from holdfast.state.model.view import ModelView, ParamRef
 from holdfast.state.optimizer import adapters
@@ -32,148 +32,157 @@ _Crcs = Callable[[str], Sequence[int] | None]
 
 
 def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
-    """The checkpoint as the models and optimizers see it that it is loaded into."""
-    made: dict[str, dict[str, TensorMapping]] = {}
-    handles: dict[str, dict[str, ParamRef]] = {}
+    """Return a reader with the tensor names of the models and optimizers that the checkpoint is loaded into."""
+    joined: dict[str, dict[str, TensorMapping]] = {}
+    refs: dict[str, dict[str, ParamRef]] = {}
     views = _split_views(training)
-    for slot, parts in models.model_components(training.model).items():
-        if slot in reader.groups:
-            from_hub = {} if isinstance(reader, NativeReader) else _fused_tensors(parts[0], reader.groups[slot])
-            made[slot] = from_hub | _joined(views[slot], reader.groups[slot])
-    for slot in adapters.optimizer_components(training.optimizer):
-        known = (one for same in (refs_for(slot, views) or {}).values() for one in same)
-        handles[slot] = {one.name: one for one in known if one.splits}
-        crcs = partial(reader.crcs, slot)
-        made[slot] = _joined_states(handles[slot], reader.groups.get(slot, {}), crcs)
-    if not any(made.values()) and not any(handles.values()):
+    for component, modules in models.model_components(training.model).items():
+        if component in reader.groups:
+            infos = reader.groups[component]
+            fused = {} if isinstance(reader, NativeReader) else _fused_tensors(modules[0], infos)
+            joined[component] = fused | _joined_tensors(views[component], infos)
+    for component in adapters.optimizer_components(training.optimizer):
+        all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)
+        refs[component] = {ref.name: ref for ref in all_refs if ref.splits}
+        crcs = partial(reader.block_crcs, component)
+        joined[component] = _joined_states(refs[component], reader.groups.get(component, {}), crcs)
+    if not any(joined.values()) and not any(refs.values()):
         return reader
     table = {group: identity_mapping(infos) for group, infos in reader.groups.items()}
-    for slot, found in made.items():
-        taken = {name for one in found.values() for name in one.names}
-        table[slot] = {name: one for name, one in table.get(slot, {}).items() if name not in taken} | found
-    return RemappedReader(reader, table, reader.tied, lambda shared: _told(shared, handles))
+    for component, mappings in joined.items():
+        used = {name for mapping in mappings.values() for name in mapping.names}
+        unchanged = {name: mapping for name, mapping in table.get(component, {}).items() if name not in used}
+        table[component] = unchanged | mappings
+    return RemappedReader(reader, table, reader.tied, lambda shared: _rename_values(shared, refs))
 
 
-def join_experts(reader: Reader) -> dict[str, list[str]]:
-    """The stored tensors, by group, that the checkpoint is seen to have under other names, or as parts of others."""
+def renamed_tensors(reader: Reader) -> dict[str, list[str]]:
+    """Return, by group, the stored tensors that ``reader`` renames, or joins with others."""
     if not isinstance(reader, RemappedReader):
         return {}
     return {
-        group: [one for name, made in names.items() for one in made.names if one != name]
-        for group, names in reader.table.items()
+        group: [stored for name, mapping in mappings.items() for stored in mapping.names if stored != name]
+        for group, mappings in reader.table.items()
     }
 
 
 def _split_views(training: TrainingObjects) -> dict[str, ModelView]:
-    """The models that have hooks on ``state_dict``; an empty view of all others."""
-    given = training.named_by if training.model is None else training.model
-    return {slot: _split_view(parts) for slot, parts in models.model_components(given).items()}
+    """Return a view of each model; the view of a model without ``state_dict`` hooks is empty."""
+    model = training.naming_model if training.model is None else training.model
+    return {component: _split_view(modules) for component, modules in models.model_components(model).items()}
 
 
-def _split_view(parts: list[Any]) -> ModelView:
-    if any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+def _split_view(modules: list[Any]) -> ModelView:
+    if any(isinstance(module, nn.Module) and has_hooks(module) for module in modules):
         try:
-            return models.build_view(parts)
+            return models.build_view(modules)
         except StateError:  # then it is loaded under the names that the modules have
             pass
     return ModelView()
 
 
-def _fused_tensors(model: object, names: _Infos) -> dict[str, TensorMapping]:
-    """The tensors of a model that the checkpoint has under other names, or in parts, all of which are there."""
+def _fused_tensors(model: object, infos: _Infos) -> dict[str, TensorMapping]:
+    """Return the tensors of a model that the checkpoint has renamed or split, if all their ranges are stored."""
     if not isinstance(model, nn.Module):
         return {}
-    tensors = models.build_load_view([model], names).tensors
-    told = stored_layout(model, {name: TensorInfo(one.dtype, one.shape) for name, one in tensors.items()})
-    found = {}
-    for name, pieces in match_by_origin(told):
-        parts = [piece for piece, _ in pieces]
-        there = all(part in names and names[part].shape == told[part][0].shape for part in parts)
-        if name not in names and there and len({names[part].dtype for part in parts}) == 1:
-            info = TensorInfo(names[parts[0]].dtype, tensors[name].shape)
-            found[name] = TensorMapping(info, [full_range(part, names[part]) for part in parts])
-    return found
+    tensors = models.build_load_view([model], infos).tensors
+    layout = stored_layout(model, {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    mappings = {}
+    for name, stored_ranges in group_by_origin(layout):
+        stored = [stored_name for stored_name, _ in stored_ranges]
+        is_complete = all(key in infos and infos[key].shape == layout[key][0].shape for key in stored)
+        if name not in infos and is_complete and len({infos[key].dtype for key in stored}) == 1:
+            info = TensorInfo(infos[stored[0]].dtype, tensors[name].shape)
+            mappings[name] = TensorMapping(info, [full_range(key, infos[key]) for key in stored])
+    return mappings
 
 
-def _joined(view: ModelView, names: _Infos) -> dict[str, TensorMapping]:
-    """The tensors of a model that are stored in parts, as its hooks on ``state_dict`` say."""
-    found = {}
+def _joined_tensors(view: ModelView, infos: _Infos) -> dict[str, TensorMapping]:
+    """Return the tensors of a model that its ``state_dict`` hooks have split and the checkpoint stores split."""
+    mappings = {}
     for name, splits in view.splits.items():
-        made = None if name in names else _whole(view.tensors[name].shape, splits, names)
-        if made is not None:
-            found[name] = made
-    return found
+        mapping = None if name in infos else _join_splits(view.tensors[name].shape, splits, infos)
+        if mapping is not None:
+            mappings[name] = mapping
+    return mappings
 
 
-def _whole(shape: tuple[int, ...], splits: Splits, names: _Infos) -> TensorMapping | None:
-    """A tensor of a shape that is stored in parts, all of which are there."""
-    there = all(split.name in names and names[split.name].shape == split.shape for split in splits)
-    dtypes = {names[split.name].dtype for split in splits} if there else set()
+def _join_splits(shape: tuple[int, ...], splits: Splits, infos: _Infos) -> TensorMapping | None:
+    """Return the tensor with this shape joined from its splits, or ``None`` if not all of them are stored."""
+    is_complete = all(split.name in infos and infos[split.name].shape == split.shape for split in splits)
+    dtypes = {infos[split.name].dtype for split in splits} if is_complete else set()
     if len(dtypes) != 1:
         return None
     info = TensorInfo(dtypes.pop(), shape)
     return TensorMapping(
-        info, [TensorRange(name, at, at + run.stop - run.start) for run, name, at in sorted(split_ranges(info, splits))]
+        info,
+        [
+            TensorRange(name, at, at + elements.stop - elements.start)
+            for elements, name, at in sorted(split_ranges(info, splits))
+        ],
     )
 
 
-def _joined_states(handles: Mapping[str, ParamRef], names: _Infos, crcs: _Crcs) -> dict[str, TensorMapping]:
-    """The states of parameters that are stored in parts: joined, or the one that all parts share."""
+def _joined_states(refs: Mapping[str, ParamRef], infos: _Infos, crcs: _Crcs) -> dict[str, TensorMapping]:
+    """Return the states of split parameters: joined from their splits, or the one state that all splits share."""
     states: dict[str, list[str]] = {}
-    for key in names:
+    for key in infos:
         fqn, state = split_state_key(key)
         states.setdefault(fqn, []).append(state)
-    found = {}
-    for handle in handles.values():
-        if handle.name not in states:
-            for state in states.get(stored_names(handle)[0], ()):
-                made = _joined_state(handle, state, names, crcs)
-                if made is not None:
-                    found[state_key(handle.name, state)] = made
-    return found
+    mappings = {}
+    for ref in refs.values():
+        if ref.name not in states:
+            for state in states.get(stored_names(ref)[0], ()):
+                mapping = _joined_state(ref, state, infos, crcs)
+                if mapping is not None:
+                    mappings[state_key(ref.name, state)] = mapping
+    return mappings
 
 
-def _joined_state(handle: ParamRef, state: str, names: _Infos, crcs: _Crcs) -> TensorMapping | None:
-    infos = {state_key(name, state): name for name in stored_names(handle)}
-    there = {name: names[key] for key, name in infos.items() if key in names}
-    if len(there) < len(infos):
+def _joined_state(ref: ParamRef, state: str, infos: _Infos, crcs: _Crcs) -> TensorMapping | None:
+    names = {state_key(name, state): name for name in stored_names(ref)}
+    stored = {name: infos[key] for key, name in names.items() if key in infos}
+    if len(stored) < len(names):
         return None
-    first, *others = there.values()
-    if all(size == 1 for size in first.shape) and all(one == first for one in others):
-        is_one = len({tuple(crcs(key) or ()) for key in infos}) == 1
+    first, *others = stored.values()
+    if all(size == 1 for size in first.shape) and all(info == first for info in others):
+        is_shared = len({tuple(crcs(key) or ()) for key in names}) == 1
         return (
-            TensorMapping(first, [TensorRange(key, 0, 0 if i else first.nbytes) for i, key in enumerate(infos)])
-            if is_one
+            TensorMapping(first, [TensorRange(key, 0, 0 if i else first.nbytes) for i, key in enumerate(names)])
+            if is_shared
             else None
         )
-    made = _whole(handle.like.shape, handle.splits, there)
-    if made is None:
+    mapping = _join_splits(ref.tensor.shape, ref.splits, stored)
+    if mapping is None:
         return None
-    return TensorMapping(made.info, [one._replace(name=state_key(one.name, state)) for one in made.of])
+    ranges = [stored_range._replace(name=state_key(stored_range.name, state)) for stored_range in mapping.ranges]
+    return TensorMapping(mapping.info, ranges)
 
 
-def _told(shared: Mapping[str, Any], handles: Mapping[str, Mapping[str, ParamRef]]) -> dict[str, Any]:
-    """Values with the names that optimizers have here for parameters that are stored in parts."""
-    found = dict(shared)
-    for slot, known in handles.items():
-        if slot in found and known:
-            groups = [_joined_group(group, known) for group in found[slot]["groups"]]
-            found[slot] = {**found[slot], "groups": groups}
-    return found
+def _rename_values(shared: Mapping[str, Any], refs: Mapping[str, Mapping[str, ParamRef]]) -> dict[str, Any]:
+    """Return the shared values with the optimizers' names of split parameters instead of the stored names."""
+    values = dict(shared)
+    for component, component_refs in refs.items():
+        if component in values and component_refs:
+            groups = [_join_param_group(group, component_refs) for group in values[component]["groups"]]
+            values[component] = {**values[component], "groups": groups}
+    return values
 
 
-def _joined_group(group: Mapping[str, Any], handles: Mapping[str, ParamRef]) -> dict[str, Any]:
-    listed = set(group["params"])
-    names: dict[str, str] = {}
-    for handle in handles.values():
-        parts = stored_names(handle)
-        if handle.name not in listed and listed.issuperset(parts):
-            names |= dict.fromkeys(parts, handle.name)
+def _join_param_group(group: Mapping[str, Any], refs: Mapping[str, ParamRef]) -> dict[str, Any]:
+    params = set(group["params"])
+    new_names: dict[str, str] = {}
+    for ref in refs.values():
+        splits = stored_names(ref)
+        if ref.name not in params and params.issuperset(splits):
+            new_names |= dict.fromkeys(splits, ref.name)
     states: dict[str, Any] = {}
     for name, state in group["state"].items():
-        joined = names.get(name, name)
-        if states.setdefault(joined, state) != state:
+        new_name = new_names.get(name, name)
+        if states.setdefault(new_name, state) != state:
             raise OptimizerMismatchError(
-                f"the checkpoint holds different optimizer states, which are no tensors, of the parts of {joined!r}"
+                f"the checkpoint holds different values in the optimizer states of the splits of {new_name!r}; "
+                "they cannot be joined"
             )
-    return {**group, "params": list(dict.fromkeys(names.get(name, name) for name in group["params"])), "state": states}
+    new_params = list(dict.fromkeys(new_names.get(name, name) for name in group["params"]))
+    return {**group, "params": new_params, "state": states}

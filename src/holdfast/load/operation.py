@@ -1,6 +1,6 @@
-"""One load, from finding the checkpoint to the last value in place, on all ranks together.
+"""The steps of one load, from selecting the checkpoint to applying the last value, on all ranks together.
 
-Everything that can be known before a tensor of the caller's is touched is checked before.
+Everything that can be checked without changing the caller's tensors is checked before they are changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import CheckpointValues, Reader, check_read
 from holdfast.formats.remapped_reader import mapping_of, underlying_reader
-from holdfast.load.fused_experts import join_experts, with_fused_experts
+from holdfast.load.fused_experts import renamed_tensors, with_fused_experts
 from holdfast.load.read_plan import ReadPlan
 from holdfast.load.request import LoadRequest
 from holdfast.load.result import RestoreResult
@@ -41,13 +41,13 @@ from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.manifest import Manifest
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
-from holdfast.state.restore import LoadTargets, format_names
+from holdfast.state.restore import LoadTargets, format_lines
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import host_name
+from holdfast.storage.posix import host_id
 
 
 class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sees of the checkpoint, on which host, and digests of what it wants."""
+    """The checkpoint's fingerprint on one rank, the rank's host, and the digests of its requested tensors."""
 
     fingerprint: str
     host: str
@@ -56,219 +56,234 @@ class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 makes of it: who wants what, and on how many hosts."""
+    """The decision of rank 0 on the contributions: the directory of specs, and the number of hosts."""
 
-    census: SpecDirectory
+    spec_directory: SpecDirectory
     hosts: int
 
 
-#: The values that a load gives back without being asked.
+#: The group of the values that a load always returns.
 CONTENT = "user_content"
 
 _encode = msgspec.msgpack.Encoder().encode
 
-#: A rank's spec and meshes, as it tells them.
-_Held = tuple[bytes, bytes]
+#: A rank's encoded spec and meshes; empty if another rank sends equal ones.
+_EncodedSpec = tuple[bytes, bytes]
 
 
 class LoadOperation:
     """The steps of one load; each ends in a vote.
 
-    Until every check has passed on every rank, nothing of the caller's is changed.
+    The caller's objects are unchanged until every check has passed on every rank.
     """
 
-    def __init__(self, request: LoadRequest, ranks: RankGroup, timeout: float, search: CheckpointSelector) -> None:
-        self._request, self._ranks, self._session = request, ranks, ranks.session(timeout)
-        self._search = search
-        self._telling = EventReporter(
+    def __init__(self, request: LoadRequest, ranks: RankGroup, timeout: float, selector: CheckpointSelector) -> None:
+        self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
+        self._selector = selector
+        self._reporter = EventReporter(
             request.path, request.on_event, is_leader=ranks.rank == COORDINATOR_RANK, began=request.began
         )
-        self.found = SelectedCheckpoint()
+        self.selected = SelectedCheckpoint()
         self._manifest: Manifest | None = None
-        #: The caller's tensors that may have been filled; and whether values are being put in place, the last step.
+        #: The caller's tensors that may have been filled.
         self.filled: set[tuple[str, str]] = set()
+        #: Whether the last step has begun, which applies the values.
         self.is_applying = False
-        #: On rank 0, what any rank was allowed to go without.
-        self._lacking: list[str] = []
+        #: On rank 0, the tolerated missing things of all ranks.
+        self._missing: list[str] = []
 
     def run(self) -> RestoreResult:
-        """Load, on all ranks."""
-        self.found = self._find()
-        folder = Path(self.found.folder)
-        reader, intake, terms = self._match(folder)
-        membership = self._tell(intake, terms)
-        reading = self._plan(reader, intake, membership, terms)
-        verified = self._read(reader, intake, reading)
+        """Run all steps of the load, on all ranks."""
+        self.selected = self._select_checkpoint()
+        folder = Path(self.selected.folder)
+        reader, targets, decision = self._match_targets(folder)
+        global_spec = self._exchange_specs(targets, decision)
+        plan = self._plan_reads(reader, targets, global_spec, decision)
+        verified = self._read_tensors(reader, targets, plan)
         self.is_applying = True
-        self._session.all("putting values in place", intake.apply)
-        restored = self._report(intake, verified=verified)
-        self._telling.not_read(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
-        self._telling.loaded(folder, restored.step, reading.nbytes, verified=verified)
-        if self._lacking:
-            warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_names(self._lacking)}")
-        return restored
+        self._session.run_on_all("putting values in place", targets.apply)
+        result = self._build_result(targets, verified=verified)
+        self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
+        self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
+        if self._missing:
+            warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
+        return result
 
-    def _find(self) -> SelectedCheckpoint:
-        """The checkpoint that rank 0 finds is the one that all ranks load."""
+    def _select_checkpoint(self) -> SelectedCheckpoint:
+        """Return the checkpoint that rank 0 selects for all ranks."""
         request = self._request
 
-        def work() -> bytes:
-            request.check()
+        def check_arguments() -> bytes:
+            request.check_arguments()
             return b""
 
-        found = vote_same_call(
+        raw = vote_same_call(
             self._session,
             "finding the checkpoint",
-            request.asked(),
-            work,
-            lambda _: _encode(self._search.next()),
+            request.describe_call(),
+            check_arguments,
+            lambda _: _encode(self._selector.select_next()),
         )
-        return msgspec.msgpack.decode(found, type=SelectedCheckpoint)
+        return msgspec.msgpack.decode(raw, type=SelectedCheckpoint)
 
-    def _match(self, folder: Path) -> tuple[Reader, LoadTargets, _LoadDecision]:
-        """Read the metadata, find a target for everything, allocate what is new."""
+    def _match_targets(self, folder: Path) -> tuple[Reader, LoadTargets, _LoadDecision]:
+        """Read the metadata and match the stored tensors with the caller's, allocating new tensors if needed."""
         request, rank = self._request, self._session.rank
-        asked = set(request.training.given())
+        components = set(request.training.component_names())
 
-        def work() -> tuple[Reader, LoadTargets]:
-            reader = self._open(folder)
+        def read_metadata() -> tuple[Reader, LoadTargets]:
+            reader = self._open_reader(folder)
             if request.verify:
                 reader.check_files()
-            check_read(reader, lambda one: one.group in asked)
-            intake = LoadTargets(request.training, reader.groups, reader.tied, request.policy, join_experts(reader))
+            check_read(reader, lambda note: note.group in components)
+            targets = LoadTargets(request.training, reader.groups, reader.tied, request.policy, renamed_tensors(reader))
             arrays = ArrayDecoder(reader.groups.get(PER_RANK, {}))
-            values = reader.values(rank, intake.shared, arrays)
-            intake.match(values.shared, *self._own(reader, values, arrays))
-            intake.take_stock(rank)
-            return reader, intake
+            values = reader.read_values(rank, targets.shared, arrays)
+            targets.match_targets(values.shared, *self._restore_rank_state(reader, values, arrays))
+            targets.fill_inventory(rank)
+            return reader, targets
 
-        def seen(found: tuple[Reader, LoadTargets]) -> bytes:
-            reader, intake = found
-            held = digest_specs(intake.inventory.spec(), intake.inventory.meshes())
-            return _encode(_MatchedContent(reader.fingerprint, host_name(), held.spec, held.meshes))
+        def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:
+            reader, targets = matched
+            digests = digest_specs(targets.inventory.build_spec(), targets.inventory.build_meshes())
+            return _encode(_MatchedContent(reader.fingerprint, host_id(), digests.spec, digests.meshes))
 
         def decide(posted: list[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(raw, type=_MatchedContent) for raw in posted]
-            require_equal(f"the contents of {folder}", [one.fingerprint for one in said])
-            census = SpecDirectory.take([SpecDigests(one.spec, one.meshes) for one in said])
-            return _encode(_LoadDecision(census, len({one.host for one in said})))
+            contents = [msgspec.msgpack.decode(raw, type=_MatchedContent) for raw in posted]
+            require_equal(f"the contents of {folder}", [content.fingerprint for content in contents])
+            directory = SpecDirectory.from_digests([SpecDigests(content.spec, content.meshes) for content in contents])
+            return _encode(_LoadDecision(directory, len({content.host for content in contents})))
 
-        found, raw = self._session.vote("reading the metadata", work, seen, decide)
-        return *found, msgspec.msgpack.decode(raw, type=_LoadDecision)
+        matched, raw = self._session.vote("reading the metadata", read_metadata, encode_contribution, decide)
+        return *matched, msgspec.msgpack.decode(raw, type=_LoadDecision)
 
-    def _own(self, reader: Reader, values: CheckpointValues, arrays: ArrayDecoder) -> tuple[RankState, ArrayDecoder]:
-        """What this rank gets back of what belongs to single ranks, and the tensors in it."""
+    def _restore_rank_state(
+        self, reader: Reader, values: CheckpointValues, arrays: ArrayDecoder
+    ) -> tuple[RankState, ArrayDecoder]:
+        """Return the per-rank state that this rank gets back, and the decoder of the tensors in it."""
         rank, training, generators = self._session.rank, self._request.training, self._request.policy.rng
-        if values.own is None or values.world_size != self._session.size:
+        if values.rank_values is None or values.world_size != self._session.size:
             arrays = ArrayDecoder(arrays.infos)
-        saved = SavedRankStates(values.ranks, arrays, partial(reader.crcs, PER_RANK), str(reader.path))
-        if values.own is not None and values.world_size == self._session.size:
-            return restore_same_world_size(values.own, saved, rank, training.dataloader, generators=generators), arrays
+        saved = SavedRankStates(values.ranks, arrays, partial(reader.block_crcs, PER_RANK), str(reader.path))
+        if values.rank_values is not None and values.world_size == self._session.size:
+            rank_state = restore_same_world_size(
+                values.rank_values, saved, rank, training.dataloader, generators=generators
+            )
+            return rank_state, arrays
         return restore_resized(saved, rank, self._session.size, training.dataloader, generators=generators), arrays
 
-    def _tell(self, intake: LoadTargets, terms: _LoadDecision) -> GlobalSpec:
-        """What all ranks want, each distinct wish told once."""
-        census, inventory = terms.census, intake.inventory
-        told = [(inventory.spec().encode(), inventory.meshes().encode())]
-        if not census.is_uniform:
+    def _exchange_specs(self, targets: LoadTargets, decision: _LoadDecision) -> GlobalSpec:
+        """Return the tensors that all ranks request. Of ranks with equal specs only the lowest rank sends its spec."""
+        directory = decision.spec_directory
+        spec, meshes = targets.inventory.build_spec(), targets.inventory.build_meshes()
+        encoded_specs = [(spec.encode(), meshes.encode())]
+        if not directory.is_uniform:
             _, raw = self._session.vote(
-                "telling each other what they want",
-                lambda: census.told_by(self._session.rank, inventory.spec(), inventory.meshes()),
+                "exchanging tensor specs",
+                lambda: directory.encode_contribution(self._session.rank, spec, meshes),
                 _encode,
-                lambda posted: _encode([msgspec.msgpack.decode(one, type=_Held) for one in posted]),
+                lambda posted: _encode([msgspec.msgpack.decode(raw, type=_EncodedSpec) for raw in posted]),
             )
-            told = msgspec.msgpack.decode(raw, type=list[_Held])
-        return census.membership(told, self._ranks.global_ranks())
+            encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
+        return directory.build_global_spec(encoded_specs, self._ranks.global_ranks())
 
-    def _plan(self, reader: Reader, intake: LoadTargets, membership: GlobalSpec, terms: _LoadDecision) -> ReadPlan:
-        """The last check before anything of the caller's is touched, and who reads what."""
+    def _plan_reads(
+        self, reader: Reader, targets: LoadTargets, global_spec: GlobalSpec, decision: _LoadDecision
+    ) -> ReadPlan:
+        """Run the last checks before the caller's objects are changed, and plan which rank reads what."""
         request = self._request
-        exchange = request.share_reads == "always" or (request.share_reads == "auto" and terms.hosts > 1)
+        exchange = request.share_reads == "always" or (request.share_reads == "auto" and decision.hosts > 1)
 
-        def work() -> ReadPlan:
-            wanted = list(membership.tensors())
-            names = {name for spec in membership.specs for name in spec.names}
-            known = {name: membership.names(name) for name in names}
-            intake.check({(held.group, held.name) for held in wanted}, known, str(reader.path))
-            self._check_refilled(intake, reader.path)
-            return ReadPlan.of(reader, intake, wanted, self._ranks, exchange=exchange and self._session.size > 1)
+        def check_and_plan() -> ReadPlan:
+            tensors = list(global_spec.iter_tensors())
+            keys = {key for spec in global_spec.specs for key in spec.known_names}
+            known_names = {key: global_spec.known_names(key) for key in keys}
+            targets.check_matches({(tensor.group, tensor.name) for tensor in tensors}, known_names, str(reader.path))
+            self._check_refilled(targets, reader.path)
+            exchanges = exchange and self._session.size > 1
+            return ReadPlan.build(reader, targets, tensors, self._ranks, exchange=exchanges)
 
-        def decide(posted: list[bytes]) -> bytes:
-            told = [name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str])]
-            self._lacking = list(dict.fromkeys(told))
+        def collect_missing(posted: list[bytes]) -> bytes:
+            names = [name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str])]
+            self._missing = list(dict.fromkeys(names))
             return b""
 
+        def encode_missing(_: ReadPlan) -> bytes:
+            return _encode(targets.report.tolerated_reasons(request.policy))
+
         phase = "matching the checkpoint with what it is loaded into"
-        return self._session.vote(phase, work, lambda _: _encode(intake.findings.tolerated(request.policy)), decide)[0]
+        return self._session.vote(phase, check_and_plan, encode_missing, collect_missing)[0]
 
-    def _check_refilled(self, intake: LoadTargets, folder: Path) -> None:
-        """Raise ``MismatchError`` where another checkpoint has filled what this one would leave as it is."""
-        left = sorted(self._search.filled - intake.filled)
-        if left:
-            raise MismatchError(f"{folder} has no {'/'.join(left[0])}, which would keep values of another checkpoint")
+    def _check_refilled(self, targets: LoadTargets, folder: Path) -> None:
+        """Raise ``MismatchError`` if a failed attempt filled a tensor that this checkpoint does not fill."""
+        stale = sorted(self._selector.filled - targets.filled)
+        if stale:
+            raise MismatchError(f"{folder} has no {'/'.join(stale[0])}, which would keep values of another checkpoint")
 
-    def _open(self, folder: Path) -> Reader:
+    def _open_reader(self, folder: Path) -> Reader:
         try:
-            opened = NativeReader(folder) if self.found.id else open_reader(folder, self._request.keys)
-            reader = self._request.seen(opened)
+            opened = NativeReader(folder) if self.selected.id else open_reader(folder, self._request.keys)
+            reader = self._request.reader_adapter(opened)
             self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:
             if self._session.rank == COORDINATOR_RANK:
                 raise
             raise RankMismatchError(
-                f"{folder}, which rank 0 has found, cannot be seen here: all ranks must load from a shared file system"
+                f"{folder}, which rank 0 selected, does not exist on this rank: "
+                "all ranks must load from a shared file system"
             ) from None
 
-    def _read(self, reader: Reader, intake: LoadTargets, reading: ReadPlan) -> bool:
-        """Fill the targets. Returns whether every byte was verified."""
-        checks = ChecksumVerifier(underlying_reader(reader), reading.numbered) if self._request.verify else None
-        moved = self._telling.moving("load", reading.nbytes).add
+    def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: ReadPlan) -> bool:
+        """Fill the targets. Return whether every byte was verified."""
+        verifier = ChecksumVerifier(underlying_reader(reader), plan.numbered) if self._request.verify else None
+        on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
-        def work() -> Fragments:
-            intake.materialise()
-            found = reading.run(reader, intake, self._ranks, self._session, moved)
-            return checks.check_own(found) if checks else {}
+        def fill_targets() -> Fragments:
+            targets.materialize_models()
+            fragments = plan.run(reader, targets, self._ranks, self._session, on_moved)
+            return verifier.verify_local(fragments) if verifier else {}
 
-        def decide(posted: list[bytes]) -> bytes:
-            if checks:
-                checks.check_shared(decode_fragments(posted))
-            elif not reader.is_current():  # nothing else tells that files of two checkpoints were read
+        def verify_fragments(posted: list[bytes]) -> bytes:
+            if verifier:
+                verifier.verify_across_ranks(decode_fragments(posted))
+            elif not reader.is_current():  # without CRCs, only this detects that files of two checkpoints were read
                 raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read")
             return b""
 
-        self.filled = intake.filled
+        self.filled = targets.filled
         try:
-            self._session.vote("reading", work, encode_fragments, decide)
+            self._session.vote("reading", fill_targets, encode_fragments, verify_fragments)
         except (CorruptCheckpointError, StorageError, CheckpointReplacedError) as error:
-            *also, said = error.args
-            raise type(error)(*also, f"{said}. {_is_partly_filled(self._request.training)}") from error
-        read = ((group, one) for group, name in intake.targets for one in mapping_of(reader, group, name).names)
-        return checks is not None and checks.cover(read)
+            *other_args, message = error.args
+            advice = _partly_filled_advice(self._request.training)
+            raise type(error)(*other_args, f"{message}. {advice}") from error
+        keys = ((group, stored) for group, name in targets.targets for stored in mapping_of(reader, group, name).names)
+        return verifier is not None and verifier.has_all_crcs(keys)
 
-    def _report(self, intake: LoadTargets, *, verified: bool) -> RestoreResult:
+    def _build_result(self, targets: LoadTargets, *, verified: bool) -> RestoreResult:
         manifest = self._manifest
-        exact, reconstructed = intake.outcome()
+        exact, reconstructed = targets.classify_components()
         return RestoreResult(
-            user_content=intake.user_content,
-            per_rank_content=intake.per_rank_content,
-            tag=self.found.tag,
+            user_content=targets.user_content,
+            per_rank_content=targets.per_rank_content,
+            tag=self.selected.tag,
             step=manifest.step if manifest else None,
             verified=verified,
-            missing=tuple(intake.findings.missing),
-            unexpected=tuple(intake.findings.unexpected),
+            missing=tuple(targets.report.missing),
+            unexpected=tuple(targets.report.unexpected),
             exact=tuple(exact),
             reconstructed=tuple(reconstructed),
-            skipped_checkpoints=tuple(one.tag for one in self.found.corrupt),
+            skipped_checkpoints=tuple(record.tag for record in self.selected.corrupt),
             run=manifest.run if manifest else "",
-            named_by=dict(intake.named_by),
+            matched_by=dict(targets.matched_by),
         )
 
 
-def _is_partly_filled(training: TrainingObjects) -> str:
-    filled = [slot for slot in training.given() if slot.partition("/")[0] in {"model", "optimizer"}]
+def _partly_filled_advice(training: TrainingObjects) -> str:
+    filled = [name for name in training.component_names() if name.partition("/")[0] in {"model", "optimizer"}]
     return (
         f"The {' and '.join(filled)} passed may be partly filled: do not use them"
         if filled
-        else "Nothing of yours was changed"
+        else "The objects passed were not changed"
     )

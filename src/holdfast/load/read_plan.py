@@ -1,4 +1,4 @@
-"""What one rank reads in a load: the plan, with the files and targets that it names by number."""
+"""The plan of one rank's reads in a load, and its execution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.read import read_common, read_pieces
+from holdfast.engine.io.read import read_file_ranges, read_host_shared
 from holdfast.engine.io.read_shared import read_shared, read_stripes
-from holdfast.engine.io.requests import Fragments, Moved
+from holdfast.engine.io.requests import Fragments, OnBytesMoved
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import placements
@@ -29,84 +29,104 @@ from holdfast.state.tensors import DTYPES, TensorView
 
 
 class _FileIndex:
-    """Where tensors lie in files, by number. Tensors have the number of the first stored tensor that they are."""
+    """An index from tensor numbers to file ranges. A joined tensor has the number of its first stored tensor."""
 
-    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], wanted: Iterable[int]) -> None:
-        """``numbered`` are the stored tensors, ``wanted`` those that any rank wants: files have equal numbers then."""
+    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], requested: Iterable[int]) -> None:
+        """``numbered`` are the stored tensors. ``requested`` are those that any rank requests.
+
+        Files have equal numbers on all ranks, because ``requested`` is equal on all ranks.
+        """
         self._stored, self._numbered = underlying_reader(reader), numbered
         self._number = {key: i for i, key in enumerate(numbered)}
-        self._whole = {tensor: self._all_of(tensor) for tensor in sorted(wanted)}
-        files = dict.fromkeys(extent.file for extents in self._whole.values() for extent in extents)
+        self._extents = {tensor: self._find_all_extents(tensor) for tensor in sorted(requested)}
+        files = dict.fromkeys(extent.file for extents in self._extents.values() for extent in extents)
         self.numbers = {file: number for number, file in enumerate(files)}
 
-    def _all_of(self, tensor: int) -> Sequence[FileExtent]:
+    def _find_all_extents(self, tensor: int) -> Sequence[FileExtent]:
         group, name = self._numbered[tensor]
-        return self._stored.extents(group, name, 0, self._stored.groups[group][name].nbytes)
+        return self._stored.find_extents(group, name, 0, self._stored.groups[group][name].nbytes)
 
-    def locate(self, tensor: int) -> Locate:
-        """Where the bytes of a stored tensor lie."""
+    def locate_tensor(self, tensor: int) -> Locate:
+        """Return a function that maps byte ranges of a stored tensor to file ranges."""
         group, name = self._numbered[tensor]
-        whole = self._whole[tensor]
+        all_extents = self._extents[tensor]
 
-        def pieces(start: int, stop: int) -> list[FileRange]:
-            is_whole = whole and start == whole[0].start and stop == whole[-1].stop
+        def find_file_ranges(start: int, stop: int) -> list[FileRange]:
+            is_whole = all_extents and start == all_extents[0].start and stop == all_extents[-1].stop
+            extents = all_extents if is_whole else self._stored.find_extents(group, name, start, stop)
             return [
                 FileRange(tensor, first, last, first - start, self.numbers[file], offset)
-                for file, offset, first, last in (whole if is_whole else self._stored.extents(group, name, start, stop))
+                for file, offset, first, last in extents
             ]
 
-        return pieces
+        return find_file_ranges
 
-    def locate_made(self, group: str, made: TensorMapping) -> Locate:
-        """Where the bytes of a tensor lie, as pieces of the stored tensors that it is: so they can be verified."""
-        if len(made.of) == 1:
-            return self.locate(self._number[group, made.names[0]])
-        homes = {name: self.locate(self._number[group, name]) for name in made.names}
+    def locate_mapping(self, group: str, mapping: TensorMapping) -> Locate:
+        """Return a function that maps byte ranges of a joined tensor to file ranges of its stored tensors.
 
-        def pieces(start: int, stop: int) -> list[FileRange]:
+        The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
+        """
+        if len(mapping.ranges) == 1:
+            return self.locate_tensor(self._number[group, mapping.names[0]])
+        locate_stored = {name: self.locate_tensor(self._number[group, name]) for name in mapping.names}
+
+        def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
-                piece._replace(local=piece.local + at - start)
-                for at, (name, first, last) in made.ranges(start, stop)
-                for piece in homes[name](first, last)
+                file_range._replace(local=file_range.local + at - start)
+                for at, (name, first, last) in mapping.find_ranges(start, stop)
+                for file_range in locate_stored[name](first, last)
             ]
 
-        return pieces
+        return find_file_ranges
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """One rank's share of the reading; ``more`` goes into targets that take what another target has taken, too."""
+    """One rank's share of the reads.
+
+    ``numbered`` are the stored tensors and ``files`` the files, by number. ``alias_ranges`` are the file ranges for
+    each aliased target, which is filled with the same stored tensor as another target.
+    """
 
     plan: LoadPlan
     numbered: Sequence[tuple[str, str]]
     files: Sequence[Source]
-    more: Sequence[Sequence[FileRange]]
+    alias_ranges: Sequence[Sequence[FileRange]]
     exchange: bool
 
     @classmethod
-    def of(
-        cls, reader: Reader, intake: LoadTargets, wanted: Sequence[GlobalTensor], ranks: RankGroup, *, exchange: bool
+    def build(
+        cls, reader: Reader, targets: LoadTargets, tensors: Sequence[GlobalTensor], ranks: RankGroup, *, exchange: bool
     ) -> ReadPlan:
-        """Plan it. Tensors have the same numbers on all ranks."""
-        inner = underlying_reader(reader).groups
-        numbered = sorted((group, name) for group, names in inner.items() for name in names)
+        """Plan the reads of this rank. ``tensors`` are those that any rank requests.
+
+        Tensors have the same numbers on all ranks.
+        """
+        stored = underlying_reader(reader).groups
+        numbered = sorted((group, name) for group, names in stored.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
-        made = {
+        mappings = {
             (group, name): mapping_of(reader, group, name) for group, names in reader.groups.items() for name in names
         }
-        # What other ranks want may be put together of stored tensors that only they know to belong together.
-        held = {number[one.group, made[one.group, one.name].names[0]]: one for one in wanted if _key(one) in made}
-        files = _FileIndex(reader, numbered, {number[key] for key in _read(wanted, inner, made)})
+        # Another rank may request a tensor joined from stored tensors that this rank does not know to belong together.
+        requested = {
+            number[tensor.group, mappings[_key_of(tensor)].names[0]]: tensor
+            for tensor in tensors
+            if _key_of(tensor) in mappings
+        }
+        files = _FileIndex(reader, numbered, {number[key] for key in _readable_keys(tensors, stored, mappings)})
 
-        def locate(tensor: int) -> Locate:
-            return files.locate_made(held[tensor].group, made[_key(held[tensor])])
+        def locate_requested(number: int) -> Locate:
+            tensor = requested[number]
+            return files.locate_mapping(tensor.group, mappings[_key_of(tensor)])
 
-        me = ranks.global_ranks()[ranks.rank]
+        global_rank = ranks.global_ranks()[ranks.rank]
         return cls(
-            plan=plan_load(held, ranks.rank, locate, exchange=exchange),
+            plan=plan_load(requested, ranks.rank, locate_requested, exchange=exchange),
             numbered=numbered,
-            more=[
-                _runs(target, made[key].info, me, files.locate_made(key[0], made[key])) for key, target in intake.more
+            alias_ranges=[
+                _shard_file_ranges(target, mappings[key].info, global_rank, files.locate_mapping(key[0], mappings[key]))
+                for key, target in targets.aliased_targets
             ],
             files=list(files.numbers),
             exchange=exchange,
@@ -114,76 +134,82 @@ class ReadPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank reads."""
-        return self.plan.nbytes + sum(map(count_bytes, self.more))
+        """The number of bytes that this rank reads."""
+        return self.plan.nbytes + sum(map(count_bytes, self.alias_ranges))
 
     def run(
         self,
         reader: Reader,
-        intake: LoadTargets,
+        targets: LoadTargets,
         ranks: RankGroup,
         session: Session,
-        moved: Moved,
+        on_moved: OnBytesMoved,
         *,
         accelerator: Accelerator = torch.accelerator,
     ) -> Fragments:
-        """Read into the targets of the intake, which all have memory now. Returns what was hashed here.
+        """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
 
-        What the caller has enqueued on their devices comes before that, and what it enqueues later after it.
+        The reads run after the work that the caller has enqueued on the targets' devices, and before later work.
         """
-        targets = [target.local for target in (*intake.targets.values(), *(target for _, target in intake.more))]
-        synchronize_devices(targets, accelerator)
-        found = self._fill(reader, intake, ranks, session, moved)
-        synchronize_devices(targets, accelerator)
-        return found
+        aliases = (target for _, target in targets.aliased_targets)
+        tensors = [target.local for target in (*targets.targets.values(), *aliases)]
+        synchronize_devices(tensors, accelerator)
+        fragments = self._fill_targets(reader, targets, ranks, session, on_moved)
+        synchronize_devices(tensors, accelerator)
+        return fragments
 
-    def _fill(self, reader: Reader, intake: LoadTargets, ranks: RankGroup, session: Session, moved: Moved) -> Fragments:
+    def _fill_targets(
+        self, reader: Reader, targets: LoadTargets, ranks: RankGroup, session: Session, on_moved: OnBytesMoved
+    ) -> Fragments:
         number = {key: i for i, key in enumerate(self.numbered)}
-        infos = {key: reader.groups[key[0]][key[1]] for key in intake.targets}
-        parts: dict[int, TensorBytes] = {}
-        for (group, name), target in intake.targets.items():
-            numbers = [number[group, one] for one in mapping_of(reader, group, name).names]
-            parts |= dict.fromkeys(numbers, _sink(target, infos[group, name]))
-        found: Fragments = {}
+        infos = {key: reader.groups[key[0]][key[1]] for key in targets.targets}
+        sinks: dict[int, TensorBytes] = {}
+        for (group, name), target in targets.targets.items():
+            numbers = [number[group, stored] for stored in mapping_of(reader, group, name).names]
+            sinks |= dict.fromkeys(numbers, _target_bytes(target, infos[group, name]))
+        sink_of = sinks.__getitem__
+        fragments: Fragments = {}
         if self.exchange:
-            with P2PExchange(ranks.gloo(session.timeout), session) as wire:
-                found = read_shared(self.files, self.plan.shared, parts.__getitem__, wire, moved)
-        found |= read_stripes(self.files, self.plan.alone, ranks.rank, parts.__getitem__, moved)
-        found |= read_common(self.files, self.plan.common, ranks.rank, parts.__getitem__, moved)
-        found |= read_pieces(self.files, self.plan.pieces, parts.__getitem__, moved)
-        for (key, target), pieces in zip(intake.more, self.more, strict=True):
-            sinks = {piece.tensor: _sink(target, infos[key]) for piece in pieces}
-            for tensor, fragments in read_common(self.files, pieces, ranks.rank, sinks.__getitem__, moved).items():
-                found.setdefault(tensor, []).extend(fragments)
-        return found
+            with P2PExchange(ranks.gloo_group(session.timeout), session) as p2p:
+                fragments = read_shared(self.files, self.plan.exchanged, sink_of, p2p, on_moved)
+        fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, on_moved)
+        fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, on_moved)
+        fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, on_moved)
+        for (key, target), file_ranges in zip(targets.aliased_targets, self.alias_ranges, strict=True):
+            alias_sinks = {file_range.tensor: _target_bytes(target, infos[key]) for file_range in file_ranges}
+            more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, on_moved)
+            for tensor, read_again in more.items():
+                fragments.setdefault(tensor, []).extend(read_again)
+        return fragments
 
 
-def _key(held: GlobalTensor) -> tuple[str, str]:
-    return held.group, held.name
+def _key_of(tensor: GlobalTensor) -> tuple[str, str]:
+    return tensor.group, tensor.name
 
 
-def _read(
-    wanted: Sequence[GlobalTensor],
+def _readable_keys(
+    tensors: Sequence[GlobalTensor],
     stored: Mapping[str, Mapping[str, TensorInfo]],
-    made: Mapping[tuple[str, str], TensorMapping],
+    mappings: Mapping[tuple[str, str], TensorMapping],
 ) -> Iterator[tuple[str, str]]:
-    """The stored tensors that any rank may read: the same on all ranks, whatever each puts together of them."""
-    for group in {one.group for one in wanted if one.name not in stored.get(one.group, {})}:
+    """Yield the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
+    for group in {tensor.group for tensor in tensors if tensor.name not in stored.get(tensor.group, {})}:
         yield from ((group, name) for name in stored.get(group, {}))
-    for one in wanted:
-        if one.name in stored.get(one.group, {}):
-            yield _key(one)
-        if _key(one) in made:
-            yield from ((one.group, name) for name in made[_key(one)].names)
+    for tensor in tensors:
+        key = _key_of(tensor)
+        if tensor.name in stored.get(tensor.group, {}):
+            yield key
+        if key in mappings:
+            yield from ((tensor.group, name) for name in mappings[key].names)
 
 
-def _sink(target: TensorView, info: TensorInfo) -> TensorBytes:
+def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:
     return TensorBytes(target.local, DTYPES[info.dtype])
 
 
-def _runs(target: TensorView, info: TensorInfo, me: int, locate: Locate) -> list[FileRange]:
-    """What goes into a target, as it lies in files. ``me`` is the rank's job-wide number."""
-    coordinate = () if target.layout is None else placements.shard_index(target.layout, me)
+def _shard_file_ranges(target: TensorView, info: TensorInfo, global_rank: int, locate: Locate) -> list[FileRange]:
+    """Return the file ranges of this rank's shard of a target."""
+    coordinate = () if target.layout is None else placements.coordinate_of_rank(target.layout, global_rank)
     if coordinate is None:
         return []
     return list(

@@ -1,4 +1,4 @@
-"""The arguments of a load, checked before anything else."""
+"""The arguments of a load, and their checks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from holdfast.ondisk.validation import check_choice, check_tag
 from holdfast.state.restore import COMPONENTS, RestorePolicy
 from holdfast.state.training import TrainingObjects
 
-#: How ranks may read what several of them need.
+#: How ranks read bytes that several of them need.
 SHARE_READS = ("auto", "always", "never")
 
-#: What to do where the newest checkpoint is damaged and none was asked for by its tag.
+#: What to do if the newest checkpoint is corrupt and no tag was given.
 ON_CORRUPTION = ("fall_back", "raise")
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What to load from where. Without a ``tag``: the latest, or ``path`` itself where it is a checkpoint.
+    """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
-    ``seen`` makes of the checkpoint's reader another one, which has what is asked for under other names, or put
-    together otherwise; ``seen_as`` says how, in words.
+    ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
+    ``reader_adapter_text`` describes the adapter.
     """
 
     path: Path
@@ -37,30 +37,30 @@ class LoadRequest:
     share_reads: str = "auto"
     on_corruption: str = "fall_back"
     keys: Mapping[str, str] = field(default_factory=dict)
-    seen: Callable[[Reader], Reader] = lambda reader: reader
-    seen_as: str = "as it is"
+    reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
+    reader_adapter_text: str = "as it is"
     on_event: OnEvent = ignore_event
     began: float = field(default_factory=time.perf_counter)
 
-    def asked(self) -> CallDescription:
-        """What all ranks must be asked for alike."""
-        about = {
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        arguments = {
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
-            "what is loaded": ", ".join(self.training.given()) or "nothing",
+            "what is loaded": ", ".join(self.training.component_names()) or "nothing",
             "share_reads": self.share_reads,
             "on_corruption": self.on_corruption,
             "keys": repr(sorted(self.keys.items())),
             "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
-            "how the checkpoint is seen": self.seen_as,
+            "the adapter of the checkpoint's reader": self.reader_adapter_text,
         }
-        return CallDescription("load", about)
+        return CallDescription("load", arguments)
 
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be asked for."""
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
         if self.tag is not None:
             check_tag(self.tag)
         check_choice("share_reads", self.share_reads, SHARE_READS)
         check_choice("on_corruption", self.on_corruption, ON_CORRUPTION)
-        for part in self.policy.allow_missing:
-            check_choice("each of allow_missing", part, COMPONENTS)
+        for component in self.policy.allow_missing:
+            check_choice("each of allow_missing", component, COMPONENTS)

@@ -1,4 +1,4 @@
-"""What a load tells of itself."""
+"""The result of a load."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What a load did, part by part.
+    """The result of a load: the content that was returned, and a report of each component.
 
-    Parts are ``"model"``, ``"optimizer"`` and ``"scheduler"`` (with their names, as in ``"model/generator"``, where
-    there are several), ``"stateful"``, ``"dataloader"``, ``"rng"``, ``"user_content"`` and ``"per_rank_content"``.
+    Components are ``"model"``, ``"optimizer"`` and ``"scheduler"`` (with a name, as in ``"model/generator"``, if there
+    are several), ``"stateful"``, ``"dataloader"``, ``"rng"``, ``"user_content"`` and ``"per_rank_content"``.
 
-    ``exact`` are the parts that are bit for bit what was saved. ``reconstructed`` are those made from what was saved which
-    cannot be the same: a model cast to another dtype, a data loader whose position was split anew for another number
-    of ranks, generators that each rank of another number has derived from the saved ones. In ``missing`` are parts that
-    could not be given back and, where that was allowed, the names that are only in the objects: of a model those of its
-    tensors, of an optimizer its parameters that have no saved state, as ``"optimizer/NAME"``, and groups that keep
-    their own settings. ``unexpected`` are the names that are only in the checkpoint. A part that has such names is
-    neither exact nor reconstructed.
-
-    ``verified`` tells whether every byte read was checked against its CRC; ``skipped_checkpoints`` are the tags of
-    checkpoints that are corrupt and may be newer. ``run`` is the id of the run that saved it, where the format is
-    holdfast's. ``named_by`` tells, by slot, what an optimizer's parameters were found by: ``"model"``, ``"names"``
-    that torch keeps in the groups, or ``"places"``.
+    Attributes:
+        user_content: The user content of the checkpoint, or ``None``.
+        per_rank_content: The content that this rank saved, or ``None``.
+        tag: The tag of the checkpoint that was loaded.
+        step: The training step, if one was saved.
+        verified: Whether every byte that was read was checked against its CRC.
+        missing: The components that could not be restored and, if that was allowed, the names that exist only in the
+            objects passed: tensors of a model; parameters of an optimizer without a saved state, as
+            ``"optimizer/NAME"``; param groups that keep their settings.
+        unexpected: The names that exist only in the checkpoint.
+        exact: The components that are restored bit for bit.
+        reconstructed: The components that are restored but cannot be identical: a model cast to another dtype, a data
+            loader whose position was split for another number of ranks, random number generators that were derived
+            from the saved ones for another number of ranks. A component with missing or unexpected names is in
+            neither list.
+        skipped_checkpoints: The tags of corrupt checkpoints that were ignored and may be newer.
+        run: The id of the run that saved the checkpoint; empty for formats other than holdfast's.
+        matched_by: By optimizer, how its parameters were matched: ``"model"`` (the names in the model), ``"names"``
+            (the names that torch keeps in the param groups) or ``"places"`` (their positions).
     """
 
     user_content: Any
@@ -39,4 +46,4 @@ class RestoreResult:
     reconstructed: tuple[str, ...] = ()
     skipped_checkpoints: tuple[str, ...] = ()
     run: str = ""
-    named_by: Mapping[str, str] = field(default_factory=dict)
+    matched_by: Mapping[str, str] = field(default_factory=dict)

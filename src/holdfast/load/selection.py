@@ -1,4 +1,4 @@
-"""Which checkpoint a load takes, and which one next where that one was damaged, or went while it was read."""
+"""Selects the checkpoint to load, and the next one if that one is corrupt or was replaced while it was read."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from holdfast.run.catalog import (
 )
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.corruption import CorruptRecord
-from holdfast.run.scan import CheckpointInfo, is_own_checkpoint
+from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 
-#: The most tags that a message names.
-_SHOWN = 5
+#: The maximum number of tags that a message names.
+_MAX_SHOWN = 5
 
 
 class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The folder of the checkpoint to load, its tag, its id where it has one, and those passed over as corrupt.
+    """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
-    ``is_latest``: it was not asked for by name.
+    ``is_latest``: it was selected as the latest checkpoint, and not by its tag.
     """
 
     folder: str = ""
@@ -49,166 +49,180 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     is_latest: bool = False
     corrupt: list[CorruptRecord] = []
 
-    def is_there(self) -> bool:
-        """Whether it is still where it was found."""
+    def still_exists(self) -> bool:
+        """Return whether the folder still holds this checkpoint."""
         return not self.id or holds_checkpoint(Path(self.folder), self.id)
 
 
 @dataclass(frozen=True)
 class SkippedCheckpoints:
-    """The tags of checkpoints that a load has passed over, and what is wrong with them.
+    """The tags of checkpoints that a load has skipped, by the reason.
 
-    ``corrupt`` are not what was saved; ``unfit`` are sound, and do not fit what is loaded; ``unreadable`` are of a
-    newer format, or may not be read. ``reasons`` say for each corrupt one what is wrong with it.
+    ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's
+    objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message for each
+    corrupt one.
     """
 
     corrupt: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, every: Sequence[CheckpointInfo], unloaded: Mapping[tuple[str, str], HoldfastError]
+    def from_infos(
+        cls, infos: Sequence[CheckpointInfo], errors: Mapping[tuple[str, str], HoldfastError]
     ) -> SkippedCheckpoints:
-        """Sort those that are there, of which some could not be loaded, by tag and id."""
-        failed = [(info, unloaded[info.tag, info.id]) for info in every if (info.tag, info.id) in unloaded]
-        unfit = tuple(info.tag for info, error in failed if isinstance(error, MismatchError))
-        corrupt = {info.tag: info.problem for info in every if info.status == "damaged"}
-        corrupt |= {info.tag: _reason(error) for info, error in failed if info.tag not in unfit}
-        unreadable = tuple(info.tag for info in every if info.status == "unreadable")
-        return cls(tuple(corrupt), unfit, unreadable, tuple(corrupt.values()))
+        """Classify checkpoints. ``errors`` has, by tag and id, the error of each one that could not be loaded."""
+        failed = [(info, errors[info.tag, info.id]) for info in infos if (info.tag, info.id) in errors]
+        mismatched = tuple(info.tag for info, error in failed if isinstance(error, MismatchError))
+        corrupt = {info.tag: info.problem for info in infos if info.status == "damaged"}
+        corrupt |= {info.tag: _root_message(error) for info, error in failed if info.tag not in mismatched}
+        unreadable = tuple(info.tag for info in infos if info.status == "unreadable")
+        return cls(tuple(corrupt), mismatched, unreadable, tuple(corrupt.values()))
 
     def describe(self) -> str:
-        """Say so in a part of a sentence; empty if nothing was passed over."""
-        sides = ((self.corrupt, "corrupt"), (self.unfit, "unlike what is loaded"), (self.unreadable, "unreadable"))
-        return " and ".join(_describe(tags, adjective) for tags, adjective in sides if tags)
+        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none."""
+        reasons = (
+            (self.corrupt, "is corrupt", "are corrupt"),
+            (self.mismatched, "does not match the objects passed", "do not match the objects passed"),
+            (self.unreadable, "is unreadable", "are unreadable"),
+        )
+        return "; ".join(
+            f"{_list_tags(tags)} {singular if len(tags) == 1 else plural}" for tags, singular, plural in reasons if tags
+        )
 
 
-def _describe(tags: tuple[str, ...], adjective: str) -> str:
-    names = ", ".join(tags[-_SHOWN:]) + (f" and {len(tags) - _SHOWN} more" if len(tags) > _SHOWN else "")
-    return f"{names} {'is' if len(tags) == 1 else 'are'} {adjective}"
+def _list_tags(tags: tuple[str, ...]) -> str:
+    return ", ".join(tags[-_MAX_SHOWN:]) + (f" and {len(tags) - _MAX_SHOWN} more" if len(tags) > _MAX_SHOWN else "")
 
 
-def _reason(error: HoldfastError) -> str:
-    """What went wrong, without what was said of the arguments of a call that has gone well since."""
-    return _said(error.__cause__ if isinstance(error.__cause__, HoldfastError) else error)
+def _root_message(error: HoldfastError) -> str:
+    """Return the message of the error's cause, without the advice for the arguments of the failed call."""
+    return _error_message(error.__cause__ if isinstance(error.__cause__, HoldfastError) else error)
 
 
 class CheckpointSelector:
-    """Rank 0's search, over the attempts of one load. The other ranks only tell it of failures.
+    """The selection of checkpoints on rank 0, over all attempts of one load. Other ranks only note failures.
 
     :attr:`filled` are the tensors of models and optimizers that any attempt may have filled, on this rank.
-    :attr:`passed` says, on rank 0, what was passed over, and :attr:`ignored` what else lies in the run's folder that
-    could have been meant.
+    :attr:`skipped` are, on rank 0, the checkpoints that were skipped. :attr:`ignored` is a warning about other files in
+    the run directory that the caller may have meant.
     """
 
     def __init__(self, request: LoadRequest, timeout: float) -> None:
-        """``timeout``: seconds for which checkpoints may come and go faster than they can be loaded."""
-        self._request, self._ends = request, time.monotonic() + timeout
+        """``timeout``: the seconds after which a load fails if checkpoints are replaced faster than it can read one."""
+        self._request, self._deadline = request, time.monotonic() + timeout
         self._failed: tuple[SelectedCheckpoint, HoldfastError] | None = None
-        self._left: HoldfastError | None = None
-        #: Why others could not be loaded, by tag and id: another may have the tag meanwhile, and copies have the id.
-        self._unloaded: dict[tuple[str, str], HoldfastError] = {}
-        self.passed = SkippedCheckpoints()
+        #: The error of the first attempt that may have filled tensors.
+        self._filling_error: HoldfastError | None = None
+        #: The errors of failed attempts, by tag and id: a tag may be reused meanwhile, and copies have the same id.
+        self._errors: dict[tuple[str, str], HoldfastError] = {}
+        self.skipped = SkippedCheckpoints()
         self.ignored: str | None = None
         self.filled: set[tuple[str, str]] = set()
 
-    def failed(self, found: SelectedCheckpoint, filled: set[tuple[str, str]], error: HoldfastError) -> None:
-        """Note why an attempt to load what was found failed, the same on all ranks, and what it has filled."""
-        self._failed = found, error
+    def note_failure(self, selected: SelectedCheckpoint, filled: set[tuple[str, str]], error: HoldfastError) -> None:
+        """Record the error of a failed attempt, which is the same on all ranks, and the tensors it may have filled."""
+        self._failed = selected, error
         self.filled |= filled
-        if filled and self._left is None:
-            self._left = error
+        if filled and self._filling_error is None:
+            self._filling_error = error
 
-    def next(self) -> SelectedCheckpoint:
-        """What to load, or to load instead. Raises the failure where there is nothing else to be tried.
+    def select_next(self) -> SelectedCheckpoint:
+        """Return the checkpoint to load, or the next one after a failure. Raise the failure if there is none.
 
-        Where an attempt has left values behind, it is that one's: whatever came after it must not hide it.
+        If an earlier attempt may have partly filled the tensors, raise that attempt's error rather than a later one.
         """
         if self._failed is not None:
-            self._judge(*self._failed)
+            self._handle_failure(*self._failed)
         finish_interrupted_replace(self._request.path)
-        return self._look()
+        return self._retry_until_stable()
 
-    def _judge(self, found: SelectedCheckpoint, error: HoldfastError) -> None:
-        """Return where another attempt may succeed."""
-        if not found.is_there():
-            if self._left is error:
-                self._left = CheckpointReplacedError(
-                    f"{found.folder} was replaced or removed while it was loaded: {_said(error)}"
+    def _handle_failure(self, selected: SelectedCheckpoint, error: HoldfastError) -> None:
+        """Return if another attempt may succeed; raise the error otherwise."""
+        if not selected.still_exists():
+            if self._filling_error is error:
+                self._filling_error = CheckpointReplacedError(
+                    f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
                 )
-            if self._is_late():
-                raise self._too_fast(error) from error
-        elif self._falls_back(found, error):
-            self._unloaded[found.tag, found.id] = error
+            if self._is_timed_out():
+                raise self._timeout_error(error) from error
+        elif self._may_fall_back(selected, error):
+            self._errors[selected.tag, selected.id] = error
         else:
-            raise self._left or error
+            raise self._filling_error or error
 
-    def _falls_back(self, found: SelectedCheckpoint, error: HoldfastError) -> bool:
-        """Whether there may be another, and it may be loaded instead."""
-        if not found.is_latest or self._request.on_corruption == "raise":
+    def _may_fall_back(self, selected: SelectedCheckpoint, error: HoldfastError) -> bool:
+        """Return whether another checkpoint may be loaded instead."""
+        if not selected.is_latest or self._request.on_corruption == "raise":
             return False
-        missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        unfit = isinstance(error, MismatchError) and bool(self._unloaded)
-        return missing or unfit or isinstance(error, CorruptCheckpointError)
+        is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
+        return is_missing or is_mismatched or isinstance(error, CorruptCheckpointError)
 
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._ends
+    def _is_timed_out(self) -> bool:
+        return time.monotonic() > self._deadline
 
-    def _too_fast(self, error: HoldfastError) -> CheckpointReplacedError:
+    def _timeout_error(self, error: HoldfastError) -> CheckpointReplacedError:
         return CheckpointReplacedError(
             f"the checkpoints in {self._request.path} are replaced or removed faster than one can be loaded; "
-            f"keep more of them: {_said(self._left or error)}"
+            f"keep more of them: {_error_message(self._filling_error or error)}"
         )
 
-    def _look(self) -> SelectedCheckpoint:
+    def _retry_until_stable(self) -> SelectedCheckpoint:
+        """Select a checkpoint. Try again if checkpoints are replaced meanwhile, until the deadline."""
         while True:
             try:
-                return self._chosen()
+                return self._select_checkpoint()
             except CheckpointReplacedError as error:
-                if self._is_late():
-                    raise self._too_fast(error) from error
+                if self._is_timed_out():
+                    raise self._timeout_error(error) from error
             except (CorruptCheckpointError, NoCheckpointError) as error:
-                if self._left is None:
+                if self._filling_error is None:
                     raise
-                raise self._left from error
+                raise self._filling_error from error
 
-    def _chosen(self) -> SelectedCheckpoint:
-        """Raises ``NoCheckpointError``, ``StorageError``, or ``CorruptCheckpointError`` where nobody wants to fall back."""
+    def _select_checkpoint(self) -> SelectedCheckpoint:
+        """Return the requested checkpoint, or the newest intact one.
+
+        Raises ``NoCheckpointError``, ``StorageError``, or ``CorruptCheckpointError`` if the caller does not want to
+        fall back.
+        """
         path, tag = self._request.path, self._request.tag
         if tag is not None:
-            return _named(find_checkpoint(path, tag), tag)
-        every = list_checkpoints_strictly(path)
-        if not any(map(is_own_checkpoint, every)):
-            place = resolve_checkpoint_path(path)
-            if is_native(place):
-                return _named(place, path.name)
-            if is_checkpoint(place):
-                return SelectedCheckpoint(str(place), path.name)
+            return _select_folder(find_checkpoint(path, tag), tag)
+        infos = list_checkpoints_strictly(path)
+        if not any(map(is_holdfast_checkpoint, infos)):
+            resolved = resolve_checkpoint_path(path)
+            if is_native(resolved):
+                return _select_folder(resolved, path.name)
+            if is_checkpoint(resolved):
+                return SelectedCheckpoint(str(resolved), path.name)
         self.ignored = describe_ignored_files(path)
-        unreadable = [info for info in every if info.status != "complete"]
+        unreadable = [info for info in infos if info.status != "complete"]
         if unreadable and self._request.on_corruption == "raise":
             kind = CorruptCheckpointError if unreadable[0].status == "damaged" else FormatError
-            raise kind(f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or name another by tag")
-        sound = [info for info in every if info.status == "complete" and (info.tag, info.id) not in self._unloaded]
-        if not sound and self._unloaded:
-            raise next(iter(self._unloaded.values()))
-        chosen = sound[-1] if sound else latest_checkpoint(path)
-        self.passed = SkippedCheckpoints.of(every, self._unloaded)
-        corrupt = [CorruptRecord.of(path / tag, tag) for tag in self.passed.corrupt]
-        return SelectedCheckpoint(str(chosen.path), chosen.tag, chosen.id, is_latest=True, corrupt=corrupt)
+            raise kind(
+                f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or pass the tag of another"
+            )
+        intact = [info for info in infos if info.status == "complete" and (info.tag, info.id) not in self._errors]
+        if not intact and self._errors:
+            raise next(iter(self._errors.values()))
+        latest = intact[-1] if intact else latest_checkpoint(path)
+        self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
+        corrupt = [CorruptRecord.of(path / tag, tag) for tag in self.skipped.corrupt]
+        return SelectedCheckpoint(str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt)
 
 
-def _named(folder: Path, tag: str) -> SelectedCheckpoint:
-    """A checkpoint that was asked for. Raises ``CheckpointReplacedError`` where it goes while it is looked at."""
+def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
+    """Select a checkpoint by its folder. Raises ``CheckpointReplacedError`` if it is replaced or removed meanwhile."""
     try:
         return SelectedCheckpoint(str(folder), tag, read_manifest(folder).id)
     except NoCheckpointError:
         raise
-    except HoldfastError:  # every rank will say so when it reads it
+    except HoldfastError:  # all ranks raise it when they read the manifest
         return SelectedCheckpoint(str(folder), tag)
 
 
-def _said(error: HoldfastError) -> str:
+def _error_message(error: HoldfastError) -> str:
     return str(error.args[-1])

@@ -1,4 +1,4 @@
-"""Reading all of a checkpoint, and telling of everything that is damaged, not just of the first."""
+"""Verifies all of a checkpoint, and reports every corruption, not just the first one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from holdfast.engine.integrity.file_checksums import find_corrupt_ranges
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_pieces
+from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.sources import ChunkedSource, Source
 from holdfast.engine.io.tensor_bytes import NullSink
 from holdfast.engine.plan.file_ranges import FileRange
@@ -19,15 +19,14 @@ from holdfast.formats.reader import Reader
 from holdfast.formats.safetensors import SafetensorsFile
 from holdfast.storage import posix
 
-#: Bytes verified at a time, a multiple of a block; and the most tensors.
-_BATCH, _MANY = 256 * 2**20, 4096
+#: The size of a batch in bytes, a multiple of the block size, and the maximum number of ranges in it.
+_BATCH_BYTES, _MAX_BATCH = 256 * 2**20, 4096
 
 
 class VerificationResult(NamedTuple):
-    """``nbytes`` of a tensor were read; ``problem`` says what is wrong with them, if anything is.
+    """The result for one range of a tensor: ``nbytes`` bytes were read, and ``problem`` describes a corruption.
 
-    ``checked`` says whether they were compared with a checksum. An empty ``name`` stands for a file without tensor
-    data.
+    ``checked``: whether the bytes were compared with a checksum. ``name`` is empty for a file without tensor data.
     """
 
     name: str
@@ -36,8 +35,8 @@ class VerificationResult(NamedTuple):
     checked: bool = True
 
 
-class _Part(NamedTuple):
-    """Bytes ``[start, stop)`` of a stored tensor, by its number."""
+class _VerifyRange(NamedTuple):
+    """Bytes ``[start, stop)`` of the stored tensor with this number."""
 
     tensor: int
     start: int
@@ -45,137 +44,147 @@ class _Part(NamedTuple):
 
 
 class CheckpointVerification:
-    """Compares the tensors of a checkpoint with the checksums that it has of them, or else reads them."""
+    """The verification of a checkpoint: compares tensors with their checksums, or only reads them if there are none."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._stored = sorted((group, name) for group, names in reader.groups.items() for name in names)
-        self._checks = ChecksumVerifier(reader, self._stored)
-        self._sums = (
+        self._verifier = ChecksumVerifier(reader, self._stored)
+        self._file_checksums = (
             find_file_checksums(reader.files) if not isinstance(reader, NativeReader) else FileChecksums((), ())
         )
-        #: What was found of each range of a file that has a checksum.
-        self._compared: dict[int, CorruptCheckpointError | None] = {}
+        #: By number, the result for each file range with a checksum that was compared: its error, or ``None``.
+        self._checked_ranges: dict[int, CorruptCheckpointError | None] = {}
 
-    def parts(self) -> Iterator[VerificationResult]:
-        """Give each part that was read: tensors in the order of their files, then what is wrong with the rest."""
-        told: set[str | None] = set()
-        for batch in self._batches():
-            for part in self._verify(batch):
-                told.add(part.problem)
-                yield part
-        rest = [number for number in range(len(self._sums.sums)) if number not in self._compared]
-        self._look(rest)
-        others = [*self._sums.damage, *(error for number in rest if (error := self._compared[number]) is not None)]
-        yield from (VerificationResult("", 0, str(error)) for error in others if str(error) not in told)
+    def verify_parts(self) -> Iterator[VerificationResult]:
+        """Yield a result for each range that was read, in the order of the files, then the remaining corruptions."""
+        reported: set[str | None] = set()
+        for batch in self._split_into_batches():
+            for result in self._verify_batch(batch):
+                reported.add(result.problem)
+                yield result
+        checksums = self._file_checksums
+        remaining = [number for number in range(len(checksums.sums)) if number not in self._checked_ranges]
+        self._check_file_ranges(remaining)
+        errors = [self._checked_ranges[number] for number in remaining]
+        others = [*checksums.errors, *(error for error in errors if error is not None)]
+        yield from (VerificationResult("", 0, str(error)) for error in others if str(error) not in reported)
 
-    def _verify(self, batch: list[_Part]) -> Iterator[VerificationResult]:
+    def _verify_batch(self, batch: list[_VerifyRange]) -> Iterator[VerificationResult]:
         others = []
-        for part in batch:
-            covered = self._covering(part.tensor)
-            if covered is None:
-                others.append(part)
+        for verify_range in batch:
+            checksums = self._checksums_covering(verify_range.tensor)
+            if checksums is None:
+                others.append(verify_range)
             else:
-                yield self._compare(part, covered)
-        yield from self._read(others)
+                yield self._compare_checksums(verify_range, checksums)
+        yield from self._read_batch(others)
 
-    def _covering(self, tensor: int) -> Sequence[int] | CorruptCheckpointError | None:
-        """The checksums of files that cover a tensor; ``None`` if it has others, or none."""
+    def _checksums_covering(self, tensor: int) -> Sequence[int] | CorruptCheckpointError | None:
+        """Return the file checksums that cover a tensor, or ``None`` if there are none or it has block CRCs."""
         group, name = self._stored[tensor]
-        if self._reader.crcs(group, name) is not None or not self._sums.sums:
+        if self._reader.block_crcs(group, name) is not None or not self._file_checksums.sums:
             return None
         try:
-            return self._sums.covering(self._reader.extents(group, name, 0, self._nbytes(tensor)))
+            return self._file_checksums.find_covering(
+                self._reader.find_extents(group, name, 0, self._tensor_nbytes(tensor))
+            )
         except CorruptCheckpointError as error:
             return error
 
-    def _compare(self, part: _Part, covered: Sequence[int] | CorruptCheckpointError) -> VerificationResult:
-        name, nbytes = "/".join(self._stored[part.tensor]), part.stop - part.start
-        if isinstance(covered, CorruptCheckpointError):
-            return VerificationResult(name, nbytes, str(covered))
-        self._look(covered)
-        damage = next((self._compared[number] for number in covered if self._compared[number]), None)
-        group, own = self._stored[part.tensor]
-        return VerificationResult(name, nbytes, f"{group} tensor {own!r}: {damage}" if damage else None)
+    def _compare_checksums(
+        self, verify_range: _VerifyRange, checksums: Sequence[int] | CorruptCheckpointError
+    ) -> VerificationResult:
+        group, tensor_name = self._stored[verify_range.tensor]
+        name, nbytes = f"{group}/{tensor_name}", verify_range.stop - verify_range.start
+        if isinstance(checksums, CorruptCheckpointError):
+            return VerificationResult(name, nbytes, str(checksums))
+        self._check_file_ranges(checksums)
+        error = next((self._checked_ranges[number] for number in checksums if self._checked_ranges[number]), None)
+        return VerificationResult(name, nbytes, f"{group} tensor {tensor_name!r}: {error}" if error else None)
 
-    def _look(self, numbers: Sequence[int]) -> None:
-        new = [number for number in numbers if number not in self._compared]
-        found = find_corrupt_ranges([self._sums.sums[number] for number in new])
-        self._compared |= {number: found.get(index) for index, number in enumerate(new)}
+    def _check_file_ranges(self, numbers: Sequence[int]) -> None:
+        """Read the file ranges with these numbers, except those that were read before, and record the results."""
+        new = [number for number in numbers if number not in self._checked_ranges]
+        errors = find_corrupt_ranges([self._file_checksums.sums[number] for number in new])
+        self._checked_ranges |= {number: errors.get(index) for index, number in enumerate(new)}
 
-    def _read(self, batch: list[_Part]) -> Iterator[VerificationResult]:
+    def _read_batch(self, batch: list[_VerifyRange]) -> Iterator[VerificationResult]:
         files: dict[Source, int] = {}
         try:
-            pieces = [piece for part in batch for piece in self._pieces(part, files)]
-            found = read_pieces(list(files), pieces, lambda _: NullSink())
-            problems = {tensor: str(error) for tensor, error in self._checks.damage(found, {})}
+            file_ranges = [
+                file_range for verify_range in batch for file_range in self._find_file_ranges(verify_range, files)
+            ]
+            fragments = read_file_ranges(list(files), file_ranges, lambda _: NullSink())
+            problems = {tensor: str(error) for tensor, error in self._verifier.find_corrupt_blocks(fragments, {})}
         except CorruptCheckpointError as error:
             if len(batch) > 1:
-                for part in batch:
-                    yield from self._read([part])
+                for verify_range in batch:
+                    yield from self._read_batch([verify_range])
                 return
             problems = {batch[0].tensor: str(error)}
         for number, start, stop in batch:
-            checked = self._reader.crcs(*self._stored[number]) is not None
+            checked = self._reader.block_crcs(*self._stored[number]) is not None
             yield VerificationResult("/".join(self._stored[number]), stop - start, problems.get(number), checked)
 
-    def _batches(self) -> Iterator[list[_Part]]:
-        """All tensors in the order of their files, in parts that end at blocks, about ``_BATCH`` bytes at a time."""
-        batch: list[_Part] = []
+    def _split_into_batches(self) -> Iterator[list[_VerifyRange]]:
+        """Yield all tensors in the order of their files, in batches of about ``_BATCH_BYTES`` that end at blocks."""
+        batch: list[_VerifyRange] = []
         filled = 0
-        for number in sorted(range(len(self._stored)), key=self._position):
-            nbytes = self._nbytes(number)
-            for start in range(0, max(1, nbytes), _BATCH):
-                batch.append(_Part(number, start, min(nbytes, start + _BATCH)))
+        for number in sorted(range(len(self._stored)), key=self._file_position):
+            nbytes = self._tensor_nbytes(number)
+            for start in range(0, max(1, nbytes), _BATCH_BYTES):
+                batch.append(_VerifyRange(number, start, min(nbytes, start + _BATCH_BYTES)))
                 filled += batch[-1].stop - start
-                if filled >= _BATCH or len(batch) == _MANY:
+                if filled >= _BATCH_BYTES or len(batch) == _MAX_BATCH:
                     yield batch
                     batch, filled = [], 0
         yield batch
 
-    def _nbytes(self, number: int) -> int:
+    def _tensor_nbytes(self, number: int) -> int:
         group, name = self._stored[number]
         return self._reader.groups[group][name].nbytes
 
-    def _position(self, number: int) -> tuple[Path, int]:
-        extents = self._reader.extents(*self._stored[number], 0, self._nbytes(number))
+    def _file_position(self, number: int) -> tuple[Path, int]:
+        extents = self._reader.find_extents(*self._stored[number], 0, self._tensor_nbytes(number))
         first = extents[0] if extents else None
         if first is not None and isinstance(first.file, ChunkedSource):
-            return first.file.parts[0].near
+            return first.file.chunks[0].order_hint
         path = self._reader.path
         return (first.file, first.offset) if first is not None and isinstance(first.file, Path) else (path, 0)
 
-    def _pieces(self, part: _Part, files: dict[Source, int]) -> Iterator[FileRange]:
-        for extent in self._reader.extents(*self._stored[part.tensor], part.start, part.stop):
+    def _find_file_ranges(self, verify_range: _VerifyRange, files: dict[Source, int]) -> Iterator[FileRange]:
+        tensor, start, stop = verify_range
+        for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
             file = files.setdefault(extent.file, len(files))
-            yield FileRange(part.tensor, extent.start, extent.stop, extent.start - part.start, file, extent.offset)
+            yield FileRange(tensor, extent.start, extent.stop, extent.start - start, file, extent.offset)
 
 
 def find_all_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:
-    """Say all that is wrong with a checkpoint that cannot be opened because of ``error``, that included."""
-    found = str(error).splitlines()
+    """Return all corruptions of a checkpoint that cannot be opened because of ``error``, including ``error``."""
+    messages = str(error).splitlines()
     try:
-        found += _damaged_native(path) if is_native(path) else _damaged_files(posix.walk_files(path))
+        messages += _find_native_corruption(path) if is_native(path) else _find_file_corruption(posix.walk_files(path))
     except HoldfastError as other:
-        found += str(other).splitlines()
-    return list(dict.fromkeys(found))
+        messages += str(other).splitlines()
+    return list(dict.fromkeys(messages))
 
 
-def _damaged_native(path: Path) -> Iterator[str]:
-    unopened: list[CorruptCheckpointError] = []
-    reader = NativeReader(path, unopened)
-    yield from map(str, unopened)
-    yield from map(str, reader.damaged_files())
-    yield from (part.problem for part in CheckpointVerification(reader).parts() if part.problem)
+def _find_native_corruption(path: Path) -> Iterator[str]:
+    errors: list[CorruptCheckpointError] = []
+    reader = NativeReader(path, errors)
+    yield from map(str, errors)
+    yield from map(str, reader.find_corrupt_files())
+    yield from (result.problem for result in CheckpointVerification(reader).verify_parts() if result.problem)
 
 
-def _damaged_files(files: Sequence[Path]) -> Iterator[str]:
+def _find_file_corruption(files: Sequence[Path]) -> Iterator[str]:
     for file in files:
         if file.suffix == ".safetensors":
             try:
                 SafetensorsFile.open(file)
             except CorruptCheckpointError as error:
                 yield str(error)
-    sums = find_file_checksums(files)
-    yield from map(str, sums.damage)
-    yield from map(str, find_corrupt_ranges(sums.sums).values())
+    checksums = find_file_checksums(files)
+    yield from map(str, checksums.errors)
+    yield from map(str, find_corrupt_ranges(checksums.sums).values())

@@ -1,4 +1,4 @@
-"""What happens in saves, loads and conversions, told as it happens: small records, and who listens to them."""
+"""Events of saves, loads and conversions, and the types of their listeners."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``done`` of the ``total`` bytes that this rank moves, so far. Told for every few megabytes, from any thread."""
+    """``done`` of the ``total`` bytes that this rank moves. Reported every few megabytes, from any thread."""
 
     action: Literal["save", "load", "convert"]
     path: Path
@@ -21,10 +21,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint of ``nbytes`` is complete and durable. Of asynchronous saves this is told from their own thread.
+    """A checkpoint of ``nbytes`` is complete and durable. An asynchronous save reports this from its own thread.
 
-    ``seconds`` have passed since the call; for ``blocking_seconds`` of them the call kept its caller. This rank has
-    hashed what other ranks hold too for ``replica_check_seconds`` of those.
+    ``seconds`` have passed since the call, which blocked its caller for ``blocking_seconds`` of them. This rank hashed
+    replicated tensors, to compare them with other ranks, for ``replica_check_seconds`` of those.
     """
 
     path: Path
@@ -36,13 +36,13 @@ class Saved:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of all ranks together, from the call until all is durable."""
+        """The rate of all ranks together, from the call until all bytes are durable."""
         return self.nbytes / self.seconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Nothing is left of a save, but for the error that all ranks raise."""
+    """A save failed. It left no files; all ranks raise ``error``."""
 
     path: Path
     error: BaseException
@@ -50,7 +50,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint has been loaded. This rank has read ``nbytes`` of tensors, after ``seconds`` all were in place."""
+    """A checkpoint was loaded in ``seconds``. This rank read ``nbytes`` of tensors."""
 
     path: Path
     step: float | None
@@ -60,34 +60,34 @@ class Loaded:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of this rank, from the call until all is in place."""
+        """The rate of this rank, from the call until all values are in place."""
         return self.nbytes / self.seconds / 1e9
 
 
-#: Anything that is told.
+#: Any event.
 Event = Progress | Saved | SaveFailed | Loaded
 
-#: Who listens. On every rank, and from any thread.
+#: A listener to events. It is called on every rank, and from any thread.
 OnEvent = Callable[[Event], None]
 
-#: Is told the bytes done so far, and all there are.
-Show = Callable[[int, int], None]
+#: A function that is called with the bytes done so far and the total.
+OnProgress = Callable[[int, int], None]
 
 
 def ignore_event(event: Event) -> None:
-    """Nobody listens."""
+    """Ignore an event; the default listener."""
     del event
 
 
 class ProgressCounter:
-    """Adds up what several threads have done."""
+    """A counter of the bytes that several threads have moved."""
 
-    def __init__(self, total: int, show: Show) -> None:
-        self.total, self._show = total, show
+    def __init__(self, total: int, on_progress: OnProgress) -> None:
+        self.total, self._on_progress = total, on_progress
         self._done, self._lock = 0, Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more were done."""
+        """Add ``nbytes`` to the bytes done, and report the sum."""
         with self._lock:
             self._done += nbytes
-            self._show(self._done, self.total)
+            self._on_progress(self._done, self.total)

@@ -1,30 +1,30 @@
-"""Sizes, rates and times as people read them: the same in logs, messages and commands."""
+"""Human-readable sizes, rates and times, in one format for logs, messages and commands."""
 
 from __future__ import annotations
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
-#: What is shown with three digits as 1000 gets the next unit.
-_FULL = 999.5
+#: Numbers from here on, which would be shown as 1000, are shown in the next unit.
+_NEXT_UNIT = 999.5
 
-#: Seconds below which a time is shown in milliseconds.
-_SHORT = 0.1
+#: Shorter times, in seconds, are shown in milliseconds.
+_MIN_SECONDS = 0.1
 
 
 def format_size(nbytes: float) -> str:
     """Format bytes as ``1.23 GB``: three digits and a decimal unit, as in ``max_shard_size``."""
-    number, units = nbytes, list(_UNITS)
-    while number >= _FULL and len(units) > 1:
-        number, units = number / 1000, units[1:]
-    digits = 0 if units[0] == "B" else max(0, 3 - len(str(int(number))))
-    return f"{number:.{digits}f} {units[0]}"
+    value, units = nbytes, list(_UNITS)
+    while value >= _NEXT_UNIT and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    digits = 0 if units[0] == "B" else max(0, 3 - len(str(int(value))))
+    return f"{value:.{digits}f} {units[0]}"
 
 
 def format_rate(nbytes: float, seconds: float) -> str:
-    """Format bytes that took so many seconds as ``1.23 GB/s``."""
+    """Format the rate of ``nbytes`` in ``seconds`` as ``1.23 GB/s``."""
     return f"{format_size(nbytes / seconds)}/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format how long something took, as ``1.23 s`` or ``45.6 ms``."""
-    return f"{seconds:.2f} s" if seconds >= _SHORT else f"{seconds * 1000:.1f} ms"
+    """Format a duration as ``1.23 s`` or ``45.6 ms``."""
+    return f"{seconds:.2f} s" if seconds >= _MIN_SECONDS else f"{seconds * 1000:.1f} ms"

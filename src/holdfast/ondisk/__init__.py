@@ -1,4 +1,4 @@
-"""Format v1: what the bytes of a checkpoint mean. Pure functions and schemas; no file is opened here.
+"""Format v1: the encoding of a checkpoint as bytes. Pure functions and schemas; this package opens no file.
 
 The specification for readers in other languages is ``docs/format.md``.
 """

@@ -1,8 +1,8 @@
-"""Integrity: CRC-64/NVME of byte ranges, and how CRCs of neighbours become the CRC of the whole.
+"""CRC-64/NVME of byte ranges, and the combination of the CRCs of adjacent ranges.
 
-A tensor's bytes are cut into blocks of 16 MiB (the last one shorter), and each block has a CRC.
-A *fragment* is what one rank hashed of a block. Fragments that tile their block exactly combine
-into its CRC whoever hashed what, so that no rank needs a byte that it does not write or read.
+A tensor's bytes are split into blocks of 16 MiB (the last one may be shorter), and each block has a CRC.
+A *fragment* is the CRC of the part of a block that one rank hashed. Fragments that tile a block exactly
+combine into its CRC, whichever ranks hashed them. So no rank needs a byte that it does not write or read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ BLOCK_BYTES = 16 * 2**20
 #: Hexadecimal digits of one CRC as it is written in files.
 DIGITS = 16
 
-#: The CRC of the bytes of anything that has bytes; a second argument is the CRC of what goes before.
+#: The CRC of a bytes-like object. The second argument, if given, is the CRC of the bytes before it.
 crc64: Callable[..., int] = crc64nvme
 
-#: The CRC of two ranges together, given both and the length in bytes of the second.
+#: The CRC of two adjacent ranges, given the CRC of each and the length in bytes of the second.
 combine: Callable[[int, int, int], int] = combine_crc64nvme
 
 
 class Fragment(NamedTuple):
-    """The CRC of bytes ``[start, stop)`` of a tensor; the range lies inside one block."""
+    """The CRC of bytes ``[start, stop)`` of a tensor; the range is inside one block."""
 
     start: int
     stop: int
@@ -35,17 +35,17 @@ class Fragment(NamedTuple):
 
 
 def count_blocks(nbytes: int) -> int:
-    """How many blocks ``nbytes`` bytes have. No bytes, no block."""
+    """Return the number of blocks in ``nbytes`` bytes; 0 for no bytes."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def block_range(block: int, nbytes: int) -> tuple[int, int]:
-    """The byte range ``[start, stop)`` of one block of a tensor of ``nbytes`` bytes."""
+    """Return the byte range ``[start, stop)`` of one block of a tensor of ``nbytes`` bytes."""
     return block * BLOCK_BYTES, min(nbytes, (block + 1) * BLOCK_BYTES)
 
 
 def combine_crcs(crcs: Iterable[tuple[int, int]]) -> int:
-    """The CRC of neighbouring ranges, given the CRC and length in bytes of each, in order."""
+    """Return the CRC of adjacent ranges, given the CRC and the length in bytes of each, in order."""
     total = 0
     for crc, length in crcs:
         total = combine(total, crc, length)
@@ -53,42 +53,42 @@ def combine_crcs(crcs: Iterable[tuple[int, int]]) -> int:
 
 
 def assemble_crcs(fragments: Sequence[Fragment], nbytes: int) -> list[int | None]:
-    """The CRC of every block of a tensor; ``None`` where the fragments do not tile it exactly.
+    """Return the CRC of every block of a tensor; ``None`` for a block that the fragments do not tile exactly.
 
-    Several ranks may hash the same fragment; a range that two fragments give different CRCs
-    makes the block ``None``, as does a gap or a partial overlap.
+    Several ranks may hash the same fragment. A gap, a partial overlap or two different CRCs of one
+    range make the block ``None``.
     """
     if len(fragments) == 1 and nbytes <= BLOCK_BYTES:
-        return [_tile(fragments, 0, nbytes)]
-    result: list[int | None] = []
+        return [_combine_fragments(fragments, 0, nbytes)]
+    block_crcs: list[int | None] = []
     ordered = sorted(set(fragments))
-    at = 0
+    position = 0
     for block in range(count_blocks(nbytes)):
         start, stop = block_range(block, nbytes)
-        first = at
-        while at < len(ordered) and ordered[at].start < stop:
-            at += 1
-        result.append(_tile(ordered[first:at], start, stop))
-    return result
+        first = position
+        while position < len(ordered) and ordered[position].start < stop:
+            position += 1
+        block_crcs.append(_combine_fragments(ordered[first:position], start, stop))
+    return block_crcs
 
 
-def _tile(fragments: Sequence[Fragment], start: int, stop: int) -> int | None:
-    crc, reached = 0, start
+def _combine_fragments(fragments: Sequence[Fragment], start: int, stop: int) -> int | None:
+    crc, end = 0, start
     for fragment in fragments:
-        if fragment.start != reached or fragment.stop > stop:
+        if fragment.start != end or fragment.stop > stop:
             return None
         crc = combine(crc, fragment.crc, fragment.stop - fragment.start)
-        reached = fragment.stop
-    return crc if reached == stop else None
+        end = fragment.stop
+    return crc if end == stop else None
 
 
 def to_hex(crcs: Iterable[int]) -> str:
-    """CRCs as text: 16 lower-case hexadecimal digits each, nothing between them."""
+    """Encode CRCs as text: 16 lower-case hexadecimal digits each, without separators."""
     return "".join(f"{crc:016x}" for crc in crcs)
 
 
 def from_hex(text: str) -> list[int]:
-    """The inverse of :func:`to_hex`. Raises ``ValueError`` for anything else."""
+    """Decode the text of :func:`to_hex`. Raises ``ValueError`` for any other text."""
     if len(text) % DIGITS or text.strip("0123456789abcdef"):
-        raise ValueError("not a row of CRCs of 16 hexadecimal digits each")
+        raise ValueError("not a sequence of CRCs of 16 hexadecimal digits each")
     return list(struct.unpack(f">{len(text) // DIGITS}Q", bytes.fromhex(text)))

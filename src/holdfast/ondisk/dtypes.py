@@ -31,14 +31,14 @@ WIDTHS = {
     "U8": 1,
 }
 
-#: Dtypes that stand for numbers with a point, and so may be cast into each other.
+#: Floating-point dtypes, which may be cast into each other.
 FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
 
 
 def dtype_width(dtype: str) -> int:
-    """Bytes per element. Raises ``FormatError`` for a name that is not in :data:`WIDTHS`."""
+    """Return the bytes per element. Raises ``FormatError`` for a name that is not in :data:`WIDTHS`."""
     try:
         return WIDTHS[dtype]
     except KeyError:
-        known = ", ".join(sorted(WIDTHS))
-        raise FormatError(f"dtype {dtype!r} is not one that holdfast reads; known are {known}") from None
+        supported = ", ".join(sorted(WIDTHS))
+        raise FormatError(f"dtype {dtype!r} is not supported; holdfast reads {supported}") from None

@@ -1,4 +1,7 @@
-"""Keys of dicts and sets that somebody else chose: too many of one hash make a dict so slow that they are an attack."""
+"""Limits on equal hashes among untrusted keys of dicts and sets.
+
+Many keys of one hash make each insertion into a dict or set linear in its size: a denial-of-service attack.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,34 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-#: How many keys of one hash a table may have. Honest ones have a few: ``-1`` and ``-2`` have the same hash.
-MOST_ALIKE = 32
+#: The most keys of one hash that a table may have. Ordinary tables have a few: ``-1`` and ``-2`` have the same hash.
+MAX_EQUAL_HASHES = 32
 
-#: Types of which nobody can find many values of one hash: texts have hashes that differ from process to process, and
-#: of floats there are at most 34.
-_SAFE = frozenset({str, bytes, float, bool, type(None)})
+#: Types of which an attacker cannot find many values of one hash. The hashes of texts are randomised per process, and
+#: at most 34 floats have the same hash.
+_SAFE_TYPES = frozenset({str, bytes, float, bool, type(None)})
 
 #: Integers below this are their own hash.
-_OWN_HASH = 2**61 - 2
+_SELF_HASH_LIMIT = 2**61 - 2
 
 
 def count_hashes(keys: Iterable[Any]) -> Counter[int]:
-    """How often each hash is there, among keys whose hashes can be chosen."""
-    return Counter(hash(key) for key in keys if not is_safe(key))
+    """Count each hash of the keys whose hashes an attacker can choose."""
+    return Counter(hash(key) for key in keys if not has_safe_hash(key))
 
 
 def check_hashes(keys: Collection[Any]) -> None:
-    """Raise ``ValueError`` if many of some distinct keys have one hash."""
-    if len(keys) > MOST_ALIKE:
+    """Raise ``ValueError`` if too many of these distinct keys have the same hash."""
+    if len(keys) > MAX_EQUAL_HASHES:
         check_counts(count_hashes(keys))
 
 
 def check_counts(counts: Counter[int]) -> None:
-    """Raise ``ValueError`` if a hash is there too often."""
-    if counts and max(counts.values()) > MOST_ALIKE:
-        raise ValueError(f"more than {MOST_ALIKE} of its keys have the same hash, as no honest ones do")
+    """Raise ``ValueError`` if a hash occurs too often."""
+    if counts and max(counts.values()) > MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {MAX_EQUAL_HASHES} of its keys have the same hash; the file may be an attack")
 
 
-def is_safe(key: Any) -> bool:
-    """Whether nobody can find many such keys of one hash."""
-    return type(key) in _SAFE or (type(key) is int and -_OWN_HASH < key < _OWN_HASH)
+def has_safe_hash(key: Any) -> bool:
+    """Return whether an attacker cannot find many keys of this type with one hash."""
+    return type(key) in _SAFE_TYPES or (type(key) is int and -_SELF_HASH_LIMIT < key < _SELF_HASH_LIMIT)

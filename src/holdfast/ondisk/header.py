@@ -17,7 +17,7 @@ from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.ondisk import strict_json
 from holdfast.ondisk.dtypes import dtype_width
 
-#: Data starts at a multiple of this many bytes in files of ours, so that it can be moved by direct I/O.
+#: In files that holdfast writes, the data starts at a multiple of this many bytes, so that direct I/O can move it.
 ALIGNMENT = 4096
 
 #: The largest header that the format allows, in bytes.
@@ -46,7 +46,7 @@ class HeaderEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A parsed header. ``size`` is where the data area starts in the file, in bytes."""
+    """A parsed header. ``size`` is the offset of the data area in the file, in bytes."""
 
     entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
@@ -54,13 +54,13 @@ class SafetensorsHeader:
 
 
 def encode_header(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its data, padded to :data:`ALIGNMENT`."""
-    text = b"".join(_text(entries, metadata))
+    """Return the bytes of a file before its data, padded to :data:`ALIGNMENT`."""
+    text = b"".join(_json_chunks(entries, metadata))
     size = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
 
 
-def _text(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> Iterator[bytes]:
+def _json_chunks(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> Iterator[bytes]:
     yield b'{"__metadata__":' + msgspec.json.encode(dict(metadata))
     encode_json = msgspec.json.Encoder().encode
     for name, entry in entries.items():
@@ -69,13 +69,16 @@ def _text(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> It
 
 
 def header_length(prefix: bytes, file_size: int, file: str) -> int:
-    """Where the data of ``file`` starts, from its first 8 bytes; checked before anything is allocated."""
+    """Return the offset in bytes at which the data of ``file`` starts, from its first 8 bytes.
+
+    Raises ``CorruptCheckpointError`` if the offset is impossible, before any memory is allocated for the header.
+    """
     if len(prefix) < LENGTH_BYTES:
         raise CorruptCheckpointError(f"{file} is {file_size} bytes, too short for a safetensors file")
     size = int.from_bytes(prefix, "little") + LENGTH_BYTES
     if size > min(file_size, HEADER_LIMIT + LENGTH_BYTES):
         raise CorruptCheckpointError(
-            f"the header of {file} claims {size} bytes, the file has {file_size}: it is damaged or cut short"
+            f"the header of {file} claims {size} bytes, but the file has {file_size}: it is corrupt or truncated"
         )
     return size
 
@@ -88,46 +91,47 @@ def decode_header(raw: bytes, file_size: int, file: str) -> SafetensorsHeader:
         metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, str])
         entries = msgspec.convert(table, dict[str, HeaderEntry])
     except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(f"the header of {file} is damaged: {error}") from error
-    _check(entries, file_size - len(raw), file)
+        raise CorruptCheckpointError(f"the header of {file} is corrupt: {error}") from error
+    _check_tiling(entries, file_size - len(raw), file)
     return SafetensorsHeader(entries, metadata, len(raw))
 
 
-def _check(entries: Mapping[str, HeaderEntry], data: int, file: str) -> None:
-    reached = 0
+def _check_tiling(entries: Mapping[str, HeaderEntry], data_size: int, file: str) -> None:
+    """Raise ``CorruptCheckpointError`` if the tensors do not tile the data area exactly."""
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
-        if start != reached or stop < start:
+        if start != end or stop < start:
             raise CorruptCheckpointError(
-                f"{file}: tensor {name!r} at bytes {start} to {stop} leaves a hole or overlaps another"
+                f"{file}: tensor {name!r} at bytes {start} to {stop} leaves a gap or overlaps another"
             )
-        if _nbytes(entry, name, file) != stop - start:
+        if _expected_size(entry, name, file) != stop - start:
             raise CorruptCheckpointError(
                 f"{file}: tensor {name!r} has {stop - start} bytes, not those of {entry.dtype} {list(entry.shape)}"
             )
-        reached = stop
-    if reached != data:
+        end = stop
+    if end != data_size:
         raise CorruptCheckpointError(
-            f"{file}: its tensors end at byte {reached} of the data, the file at {data}: it is damaged or cut short"
+            f"{file}: its tensors end at data byte {end}, but the file at {data_size}: it is corrupt or truncated"
         )
 
 
-def _nbytes(entry: HeaderEntry, name: str, file: str) -> int:
-    """The bytes that a tensor of such dtype and shape has."""
+def _expected_size(entry: HeaderEntry, name: str, file: str) -> int:
+    """Return the size in bytes of a tensor of the entry's dtype and shape. Raises if no tensor can have them."""
     try:
         size = dtype_width(entry.dtype)
     except FormatError as error:
         raise FormatError(f"{file}: tensor {name!r}: {error}") from None
     numel = math.prod(entry.shape)
-    # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
+    # torch computes strides over an empty dimension as over one of size 1, and they must fit into 64 bits.
     if (numel or math.prod(dim or 1 for dim in entry.shape)) * size > LARGEST:
         raise CorruptCheckpointError(f"{file}: no tensor can have the shape {list(entry.shape)} that {name!r} has")
     return numel * size
 
 
-def parse_json_object(text: str, what: str) -> dict[str, object]:
-    """A JSON object out of a header's metadata. Raises ``CorruptCheckpointError`` naming ``what``."""
-    value = strict_json.parse_json(text.encode(), what)
+def parse_json_object(text: str, subject: str) -> dict[str, object]:
+    """Parse a JSON object of a header's metadata. Raises ``CorruptCheckpointError`` naming ``subject``."""
+    value = strict_json.parse_json(text.encode(), subject)
     if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{what} is not a JSON object")
+        raise CorruptCheckpointError(f"{subject} is not a JSON object")
     return value

@@ -1,12 +1,12 @@
-"""Names of folders in a run that are not checkpoints: hidden, with what they are in the name."""
+"""Names of hidden directories in a run. They are not checkpoints; their name says in which state they are."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal, NamedTuple
 
-#: A save under way or dead; a checkpoint that another took the place of; one that is being removed; one that a load
-#: found corrupt, and that is kept for people to look at.
+#: ``partial``: a save in progress, or an interrupted one. ``replaced``: a checkpoint that another save replaced.
+#: ``removed``: a checkpoint that is being deleted. ``corrupt``: one that a load found corrupt, kept for inspection.
 State = Literal["partial", "replaced", "removed", "corrupt"]
 
 _NAME = re.compile(
@@ -15,7 +15,7 @@ _NAME = re.compile(
 
 
 class HiddenName(NamedTuple):
-    """Of which tag, run and checkpoint a hidden folder is, and why it is there."""
+    """The tag, run, checkpoint id and state of a hidden directory."""
 
     tag: str
     run: str
@@ -24,15 +24,15 @@ class HiddenName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The directory's name."""
         return f".{self.tag}.{self.run}.{self.id}.{self.state}"
 
-    def now(self, state: State) -> HiddenName:
-        """The same in another state."""
+    def with_state(self, state: State) -> HiddenName:
+        """Return the same name in another state."""
         return self._replace(state=state)
 
 
 def parse_hidden_name(name: str) -> HiddenName | None:
-    """The inverse of ``HiddenName.name``; ``None`` for any other name."""
-    found = _NAME.fullmatch(name)
-    return HiddenName(found["tag"], found["run"], found["id"], found["state"]) if found else None  # type: ignore[arg-type]
+    """Parse a ``HiddenName.name``. Return ``None`` for any other name."""
+    match = _NAME.fullmatch(name)
+    return HiddenName(match["tag"], match["run"], match["id"], match["state"]) if match else None  # type: ignore[arg-type]

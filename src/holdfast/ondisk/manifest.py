@@ -1,6 +1,6 @@
-"""``manifest.json``: what a checkpoint consists of, schema-checked, its own CRC last.
+"""``manifest.json``: the list of a checkpoint's files, checked by a schema, with its own CRC at the end.
 
-The manifest is the commit record: a folder with its final name has one, and it names every file
+The manifest is the commit record: every directory with its final name has one. It names every file
 with its size and CRC.
 """
 
@@ -22,7 +22,7 @@ VERSION = 1
 #: The largest integer that a manifest may have.
 LARGEST = 2**63 - 1
 
-#: The length is limited, too: in Python ``$`` also matches before a line break at the end.
+#: The length is limited too, because in Python ``$`` also matches before a line break at the end.
 Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$", max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
@@ -31,7 +31,7 @@ _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file: its size in bytes and the CRC of all of it; of a data file also those of its header."""
+    """A file: its size in bytes and the CRC of all of it. For a data file, also those of its header."""
 
     size: Count
     crc64nvme: Hex64
@@ -40,7 +40,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """What wrote the checkpoint, as far as it says. For people; nothing depends on it."""
+    """The versions and the world size that wrote the checkpoint. Informational only."""
 
     holdfast: str = ""
     torch: str = ""
@@ -49,12 +49,12 @@ class Provenance(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of ``manifest.json``, but for its last line, the CRC of all bytes before it.
+    """The contents of ``manifest.json`` without its last line, which is the CRC of all bytes before it.
 
-    ``sequence`` counts the saves into a run's folder, and with ``time`` (seconds since 1970) and ``id``
-    decides which checkpoint is the latest. ``run`` is drawn at the first save of a run.
-    A metric that was not finite is ``None``. Members that are not known here are passed over: what a reader must
-    know about raises the version.
+    ``sequence`` counts the saves into a run's directory. Together with ``time`` (seconds since 1970) and ``id`` it
+    decides which checkpoint is the latest. ``run`` is a random id, chosen at the first save of a run.
+    A metric that was not finite is ``None``. Readers ignore members that they do not know: a change that a reader
+    must know about increments the version.
     """
 
     format: str
@@ -71,12 +71,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files that the manifest names."""
+        """The total size in bytes of all files that the manifest names."""
         return sum(record.size for record in self.files.values())
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``."""
+    """Return the bytes of ``manifest.json``."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
     body = text.removesuffix(b"\n}")
     return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
@@ -85,40 +85,40 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(raw: bytes, file: str) -> Manifest:
     """Parse and check a manifest.
 
-    Raises ``FormatError`` for a newer version or another format, ``CorruptCheckpointError`` for all else.
+    Raises ``FormatError`` if it has a newer version or another format, else ``CorruptCheckpointError``.
     """
     table = strict_json.parse_json(raw, file)
     tail = _TAIL.search(raw)
     if tail is not None and crc64(raw[: tail.start()]) != int(tail[1], 16):
-        raise CorruptCheckpointError(f"{file} does not match its own CRC: it is damaged")
+        raise CorruptCheckpointError(f"{file} does not match its own CRC: it is corrupt")
     if not isinstance(table, dict):
-        raise CorruptCheckpointError(f"{file} is damaged: it is no JSON object")
+        raise CorruptCheckpointError(f"{file} is corrupt: it is not a JSON object")
     _check_version(table.get("format"), table.get("version"), file)
     if tail is None:
-        raise CorruptCheckpointError(f"{file} does not end in its CRC: it is damaged or cut short")
+        raise CorruptCheckpointError(f"{file} does not end in its CRC: it is corrupt or truncated")
     del table["crc64nvme"]
     try:
         manifest = msgspec.convert(table, Manifest)
     except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(f"{file} is damaged: {error}") from error
+        raise CorruptCheckpointError(f"{file} is corrupt: {error}") from error
     for name in manifest.files:
         check_relative_path(name, file)
     return manifest
 
 
-def _check_version(form: object, version: object, file: str) -> None:
+def _check_version(format_name: object, version: object, file: str) -> None:
     number = version if isinstance(version, int) else VERSION
-    if form != "holdfast" or number < 1:
-        raise FormatError(f"{file} is not a manifest of holdfast")
+    if format_name != "holdfast" or number < 1:
+        raise FormatError(f"{file} is not a holdfast manifest")
     if number > VERSION:
-        raise FormatError(f"{file} is of format version {number}; this holdfast reads up to {VERSION}: update holdfast")
+        raise FormatError(f"{file} has format version {number}, this holdfast reads up to {VERSION}: update holdfast")
 
 
 def manifest_schema() -> bytes:
-    """The JSON Schema of ``manifest.json``, as it is published in the package."""
-    described = msgspec.json.schema(Manifest)
-    fields = described["$defs"]["Manifest"]
+    """Return the JSON Schema of ``manifest.json``, as it is published in the package."""
+    schema = msgspec.json.schema(Manifest)
+    fields = schema["$defs"]["Manifest"]
     fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
     fields["required"].append("crc64nvme")
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return msgspec.json.format(msgspec.json.encode(dialect | described), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(dialect | schema), indent=2) + b"\n"

@@ -1,4 +1,4 @@
-"""Checksums of ranges of files, as formats of other systems have them: of entries of zip files, of records."""
+"""Checksums of file ranges in the formats of other systems, such as entries of zip files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 
 class RangeChecksum(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, called ``name`` in messages, have this CRC."""
+    """The CRC of bytes ``[start, stop)`` of a file. Messages call the range ``name``."""
 
     file: Path
     start: int

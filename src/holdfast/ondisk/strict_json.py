@@ -1,6 +1,6 @@
-"""JSON read strictly: every key once, finite numbers only, text without lone surrogates.
+"""A strict JSON parser: unique keys, finite numbers, text without lone surrogates.
 
-What a lenient parser lets pass means one thing to one reader and another to the next.
+Input that only lenient parsers accept can mean different things to different readers.
 """
 
 from __future__ import annotations
@@ -12,34 +12,39 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError
 
-#: An escape of half a character; two of them may make a whole one.
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+#: An escape of a surrogate: half a character. Two of them may form a character.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_json(raw: bytes, what: str) -> Any:
-    """The JSON in ``raw``. Raises ``CorruptCheckpointError`` naming ``what``."""
+def parse_json(raw: bytes, subject: str) -> Any:
+    """Parse the JSON in ``raw``. Raises ``CorruptCheckpointError`` naming ``subject``."""
     try:
-        tree = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-        if _HALF.search(raw):
+        tree = json.loads(
+            raw.decode(),
+            object_pairs_hook=_check_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_finite,
+        )
+        if _SURROGATE.search(raw):
             json.dumps(tree, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{what} is not the JSON that it should be: {error}") from error
+        raise CorruptCheckpointError(f"{subject} is not valid JSON: {error}") from error
     return tree
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("duplicate key in an object")
     return result
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is beyond all numbers that a float can be")
+        raise ValueError(f"{text} is out of the range of a float")
     return number
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")

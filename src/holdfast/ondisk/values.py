@@ -1,7 +1,8 @@
-"""Plain values as JSON, without pickle: what JSON lacks is an object with one key, a tag such as ``$tuple``.
+"""Plain Python values as JSON, without pickle.
 
-Tensors and arrays become a reference (``{"$tensor": "key"}``) to a safetensors file beside the JSON.
-Types are kept exactly: what cannot come back as it was is refused at save time, all of it at once.
+A value of a type that JSON lacks is an object with one key, a tag such as ``$tuple``.
+Tensors and arrays become a reference (``{"$tensor": "key"}``) to a safetensors file next to the JSON.
+Types are kept exactly. A save refuses values that would come back changed, and its error lists all of them.
 """
 
 from __future__ import annotations
@@ -19,58 +20,58 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedValueError
-from holdfast.ondisk.hash_limits import MOST_ALIKE, check_hashes
+from holdfast.ondisk.hash_limits import MAX_EQUAL_HASHES, check_hashes
 from holdfast.ondisk.strict_json import parse_json
 
 #: Deeper trees are refused when they are saved.
 MAX_DEPTH = 100
 
-#: The file of values that all ranks share, and the one of those that belong to single ranks.
+#: The file of the values that all ranks share, and the file of per-rank values.
 SHARED_FILE, RANKS_FILE = "state.json", "ranks.json"
 
-#: The most bytes of a file of values: readers take no larger one, so none is written.
+#: The most bytes of a file of values: readers add_problem larger ones, so none is written.
 VALUES_LIMIT = 2**30
 
-#: Levels of JSON that one level of a tree may take: the tag of a namespace, that of its dict, a pair, the value.
-_LEVELS = 4
+#: The most levels of JSON for one level of a tree: the tag of a namespace, that of its dict, a pair, the value.
+_JSON_LEVELS = 4
 
-#: Longest list of problems in one message.
-_SHOWN = 20
+#: The most problems that one message lists.
+_MAX_SHOWN = 20
 
-#: Python reads no longer integers back from text.
+#: Longer integers cannot be parsed by Python.
 _INT_BITS = 10_000
 
 
 class ArrayCodec(Protocol):
-    """What this module asks of those who know tensors and arrays."""
+    """The encoding of tensors and arrays, which this module leaves to its callers."""
 
     def encode(self, value: object, key: str) -> Any:
-        """The JSON for a tensor, array, dtype or device; ``NotImplemented`` for any other value."""
+        """Return the JSON for a tensor, array, dtype or device; ``NotImplemented`` for any other value."""
 
     def decode(self, tag: str, payload: Any) -> Any:
-        """The inverse; ``NotImplemented`` for an unknown tag."""
+        """Return the value of a tag's JSON; ``NotImplemented`` for an unknown tag."""
 
 
 def dump_values(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes:
-    """JSON of a tree: :func:`encode_value` and :func:`to_json`."""
+    """Encode a tree as JSON bytes: :func:`encode_value`, then :func:`to_json`."""
     return to_json(encode_value(tree, codec, prefix))
 
 
 def to_json(encoded: Any) -> bytes:
-    """The bytes of an encoded tree."""
+    """Return the JSON bytes of an encoded tree."""
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
 
 def encode_value(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> Any:
-    """A tree of what JSON has. ``prefix`` goes before the keys of its tensors.
+    """Encode a tree in the types of JSON. The keys of its tensors start with ``prefix``.
 
-    Raises ``UnsupportedValueError`` that names the path of every value that cannot be stored.
+    Raises ``UnsupportedValueError`` with the path of every value that cannot be stored.
     """
     problems: list[str] = []
-    encoded = _encode(tree, (), _Encoder(codec, prefix, problems))
+    encoded = _encode_any(tree, (), _Encoder(codec, prefix, problems))
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "\n".join(f"  {problem}" for problem in problems[:_MAX_SHOWN])
+        more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise UnsupportedValueError(
             f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\n"
             "Store plain values, tensors or arrays instead."
@@ -79,109 +80,112 @@ def encode_value(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -
 
 
 def check_size(raw: bytes, file: str) -> bytes:
-    """The JSON of a tree. Raises ``UnsupportedValueError`` if no reader would take a ``file`` of it."""
+    """Return the JSON of a tree. Raises ``UnsupportedValueError`` if it is too large for ``file``."""
     if len(raw) > VALUES_LIMIT:
         raise too_large_error(raw, file, len(raw), VALUES_LIMIT)
     return raw
 
 
 def too_large_error(raw: bytes, file: str, size: int, limit: int) -> UnsupportedValueError:
-    """The error for a ``file`` that values, the JSON ``raw``, make too large. It names the largest of them."""
-    path, largest = _largest(json.loads(raw))
+    """Return the error for a ``file`` that is too large because of the values ``raw``. It names the largest value."""
+    path, largest = _find_largest_value(json.loads(raw))
     return UnsupportedValueError(
-        f"{file} would have {size:,} bytes, and readers take {limit:,} at most; the largest value is {path}, of "
+        f"{file} would have {size:,} bytes, and readers accept {limit:,} at most; the largest value is {path}, of "
         f"{largest:,} bytes as JSON. Store bytes as a tensor, such as torch.frombuffer(value, dtype=torch.uint8), "
-        "numbers as a tensor or an array, and larger things in files of their own"
+        "numbers as a tensor or an array, and larger data in separate files"
     )
 
 
-def _largest(encoded: Any) -> tuple[str, int]:
-    """The path of the value that makes a tree large, and its size as JSON: as deep as one value is most of it."""
+def _find_largest_value(encoded: Any) -> tuple[str, int]:
+    """Return the path of the value that makes a tree large, and its size as JSON in bytes.
+
+    It descends as long as one child is more than half of its parent.
+    """
     path: tuple[object, ...] = ()
     size = len(to_json(encoded))
     while True:
-        sizes = [(len(to_json(child)), name, child) for name, child in _children(encoded)]
+        sizes = [(len(to_json(child)), name, child) for name, child in _list_children(encoded)]
         largest, name, child = max(sizes, key=lambda item: item[0], default=(0, "", None))
         if 2 * largest <= size:
-            return _show(path), size
+            return _format_path(path), size
         path, size, encoded = (*path, name), largest, child
 
 
-def _children(encoded: Any) -> list[tuple[object, Any]]:
-    """The values inside of an encoded one, by what they are called in paths."""
+def _list_children(encoded: Any) -> list[tuple[object, Any]]:
+    """Return the children of an encoded value, with their labels in paths."""
     if isinstance(encoded, list):
         return list(enumerate(encoded))
     if not isinstance(encoded, dict):
         return []
     tag = next(iter(encoded), "")
-    if tag == "$dict" or tag in _PAIRS.values():
-        return [(_label(key) if isinstance(key, str | int) else "key", value) for key, value in encoded[tag]]
-    return _children(encoded[tag]) if tag.startswith("$") else list(encoded.items())
+    if tag == "$dict" or tag in _PAIR_TAGS.values():
+        return [(_key_label(key) if isinstance(key, str | int) else "key", value) for key, value in encoded[tag]]
+    return _list_children(encoded[tag]) if tag.startswith("$") else list(encoded.items())
 
 
 def iterate_members(encoded: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The keys and values, encoded, of an encoded dict."""
+    """Return the encoded keys and values of an encoded dict."""
     return [(key, value) for key, value in encoded.get("$dict", encoded.items())]
 
 
 def as_table(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    """The encoded dict of such keys and values, in the order of the keys; of several with one key, the first."""
-    found = {str(key): (key, value) for key, value in reversed(list(pairs))}
-    ordered = [found[key] for key in sorted(found)]
+    """Return the encoded dict of these keys and values, sorted by key. For a duplicate key, the first value is kept."""
+    by_text = {str(key): (key, value) for key, value in reversed(list(pairs))}
+    ordered = [by_text[key] for key in sorted(by_text)]
     if all(isinstance(key, str) and not key.startswith("$") for key, _ in ordered):
         return dict(ordered)
     return {"$dict": [list(pair) for pair in ordered]}
 
 
 def load_values(raw: bytes, codec: ArrayCodec, file: str) -> Any:
-    """The tree that :func:`dump_values` wrote. Raises ``CorruptCheckpointError`` naming ``file`` for what it could not have written."""
+    """Decode the JSON of :func:`dump_values`. Raises ``CorruptCheckpointError`` naming ``file`` for any other bytes."""
     return decode_value(parse_json(raw, file), codec, file)
 
 
 def decode_value(encoded: Any, codec: ArrayCodec, file: str) -> Any:
-    """The values of JSON that is parsed already."""
-    with _blaming(file):
-        return _decode(encoded, codec, 0)
+    """Decode JSON that is parsed already. Raises ``CorruptCheckpointError`` naming ``file``."""
+    with _errors_naming(file):
+        return _decode_any(encoded, codec, 0)
 
 
 @contextmanager
-def _blaming(file: str) -> Iterator[None]:
+def _errors_naming(file: str) -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{file}: {error}") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{file} holds no values that holdfast wrote: {error}") from error
+        raise CorruptCheckpointError(f"{file} does not contain values that holdfast wrote: {error}") from error
 
 
 class _Encoder:
     def __init__(self, codec: ArrayCodec, prefix: str, problems: list[str]) -> None:
         self.codec, self.prefix, self.problems = codec, prefix, problems
 
-    def refuse(self, path: tuple[object, ...], why: str) -> None:
-        self.problems.append(f"{_show(path)}: {why}")
+    def add_problem(self, path: tuple[object, ...], reason: str) -> None:
+        self.problems.append(f"{_format_path(path)}: {reason}")
 
 
-def _encode(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
+def _encode_any(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
     kind = type(value)
-    if value is None or kind is bool or (kind in _AS_THEY_ARE and _AS_THEY_ARE[kind](value)):
+    if value is None or kind is bool or (kind in _IN_JSON and _IN_JSON[kind](value)):
         return value
-    if len(path) > MAX_DEPTH or (kind in _KEYED and _is_slow(value)):
-        return _refuse_form(path, encoder)
+    if len(path) > MAX_DEPTH or (kind in _KEYED_TYPES and _is_slow(value)):
+        return _add_form_problem(path, encoder)
     if kind is list:
-        return [_encode(item, (*path, i), encoder) for i, item in enumerate(value)]
+        return [_encode_any(item, (*path, i), encoder) for i, item in enumerate(value)]
     if kind is dict:
         return _encode_dict(value, path, encoder)
-    if kind in _PLAIN:
-        tag, to_json = _PLAIN[kind]
-        encoded = _encode(to_json(value), path, encoder)
-        # Hashes differ between processes, and with them the order of a set.
+    if kind in _ENCODERS:
+        tag, to_json = _ENCODERS[kind]
+        encoded = _encode_any(to_json(value), path, encoder)
+        # Hashes, and with them the order of a set, differ between processes.
         return {tag: sorted(encoded, key=json.dumps) if kind in {set, frozenset} else encoded}
     return _encode_other(value, path, encoder)
 
 
 def _is_slow(keys: Collection[Any]) -> bool:
-    """Whether so many keys have one hash that no reader would take them in."""
+    """Return whether so many keys have one hash that readers would add_problem them."""
     try:
         check_hashes(keys)
     except ValueError:
@@ -189,23 +193,25 @@ def _is_slow(keys: Collection[Any]) -> bool:
     return False
 
 
-def _refuse_form(path: tuple[object, ...], encoder: _Encoder) -> None:
+def _add_form_problem(path: tuple[object, ...], encoder: _Encoder) -> None:
     if len(path) > MAX_DEPTH:
-        encoder.refuse((*path[:5], "…"), f"nested deeper than {MAX_DEPTH} levels, or inside itself")
+        encoder.add_problem((*path[:5], "…"), f"nested deeper than {MAX_DEPTH} levels, or inside itself")
     else:
-        encoder.refuse(path, f"more than {MOST_ALIKE} of its keys have the same hash, which is refused when it is read")
+        encoder.add_problem(
+            path, f"more than {MAX_EQUAL_HASHES} of its keys have the same hash, which readers add_problem"
+        )
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text is whole characters; halves of them (from names of files) are no JSON."""
+    """Return whether a text has no lone surrogates (file names may have them), which JSON cannot hold."""
     try:
         return value.isascii() or bool(value.encode())
     except UnicodeEncodeError:
         return False
 
 
-#: Which values JSON has itself.
-_AS_THEY_ARE: dict[type, Callable[[Any], bool]] = {
+#: Types that JSON has too, each with a test of the values that it can hold.
+_IN_JSON: dict[type, Callable[[Any], bool]] = {
     int: lambda value: value.bit_length() <= _INT_BITS,
     float: math.isfinite,
     str: _is_text,
@@ -213,138 +219,141 @@ _AS_THEY_ARE: dict[type, Callable[[Any], bool]] = {
 
 
 #: Types whose values have keys.
-_KEYED = frozenset({dict, set, frozenset, collections.OrderedDict, collections.Counter})
+_KEYED_TYPES = frozenset({dict, set, frozenset, collections.OrderedDict, collections.Counter})
 
 
 def _encode_dict(value: dict[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> Any:
     if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
-        return {key: _encode(item, (*path, key), encoder) for key, item in value.items()}
+        return {key: _encode_any(item, (*path, key), encoder) for key, item in value.items()}
     return {"$dict": _encode_pairs(value, path, encoder)}
 
 
 def _encode_pairs(value: Mapping[Any, Any], path: tuple[object, ...], encoder: _Encoder) -> list[Any]:
     return [
-        [_encode(key, (*path, "key", _label(key)), encoder), _encode(item, (*path, _label(key)), encoder)]
+        [
+            _encode_any(key, (*path, "key", _key_label(key)), encoder),
+            _encode_any(item, (*path, _key_label(key)), encoder),
+        ]
         for key, item in value.items()
     ]
 
 
-def _label(key: Any) -> int | str:
-    """What a key is called in paths: a number, or whole characters."""
+def _key_label(key: Any) -> int | str:
+    """Return the label of a key in paths: a number, or text without lone surrogates."""
     if type(key) is int and key.bit_length() <= _INT_BITS:
         return key
     try:
         return str(key).encode(errors="backslashreplace").decode()
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python formats no integer of more than 4300 digits
         return type(key).__qualname__
 
 
 def _encode_other(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
-    if type(value) in _PAIRS:
-        return {_PAIRS[type(value)]: _encode_pairs(value, path, encoder)}
+    if type(value) in _PAIR_TAGS:
+        return {_PAIR_TAGS[type(value)]: _encode_pairs(value, path, encoder)}
     try:
         encoded = encoder.codec.encode(value, encoder.prefix + ".".join(str(part) for part in path))
     except (TypeError, ValueError) as error:
-        return encoder.refuse(path, str(error))
+        return encoder.add_problem(path, str(error))
     if type(value) is int:
-        return encoder.refuse(path, f"an integer of more than {_INT_BITS} bits")
+        return encoder.add_problem(path, f"an integer of more than {_INT_BITS} bits")
     if encoded is NotImplemented:
-        return encoder.refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
+        return encoder.add_problem(path, f"{type(value).__module__}.{type(value).__qualname__}")
     return encoded
 
 
-def _show(path: tuple[object, ...]) -> str:
+def _format_path(path: tuple[object, ...]) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "the value itself"
 
 
-def _decode(value: Any, codec: ArrayCodec, depth: int) -> Any:
-    if depth > _LEVELS * MAX_DEPTH:
-        raise CorruptCheckpointError(f"values are nested deeper than {_LEVELS * MAX_DEPTH} levels of JSON")
+def _decode_any(value: Any, codec: ArrayCodec, depth: int) -> Any:
+    if depth > _JSON_LEVELS * MAX_DEPTH:
+        raise CorruptCheckpointError(f"values are nested deeper than {_JSON_LEVELS * MAX_DEPTH} levels of JSON")
     if isinstance(value, list):
-        return [_decode(item, codec, depth + 1) for item in value]
+        return [_decode_any(item, codec, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next((key for key in value if key.startswith("$")), None)
     if tag is None:
-        return {key: _decode(item, codec, depth + 1) for key, item in value.items()}
+        return {key: _decode_any(item, codec, depth + 1) for key, item in value.items()}
     if len(value) != 1:
         raise CorruptCheckpointError(f"the tag {tag!r} is not alone in its object")
     return _decode_tag(tag, value[tag], codec, depth)
 
 
 def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
-    if tag in _FROM_JSON:
-        expected, build = _FROM_JSON[tag]
-        plain = _decode(payload, codec, depth + 1)
+    if tag in _DECODERS:
+        expected, build = _DECODERS[tag]
+        plain = _decode_any(payload, codec, depth + 1)
         if type(plain) is not expected:
             raise CorruptCheckpointError(f"the tag {tag!r} holds {type(plain).__name__}, not {expected.__name__}")
         return build(plain)
     decoded = codec.decode(tag, payload)
     if decoded is NotImplemented:
-        raise CorruptCheckpointError(f"the tag {tag!r} is not known; written by a newer version?")
+        raise CorruptCheckpointError(f"the tag {tag!r} is unknown; was it written by a newer version? update holdfast")
     return decoded
 
 
-def _keys(keys: list[Any]) -> list[Any]:
-    """Keys that a dict or a set can take in. Raises ``ValueError`` for those that would make it slow."""
+def _check_keys(keys: list[Any]) -> list[Any]:
+    """Return keys of a dict or a set. Raises ``ValueError`` if too many of them have the same hash."""
     check_hashes(keys)
     return keys
 
 
-def _table(pairs: list[Any]) -> dict[Any, Any]:
-    _keys([key for key, _ in pairs])
+def _build_dict(pairs: list[Any]) -> dict[Any, Any]:
+    _check_keys([key for key, _ in pairs])
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise CorruptCheckpointError("a key stands twice in one table")
+        raise CorruptCheckpointError("duplicate key in a table")
     return table
 
 
-def _complex(pair: list[float]) -> complex:
+def _build_complex(pair: list[float]) -> complex:
     real, imaginary = pair
     return complex(real, imaginary)
 
 
-def _slice(parts: list[Any]) -> slice:
+def _build_slice(parts: list[Any]) -> slice:
     start, stop, step = parts
     return slice(start, stop, step)
 
 
-def _timedelta(parts: list[int]) -> dt.timedelta:
+def _build_timedelta(parts: list[int]) -> dt.timedelta:
     days, seconds, microseconds = parts
     return dt.timedelta(days, seconds, microseconds)
 
 
-def _float(text: str) -> float:
+def _parse_float(text: str) -> float:
     if text not in {"nan", "inf", "-inf"}:
-        raise CorruptCheckpointError(f"{text!r} is no float that needs a tag")
+        raise CorruptCheckpointError(f"{text!r} is not a float that needs a tag")
     return float(text)
 
 
-def _datetime(parts: list[Any]) -> dt.datetime:
+def _build_datetime(parts: list[Any]) -> dt.datetime:
     text, zone, fold = parts
     return dt.datetime.fromisoformat(text).replace(tzinfo=zone, fold=fold)
 
 
-def _time(parts: list[Any]) -> dt.time:
+def _build_time(parts: list[Any]) -> dt.time:
     text, zone, fold = parts
     return dt.time.fromisoformat(text).replace(tzinfo=zone, fold=fold)
 
 
-def _instant(value: dt.datetime | dt.time) -> list[Any]:
-    """What ``isoformat`` leaves out: which of two equal hours it is when a clock is put back, and the zone's name."""
+def _encode_instant(value: dt.datetime | dt.time) -> list[Any]:
+    """Encode a time with what ``isoformat`` omits: the zone, and ``fold``, which tells two equal hours apart."""
     return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
 
 
-def _namespace(table: dict[Any, Any]) -> Namespace:
+def _build_namespace(table: dict[Any, Any]) -> Namespace:
     space = Namespace()
     vars(space).update(table)
     return space
 
 
-_PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("$tuple", list),
     float: ("$float", repr),
     str: ("$str", lambda value: base64.b64encode(value.encode(errors="surrogatepass")).decode()),
@@ -355,9 +364,9 @@ _PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
     complex: ("$complex", lambda value: [value.real, value.imag]),
     range: ("$range", lambda value: [value.start, value.stop, value.step]),
     slice: ("$slice", lambda value: [value.start, value.stop, value.step]),
-    dt.datetime: ("$datetime", _instant),
+    dt.datetime: ("$datetime", _encode_instant),
     dt.date: ("$date", dt.date.isoformat),
-    dt.time: ("$time", _instant),
+    dt.time: ("$time", _encode_instant),
     dt.timezone: ("$timezone", lambda value: list(value.__reduce__()[1])),
     dt.timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     UUID: ("$uuid", str),
@@ -368,31 +377,31 @@ _PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
     collections.deque: ("$deque", lambda value: [list(value), value.maxlen]),
 }
 
-_PAIRS: dict[type, str] = {collections.OrderedDict: "$ordereddict", collections.Counter: "$counter"}
+_PAIR_TAGS: dict[type, str] = {collections.OrderedDict: "$ordereddict", collections.Counter: "$counter"}
 
-_FROM_JSON: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "$float": (str, _float),
+_DECODERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "$float": (str, _parse_float),
     "$str": (str, lambda text: base64.b64decode(text, validate=True).decode(errors="surrogatepass")),
     "$tuple": (list, tuple),
-    "$set": (list, lambda items: set(_keys(items))),
-    "$frozenset": (list, lambda items: frozenset(_keys(items))),
+    "$set": (list, lambda items: set(_check_keys(items))),
+    "$frozenset": (list, lambda items: frozenset(_check_keys(items))),
     "$bytes": (str, lambda text: base64.b64decode(text, validate=True)),
     "$bytearray": (str, lambda text: bytearray(base64.b64decode(text, validate=True))),
-    "$complex": (list, _complex),
+    "$complex": (list, _build_complex),
     "$range": (list, lambda parts: range(*parts)),
-    "$slice": (list, _slice),
-    "$datetime": (list, _datetime),
+    "$slice": (list, _build_slice),
+    "$datetime": (list, _build_datetime),
     "$date": (str, dt.date.fromisoformat),
-    "$time": (list, _time),
+    "$time": (list, _build_time),
     "$timezone": (list, lambda parts: dt.timezone(*parts)),
-    "$timedelta": (list, _timedelta),
+    "$timedelta": (list, _build_timedelta),
     "$uuid": (str, UUID),
     "$path": (str, pathlib.Path),
     "$purepath": (str, pathlib.PurePosixPath),
     "$windowspath": (str, pathlib.PureWindowsPath),
-    "$namespace": (dict, _namespace),
+    "$namespace": (dict, _build_namespace),
     "$deque": (list, lambda parts: collections.deque(parts[0], parts[1])),
-    "$dict": (list, _table),
-    "$ordereddict": (list, lambda pairs: collections.OrderedDict(_table(pairs))),
-    "$counter": (list, lambda pairs: collections.Counter(_table(pairs))),
+    "$dict": (list, _build_dict),
+    "$ordereddict": (list, lambda pairs: collections.OrderedDict(_build_dict(pairs))),
+    "$counter": (list, lambda pairs: collections.Counter(_build_dict(pairs))),
 }

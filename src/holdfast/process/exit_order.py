@@ -1,7 +1,7 @@
-"""What is done when a process ends, in which order.
+"""The order of functions that are called when a process ends.
 
 ``atexit`` is not enough: processes of :mod:`multiprocessing`, and so of ``torch.multiprocessing.spawn``, end without
-it. They do run :class:`multiprocessing.util.Finalize`, and so does every other process, by ``atexit``.
+it. They run :class:`multiprocessing.util.Finalize`, as does every other process, through ``atexit``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from multiprocessing.util import Finalize
 
 
 class ExitStage(IntEnum):
-    """When a function is called at exit: the highest stage first. Those below zero come after all child processes."""
+    """The stage at exit at which a function is called, the highest first. Stages below 0 follow all child processes."""
 
     #: Saves in flight are written and committed.
     SAVES = 30
-    #: Threads that talk to the other ranks of their own accord stop.
+    #: Background threads that communicate with other ranks stop.
     WATCHERS = 20
-    #: No thread is inside the key-value store when the interpreter ends: it would abort the process.
+    #: Threads leave the key-value store: one inside it when the interpreter ends would abort the process.
     STORE = 10
     #: The exit status is decided.
     STATUS = -10
 
 
 def call_at_exit(stage: ExitStage, function: Callable[[], object]) -> Finalize:
-    """Call ``function`` when this process ends; not in processes that are forked from it. ``cancel()`` undoes it."""
+    """Register ``function`` to be called when this process ends, but not in its forks. ``cancel()`` unregisters it."""
     return Finalize(None, function, exitpriority=int(stage))

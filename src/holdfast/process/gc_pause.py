@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of saves and loads."""
+"""Pauses of Python's garbage collector during saves and loads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class _Pauses:
     def __init__(self) -> None:
         self._lock, self._count, self._was_enabled = threading.Lock(), 0, False
 
-    def begin(self) -> None:
+    def start_pause(self) -> None:
         with self._lock:
             self._count += 1
             if self._count == 1:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
 
-    def end(self) -> None:
+    def end_pause(self) -> None:
         with self._lock:
             self._count -= 1
-            self._resume()
+            self._resume_if_unpaused()
 
     def forget_in_fork(self) -> None:
-        """The threads that would end the pauses are not in the forked process."""
+        """Drop all pauses in a forked process, which lacks the threads that would end them."""
         self._lock, was_paused, self._count = threading.Lock(), self._count > 0, 0
         if was_paused:
-            self._resume()
+            self._resume_if_unpaused()
 
-    def _resume(self) -> None:
+    def _resume_if_unpaused(self) -> None:
         if self._count == 0 and self._was_enabled:
             gc.enable()
 
@@ -44,15 +44,15 @@ os.register_at_fork(after_in_child=_pauses.forget_in_fork)
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection meanwhile.
+    """Pause the garbage collector.
 
-    Its passes over torch's heap, set off by many small records, cost a third of a save of 20,000 small tensors
-    (measured). What saves and loads make has no cycles.
+    Its passes over torch's heap, triggered by many small objects, took a third of a save of 20,000 small tensors
+    (measured). Saves and loads create no reference cycles.
     """
     process = os.getpid()
-    _pauses.begin()
+    _pauses.start_pause()
     try:
         yield
     finally:
         if os.getpid() == process:
-            _pauses.end()
+            _pauses.end_pause()

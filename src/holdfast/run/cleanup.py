@@ -1,6 +1,6 @@
-"""What keeps a run's folder in order: leftovers of dead saves, checkpoints that are no longer kept.
+"""Removes stale directories of dead saves, and checkpoints that are no longer kept, from a run directory.
 
-Whatever is deleted gets a hidden name first, so that a folder that is half deleted never looks complete.
+A checkpoint is renamed to a hidden name before it is deleted, so that a partly deleted directory never looks complete.
 """
 
 from __future__ import annotations
@@ -16,95 +16,96 @@ from holdfast.formats.native import holds_checkpoint
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.retention import Retention
-from holdfast.run.scan import CheckpointInfo, displaced_checkpoint
+from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.storage.directories import DirectoryLock, remove_tree, rename_noreplace, rename_path
 from holdfast.storage.filesystems import is_local
 from holdfast.storage.posix import last_change_time, list_hidden_directories, list_names, path_exists
 
-#: Seconds without a change after which a draft is taken for a dead save's.
-_MINUTES, _DAY = 600.0, 86_400.0
+#: Seconds without a change after which a staging directory counts as abandoned: if locks are visible, and if not.
+_LOCKED_SECONDS, _UNLOCKED_SECONDS = 600.0, 86_400.0
 
 
 def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> list[Path]:
-    """Remove what dead saves of a run have left, or of a tag; of any with ``None``. Returns what is gone.
+    """Remove the stale directories of dead saves. Return the removed paths.
 
-    A folder that a living process works on is left alone, and so is one of which nobody can tell. Corrupt checkpoints
-    go only where all is to go.
+    ``run`` and ``tag`` restrict the removal to one run and one tag; ``None`` means all. A directory is kept if a living
+    process uses it, or if that is unknown. Hidden corrupt checkpoints are removed only if both are ``None``.
     """
     finish_interrupted_replace(path)
-    gone = []
+    removed = []
     for folder in list_hidden_directories(path):
         hidden = parse_hidden_name(folder.name)
         if hidden is None or run not in {None, hidden.run} or tag not in {None, hidden.tag}:
             continue
         if hidden.state == "corrupt" and (run, tag) != (None, None):
             continue
-        with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
-            if _remove(folder, hidden):
-                gone.append(folder)
-    return gone
+        with suppress(OSError, StorageError):  # another process removes it, or access is denied
+            if _remove_if_dead(folder, hidden):
+                removed.append(folder)
+    return removed
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
-    """Remove drafts of dead saves of runs that have no checkpoint, as nobody continues these. Returns what is gone.
+    """Remove staging directories of dead saves of runs without a checkpoint. Return the removed paths.
 
-    Where locks are seen by all who use the file system: those of a tag, which the job is restarted with, and those in
-    which nothing has changed for minutes (the file system may be exported). Elsewhere another host's lock may not be
-    seen (that of a folder on NFS never is): only those in which nothing has changed for a day.
+    No process continues such a run. If all users of the file system see each other's locks, remove the directories of
+    ``tag``, with which the job was restarted, and those without a change for ten minutes (the file system may be
+    exported). On other file systems the locks of other hosts may be invisible (on NFS they always are): remove only
+    directories without a change for a day.
     """
-    drafts = [
+    partial = [
         (folder, hidden)
         for folder in list_hidden_directories(path)
         if (hidden := parse_hidden_name(folder.name)) is not None
     ]
-    drafts = [(folder, hidden) for folder, hidden in drafts if hidden.state == "partial"]
-    if not drafts:
+    partial = [(folder, hidden) for folder, hidden in partial if hidden.state == "partial"]
+    if not partial:
         return []
-    runs, sees_locks, gone = {info.run for info in cached_checkpoints(path)}, is_local(path), []
-    for folder, hidden in drafts:
-        with suppress(OSError, StorageError):  # another process is at it, or it may not be touched
+    runs, sees_locks, removed = {info.run for info in cached_checkpoints(path)}, is_local(path), []
+    for folder, hidden in partial:
+        with suppress(OSError, StorageError):  # another process removes it, or access is denied
             age = time.time() - last_change_time(folder)
-            is_dead = age > (_MINUTES if sees_locks else _DAY) or (sees_locks and hidden.tag == tag)
-            if hidden.run not in runs and is_dead and _remove(folder, hidden):
-                gone.append(folder)
-    return gone
+            is_dead = age > (_LOCKED_SECONDS if sees_locks else _UNLOCKED_SECONDS) or (sees_locks and hidden.tag == tag)
+            if hidden.run not in runs and is_dead and _remove_if_dead(folder, hidden):
+                removed.append(folder)
+    return removed
 
 
 def finish_interrupted_replace(path: Path) -> None:
-    """Give a checkpoint its name back that was being replaced when the power went.
+    """Give the displaced checkpoint its name back if its replacement died between two renames.
 
-    Only where the file system cannot exchange two names is there a moment in which neither folder has it.
+    This happens only on file systems that cannot exchange two names.
     """
-    for hidden in displaced_checkpoint(list_names(path)):
-        # A save that lives has the lock, and goes on by itself; whoever was faster than this has done it.
-        with suppress(OSError, HoldfastError), closing(DirectoryLock(path / hidden.now("partial").name)):
+    for hidden in displaced_checkpoints(list_names(path)):
+        # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
+        with suppress(OSError, HoldfastError), closing(DirectoryLock(path / hidden.with_state("partial").name)):
             rename_noreplace(path / hidden.name, path / hidden.tag)
 
 
-def _remove(folder: Path, hidden: HiddenName) -> bool:
-    with closing(DirectoryLock(folder)) as lock:  # from here on it is nobody's, and what is seen of it stays so
-        there = list_names(folder.parent)
-        waits = hidden.state == "replaced" and hidden.now("partial").name in there
-        wanted = hidden.id in {one.id for one in displaced_checkpoint(there)}
-        if waits or wanted or not lock.held:
+def _remove_if_dead(folder: Path, hidden: HiddenName) -> bool:
+    with closing(DirectoryLock(folder)) as lock:  # while this process holds the lock, the state cannot change
+        names = list_names(folder.parent)
+        is_waiting = hidden.state == "replaced" and hidden.with_state("partial").name in names
+        is_displaced = hidden.id in {displaced.id for displaced in displaced_checkpoints(names)}
+        if is_waiting or is_displaced or not lock.held:
             return False
         remove_tree(folder)
         return True
 
 
 def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:
-    """The checkpoints of a run, or of all runs, that a policy does not keep. Never all.
+    """Return the checkpoints of a run, or of all runs if ``run`` is ``None``, that a policy does not keep.
 
-    Damaged ones do not count, nor do those that somebody has copied, linked or renamed.
+    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered.
     """
-    every = [info for info in cached_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
-    complete = [info for info in every if run in {None, info.run}]
-    kept = policy.kept(complete, time.time())
+    candidates = [info for info in cached_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
+    complete = [info for info in candidates if run in {None, info.run}]
+    kept = policy.select_kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]
 
 
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
-    """Remove checkpoints, and tell of each when it is gone. What another process removed or replaced is passed over."""
+    """Remove checkpoints, and yield each one after its removal. Skip those that another process removed or replaced."""
     for info in checkpoints:
         hidden = info.path.parent / HiddenName(info.tag, info.run, secrets.token_hex(8), "removed").name
         if not holds_checkpoint(info.path, info.id):
@@ -123,7 +124,7 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
 
 
 def _restore_name(hidden: Path, path: Path) -> None:
-    """Another checkpoint has taken the name between two looks. It keeps it, unless one more has."""
+    """Undo the rename of a checkpoint that took the name after the check. If the name is taken again, remove it."""
     with suppress(TagExistsError):
         rename_noreplace(hidden, path)
     remove_tree(hidden)

@@ -1,4 +1,4 @@
-"""Checkpoints that a load found corrupt: they make way when the run that goes on without them saves again."""
+"""Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdfast.storage import directories, posix
 
 
 class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One that was found corrupt: its tag, and the state of all its files then.
+    """A checkpoint that was found corrupt: its tag, and the state of all its files at that time.
 
-    Where a file has changed since, it may have been repaired, or be another checkpoint.
+    If a file has changed since, the checkpoint may have been repaired or replaced.
     """
 
     tag: str
@@ -27,37 +27,37 @@ class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, folder: Path, tag: str) -> CorruptRecord:
-        """What is in a folder now."""
+        """Record the present state of a directory."""
         return cls(tag, posix.tree_state(folder))
 
     def is_in(self, folder: Path) -> bool:
-        """Whether a folder holds it, unchanged."""
+        """Return whether a directory holds this checkpoint, unchanged."""
         return bool(self.state) and posix.tree_state(folder) == self.state
 
 
-def find_corrupt(known: Iterable[CorruptRecord], path: Path, tag: str) -> CorruptRecord | None:
-    """The one of those known that has a tag in a run's folder."""
-    return next((one for one in known if one.tag == tag and one.is_in(path / tag)), None)
+def find_corrupt(records: Iterable[CorruptRecord], path: Path, tag: str) -> CorruptRecord | None:
+    """Return the record of the checkpoint that has the tag in a run directory, or ``None``."""
+    return next((record for record in records if record.tag == tag and record.is_in(path / tag)), None)
 
 
-def set_aside_corrupt(known: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
-    """Hide those known that the run itself has saved, so that their tags are free. Gives the hidden folders.
+def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
+    """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
-    What was renamed, copied or repaired since is left alone.
+    Checkpoints that were renamed, copied or repaired since are left unchanged.
     """
-    for one in known:
-        folder, hidden = path / one.tag, path / HiddenName(one.tag, run, secrets.token_hex(8), "corrupt").name
-        if not one.is_in(folder) or not _is_own(folder, one.tag, run):
+    for record in records:
+        folder, hidden = path / record.tag, path / HiddenName(record.tag, run, secrets.token_hex(8), "corrupt").name
+        if not record.is_in(folder) or not _is_saved_by(run, folder, record.tag):
             continue
         directories.rename_path(folder, hidden)
-        if one.is_in(hidden):
+        if record.is_in(hidden):
             yield hidden
-        else:  # another checkpoint has taken the name between two looks
+        else:  # another checkpoint took the name between the check and the rename
             with suppress(TagExistsError):
                 directories.rename_noreplace(hidden, folder)
 
 
-def _is_own(folder: Path, tag: str, run: str) -> bool:
+def _is_saved_by(run: str, folder: Path, tag: str) -> bool:
     with suppress(CheckpointReplacedError):
         info = read_info(folder, tag)
         return info is not None and info.run == run and info.saved_as == tag
@@ -65,11 +65,11 @@ def _is_own(folder: Path, tag: str, run: str) -> bool:
 
 
 def outdated_corrupt(path: Path, run: str) -> list[Path]:
-    """Hidden corrupt checkpoints of a run that are older than all that retention has left of it."""
+    """Return the hidden corrupt checkpoints of a run that are older than all its remaining checkpoints."""
     oldest = next(
         (info.age for info in cached_checkpoints(path) if info.status == "complete" and info.run == run), None
     )
-    found = []
+    outdated = []
     for folder in posix.list_hidden_directories(path):
         hidden = parse_hidden_name(folder.name)
         if oldest is None or hidden is None or hidden.state != "corrupt" or hidden.run != run:
@@ -77,5 +77,5 @@ def outdated_corrupt(path: Path, run: str) -> list[Path]:
         with suppress(CheckpointReplacedError):
             info = read_info(folder, hidden.tag)
             if info is None or info.age < oldest:
-                found.append(folder)
-    return found
+                outdated.append(folder)
+    return outdated

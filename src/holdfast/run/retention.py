@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: small policies, put together with ``|`` (kept by either)."""
+"""Retention policies: rules for which checkpoints of a run are kept, combined with ``|``."""
 
 from __future__ import annotations
 
@@ -10,71 +10,74 @@ from typing import Literal
 from holdfast.errors import InvalidArgumentError
 from holdfast.run.scan import CheckpointInfo
 
-_DAY = 86_400.0
+_DAY_SECONDS = 86_400.0
 
 
 class Retention:
-    """Decides which checkpoints are kept. The newest one always is."""
+    """A policy that selects the checkpoints to keep. The newest one is always kept."""
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
-        """The ids of those kept, of checkpoints from the oldest to the newest. ``now``: seconds since 1970."""
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """Return the ids of the checkpoints to keep.
+
+        ``checkpoints`` are sorted from the oldest to the newest. ``now`` is the time in seconds since 1970.
+        """
         raise NotImplementedError
 
-    def check(self, step: float | None, metrics: Mapping[str, float]) -> None:
-        """Raise ``InvalidArgumentError`` where a save lacks a number that the policy needs."""
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
+        """Raise ``InvalidArgumentError`` if a save lacks a step or metric that the policy needs."""
 
     def __or__(self, other: Retention) -> Retention:
-        """Keep what either keeps."""
+        """Return a policy that keeps the checkpoints that either policy keeps."""
         return AnyOf(self, other)
 
 
 @dataclass(frozen=True)
 class AnyOf(Retention):
-    """What one of two policies keeps."""
+    """Keeps the checkpoints that at least one of two policies keeps."""
 
     first: Retention
     second: Retention
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
-        return self.first.kept(checkpoints, now) | self.second.kept(checkpoints, now)
+        return self.first.select_kept(checkpoints, now) | self.second.select_kept(checkpoints, now)
 
-    def check(self, step: float | None, metrics: Mapping[str, float]) -> None:
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
-        self.first.check(step, metrics)
-        self.second.check(step, metrics)
+        self.first.check_requirements(step, metrics)
+        self.second.check_requirements(step, metrics)
 
 
 @dataclass(frozen=True)
 class KeepLast(Retention):
-    """The newest ``number``."""
+    """Keeps the newest ``number`` checkpoints."""
 
     number: int
 
     def __post_init__(self) -> None:
         _check_count("KeepLast", self.number)
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        return {one.id for one in checkpoints[-self.number :]}
+        return {info.id for info in checkpoints[-self.number :]}
 
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Those whose step is a multiple of ``steps``; of fractions, such as 0.1, up to rounding."""
+    """Keeps checkpoints whose step is a multiple of ``steps``. For fractions rounding errors are ignored."""
 
     steps: float
 
     def __post_init__(self) -> None:
-        _positive("KeepEvery", self.steps)
+        _check_positive("KeepEvery", self.steps)
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         return {info.id for info in checkpoints if info.step is not None and _is_multiple(info.step, self.steps)}
 
-    def check(self, step: float | None, metrics: Mapping[str, float]) -> None:
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
         del metrics
         if step is None:
@@ -83,7 +86,11 @@ class KeepEvery(Retention):
 
 @dataclass(frozen=True)
 class KeepBest(Retention):
-    """The ``number`` best by a metric; where several are equal, the newer ones. Those without it are not among them."""
+    """Keeps the ``number`` best checkpoints by a metric, and of equal ones the newer.
+
+    ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric are
+    not kept by this policy.
+    """
 
     metric: str
     number: int = 1
@@ -92,20 +99,20 @@ class KeepBest(Retention):
     def __post_init__(self) -> None:
         _check_count("KeepBest", self.number)
         if self.mode not in {"min", "max"}:
-            raise InvalidArgumentError(f"mode is 'min' or 'max', not {self.mode!r}")
+            raise InvalidArgumentError(f"mode must be 'min' or 'max'; got {self.mode!r}")
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
         sign = 1 if self.mode == "min" else -1
         measured = [
-            (sign * value, -place, one.id)
-            for place, one in enumerate(checkpoints)
-            if (value := one.metrics.get(self.metric)) is not None and math.isfinite(value)
+            (sign * value, -position, info.id)
+            for position, info in enumerate(checkpoints)
+            if (value := info.metrics.get(self.metric)) is not None and math.isfinite(value)
         ]
         return {identity for _, _, identity in sorted(measured)[: self.number]}
 
-    def check(self, step: float | None, metrics: Mapping[str, float]) -> None:
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
         del step
         if self.metric not in metrics:
@@ -114,66 +121,69 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepNewerThan(Retention):
-    """Those not older than so many days and hours, by the clock of the rank that saved them."""
+    """Keeps checkpoints that are not older than so many days and hours, by the clock of the rank that saved them."""
 
     days: float = 0.0
     hours: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("KeepNewerThan", self.days + self.hours)
+        _check_positive("KeepNewerThan", self.days + self.hours)
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
-        oldest = now - _DAY * (self.days + self.hours / 24)
-        return {one.id for one in checkpoints if one.time >= oldest}
+        oldest = now - _DAY_SECONDS * (self.days + self.hours / 24)
+        return {info.id for info in checkpoints if info.time >= oldest}
 
 
 class KeepTags(Retention):
-    """Those with certain tags."""
+    """Keeps the checkpoints with the given tags."""
 
     def __init__(self, *tags: str) -> None:
         if not tags or not all(isinstance(tag, str) for tag in tags):
-            raise InvalidArgumentError("KeepTags takes the tags to keep")
+            raise InvalidArgumentError("KeepTags needs the tags to keep, as one or more strings")
         self.tags = frozenset(tags)
 
-    def kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        return {one.id for one in checkpoints if one.tag in self.tags}
+        return {info.id for info in checkpoints if info.tag in self.tags}
 
     def __repr__(self) -> str:
         return f"KeepTags({', '.join(map(repr, sorted(self.tags)))})"
 
 
 def as_policy(num_kept_ckpts: object, keep: object) -> Retention | None:
-    """What the arguments of a save say: a number of checkpoints, or a policy; nothing where all are kept."""
+    """Return the policy for the arguments of a save, or ``None`` if all checkpoints are kept.
+
+    Raises ``InvalidArgumentError`` if both are passed, or one is neither a number nor a policy.
+    """
     if num_kept_ckpts is not None and keep is not None:
         raise InvalidArgumentError("pass num_kept_ckpts or keep, not both")
-    given = num_kept_ckpts if keep is None else keep
-    if given is None or isinstance(given, Retention):
-        return given
-    if isinstance(given, int) and not isinstance(given, bool):
-        return KeepLast(given)
-    raise InvalidArgumentError(f"what is kept is a number or a policy such as KeepLast(5), not {given!r}")
+    policy = num_kept_ckpts if keep is None else keep
+    if policy is None or isinstance(policy, Retention):
+        return policy
+    if isinstance(policy, int) and not isinstance(policy, bool):
+        return KeepLast(policy)
+    raise InvalidArgumentError(f"keep must be a number or a policy such as KeepLast(5); got {policy!r}")
 
 
-def _is_multiple(step: float, of: float) -> bool:
-    """Whether a step is a multiple, as people mean it: 0.3 is one of 0.1, though its remainder is not 0."""
-    if isinstance(step, int) and isinstance(of, int):
-        return step % of == 0
-    quotient = step / of
+def _is_multiple(step: float, steps: float) -> bool:
+    """Return whether ``step`` is a multiple of ``steps`` up to rounding: 0.3 is a multiple of 0.1."""
+    if isinstance(step, int) and isinstance(steps, int):
+        return step % steps == 0
+    quotient = step / steps
     if not math.isfinite(quotient):
         return False
-    # Sums of many small steps are off by some parts in 10**10; and no tolerance may reach the next multiple.
-    return abs(round(quotient) * of - step) <= min(1e-9 * abs(step), 1e-3 * of)
+    # Sums of many small steps are off by some parts in 10**10. The tolerance must not reach the next multiple.
+    return abs(round(quotient) * steps - step) <= min(1e-9 * abs(step), 1e-3 * steps)
 
 
-def _check_count(what: str, number: object) -> None:
-    _positive(what, number)
+def _check_count(policy: str, number: object) -> None:
+    _check_positive(policy, number)
     if not isinstance(number, int):
-        raise InvalidArgumentError(f"{what} takes a whole number above 0, not {number!r}")
+        raise InvalidArgumentError(f"{policy} takes a whole number above 0, not {number!r}")
 
 
-def _positive(what: str, number: object) -> None:
+def _check_positive(policy: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-        raise InvalidArgumentError(f"{what} takes a number above 0, not {number!r}: one checkpoint is always kept")
+        raise InvalidArgumentError(f"{policy} takes a number above 0, not {number!r}: one checkpoint is always kept")

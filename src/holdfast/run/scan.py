@@ -1,6 +1,7 @@
-"""What a run's folder holds, also while other jobs save into it and remove: where there is always one, one is seen.
+"""Lists the checkpoints of a run directory while other jobs may save into it and remove from it.
 
-Names are listed in one step. Where one of them goes before it is looked at, the folder is listed again.
+All names are listed in one step. If a checkpoint is removed before its manifest is read, the directory is listed again.
+So a directory that always contains a checkpoint never appears to be empty.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from holdfast.storage.file_memo import FileMemo, sign_file
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint of a run. ``time`` is in seconds since 1970, ``nbytes`` the size of the files its manifest names.
+    """A checkpoint of a run. If it cannot be read, only ``tag``, ``path``, ``status`` and ``problem`` are set.
 
-    ``tag`` is what it is called, ``saved_as`` the tag it was saved under: another where it was renamed, or is a copy.
-    ``status`` is ``"complete"``, ``"damaged"`` where the manifest is, or ``"unreadable"`` where it is of a newer format
-    or may not be read. The other fields are then empty but for ``problem``, which says why.
+    Attributes:
+        tag: The name of the checkpoint.
+        path: The directory of the checkpoint.
+        status: ``"complete"``, ``"damaged"`` if the manifest is corrupt, or ``"unreadable"`` if the format is newer or
+            the file system refuses access.
+        step: The training step, if one was saved.
+        metrics: The metrics by name; ``None`` for values that are not finite.
+        sequence: The position in the order of all saves into the run directory.
+        time: The time of the save in seconds since 1970.
+        nbytes: The total size in bytes of the files that the manifest lists.
+        problem: The reason why the checkpoint cannot be read.
+        run: The id of the training run that saved the checkpoint.
+        id: The id of the checkpoint.
+        saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
     """
 
     tag: str
@@ -43,7 +55,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> CheckpointInfo:
-        """The checkpoint in a folder, from its manifest. The folder's name is the tag, also after a rename."""
+        """Create the information from a manifest. The tag is the directory's name, also after a rename."""
         return cls(
             tag=path.name,
             path=path,
@@ -59,64 +71,68 @@ class CheckpointInfo:
 
     @property
     def age(self) -> tuple[int, float, str]:
-        """Sorts checkpoints from the oldest to the latest; never by a file's time, so that copies stay in order."""
+        """The key that sorts checkpoints from the oldest to the latest. It has no file times, so copies stay sorted."""
         return self.sequence, self.time, self.id
 
 
-#: What a folder holds, by its tag; nothing where that is no checkpoint.
-Look = Callable[[Path, str], CheckpointInfo | None]
+#: A function that reads the checkpoint in a directory with a tag; it returns ``None`` if there is none.
+ReadInfo = Callable[[Path, str], CheckpointInfo | None]
 
 
-#: Checkpoints whose manifests were read, for all folders: with thousands of them, each save would read each again.
+#: Cached checkpoints of all directories. Without it, each save would read all manifests, possibly thousands.
 _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 
-#: The most metrics of a checkpoint that is remembered.
-_METRICS = 64
+#: The maximum number of metrics of a checkpoint that is cached.
+_MAX_CACHED_METRICS = 64
 
 
-def scan_run(path: Path, look: Look) -> list[CheckpointInfo]:
-    """The checkpoints in a run's folder, oldest first; those that cannot be read come before all others.
+def scan_run(path: Path, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+    """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
 
-    They are shared with the next survey: who hands them on copies what could be changed.
+    The objects are cached and shared: callers must not change them.
     """
-    looked: dict[str, CheckpointInfo | None] = {}
+    infos: dict[str, CheckpointInfo | None] = {}
     while True:
-        there = _tags(posix.list_names(path))
-        for name in sorted(there.keys() - looked.keys()):
+        tags = _candidate_tags(posix.list_names(path))
+        for name in sorted(tags.keys() - infos.keys()):
             with suppress(CheckpointReplacedError):
-                looked[name] = _recall(path, name, there[name]) or look(path / name, there[name])
-        if there.keys() <= looked.keys():
-            found = [info for name in there if (info := looked[name]) is not None]
-            return sorted(found, key=lambda info: (info.status == "complete", *info.age, info.tag))
+                infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
+        if tags.keys() <= infos.keys():
+            checkpoints = [info for name in tags if (info := infos[name]) is not None]
+            return sorted(checkpoints, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
 
-def _recall(path: Path, name: str, tag: str) -> CheckpointInfo | None:
+def _cached_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
     info = _MEMO.recall(f"{path}/{name}/{NAME}")
     return info if info is None or info.tag == tag else replace(info, tag=tag)
 
 
-def _tags(names: Collection[str]) -> dict[str, str]:
-    """The folders that may be checkpoints, and their tags."""
-    named = {name: name for name in names if not name.startswith(".")}
-    return named | {hidden.name: hidden.tag for hidden in displaced_checkpoint(names)}
+def _candidate_tags(names: Collection[str]) -> dict[str, str]:
+    """Return the names of directories that may be checkpoints, with their tags."""
+    visible = {name: name for name in names if not name.startswith(".")}
+    return visible | {hidden.name: hidden.tag for hidden in displaced_checkpoints(names)}
 
 
-def displaced_checkpoint(names: Collection[str]) -> Iterator[HiddenName]:
-    """Of the names in a folder, checkpoints put aside for another which did not get their name: it is there still.
+def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
+    """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
 
-    They are what is there under that name. Only where the file system cannot exchange two names is there such a moment,
-    and one that lasts only where the save died in it.
+    ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
+    because the new one, whose staging directory exists, has not got the name yet. This state exists only on file
+    systems that cannot exchange two names, and lasts only if the save died in it.
     """
     for name in names:
         hidden = parse_hidden_name(name)
         if hidden is None or hidden.state != "replaced" or hidden.tag in names:
             continue
-        if hidden.now("partial").name in names:
+        if hidden.with_state("partial").name in names:
             yield hidden
 
 
 def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
-    """What a folder holds. Raises ``CheckpointReplacedError``, and ``StorageError`` where the file system does not tell."""
+    """Return the checkpoint in a directory, or ``None`` if there is none.
+
+    Raises ``CheckpointReplacedError`` if it is removed meanwhile, and ``StorageError`` if it cannot be read.
+    """
     if posix.is_directory_without(folder, NAME):
         return None
     file = str(folder / NAME)
@@ -124,26 +140,26 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
     try:
         info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
     except CorruptCheckpointError as error:
-        return CheckpointInfo(tag, folder, "damaged", problem=_text(error))
+        return CheckpointInfo(tag, folder, "damaged", problem=_error_text(error))
     except FormatError as error:
-        return CheckpointInfo(tag, folder, "unreadable", problem=_text(error))
-    if len(info.metrics) <= _METRICS:
+        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
+    if len(info.metrics) <= _MAX_CACHED_METRICS:
         _MEMO.remember(file, signature, info)
     return info
 
 
-def is_own_checkpoint(info: CheckpointInfo) -> bool:
-    """Whether it is a checkpoint of holdfast, as far as one can tell; others may have a ``manifest.json``, too."""
+def is_holdfast_checkpoint(info: CheckpointInfo) -> bool:
+    """Return whether ``info`` is a holdfast checkpoint, and not a ``manifest.json`` of another program."""
     return info.status == "complete" or claims_to_be_native(info.path)
 
 
 def read_info(folder: Path, tag: str) -> CheckpointInfo | None:
-    """The same, where what the file system refuses is only unreadable."""
+    """Return the checkpoint like :func:`read_info_strictly`, with a ``StorageError`` as status ``"unreadable"``."""
     try:
         return read_info_strictly(folder, tag)
     except StorageError as error:
-        return CheckpointInfo(tag, folder, "unreadable", problem=_text(error))
+        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
 
 
-def _text(error: HoldfastError) -> str:
+def _error_text(error: HoldfastError) -> str:
     return str(error.args[-1])

@@ -1,4 +1,4 @@
-"""The hidden folder that something is written into, beside the path whose name it gets when it is complete."""
+"""Staging directories: hidden directories next to the final path, which are renamed to it when they are complete."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up, finish_interrupted_replace
-from holdfast.run.scan import displaced_checkpoint, read_info
+from holdfast.run.scan import displaced_checkpoints, read_info
 from holdfast.storage import directories, posix
 
 
 def staging_path(final: Path) -> Path:
-    """A name for the draft of what will be ``final``; another one each time."""
+    """Return a new random path of a staging directory for ``final``."""
     return final.parent / HiddenName(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name
 
 
 def check_destination(final: Path) -> None:
-    """Check that something new can be written at a path.
+    """Check that something new can be written to a path.
 
-    Raises ``TagExistsError`` if the name is taken, and ``InvalidArgumentError`` inside of a checkpoint of ours: its
-    manifest names all that is in it.
+    Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is inside a holdfast checkpoint,
+    whose manifest lists all files in it.
     """
     if posix.path_exists(final):
-        raise TagExistsError(f"there is {final} already; choose another path, or remove it first")
+        raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
         info = read_info(folder, folder.name) if is_native(folder) else None
         if info is not None and info.status == "complete" and not is_run_directory(folder):
-            raise InvalidArgumentError(f"{final} lies in the checkpoint {folder}: choose a path outside of it")
+            raise InvalidArgumentError(f"{final} is inside the checkpoint {folder}: choose a path outside of it")
 
 
 def new_staging_path(final: Path) -> Path:
-    """Return a name for a draft, as :func:`staging_path`, and remove those of writers to the same path that died."""
+    """Return a path like :func:`staging_path`, and remove the staging directories of dead writers to ``final``."""
     clean_up(final.parent, tag=final.name)
     return staging_path(final)
 
 
 @contextmanager
 def staging_directory(final: Path) -> Iterator[Path]:
-    """A draft to write into, which is ``final`` at the end; on failure nothing is left. Its lock tells that it lives.
+    """Create a staging directory, and rename it to ``final`` at the end of the ``with`` block.
 
-    Raises ``TagExistsError`` where the name was taken meanwhile.
+    On failure the directory is removed. Its lock shows other processes that its writer is alive. Raises
+    ``TagExistsError`` if ``final`` was created meanwhile.
     """
     posix.make_durable_directory(final.parent)
-    draft = new_staging_path(final)
-    with closing(directories.create_locked(draft)):
+    staging = new_staging_path(final)
+    with closing(directories.create_locked(staging)):
         try:
-            yield draft
-            directories.rename_noreplace(draft, final)
+            yield staging
+            directories.rename_noreplace(staging, final)
         except BaseException:
             with suppress(StorageError):
-                directories.remove_tree(draft)
+                directories.remove_tree(staging)
             raise
 
 
-def remove_staging(draft: Path) -> None:
-    """Remove the draft of a save that failed; what cannot be removed stays hidden. Its lock is let go of before.
+def remove_staging(staging: Path) -> None:
+    """Remove the staging directory of a failed save, whose lock must be released. Storage errors are ignored.
 
-    It stays, too, where it tells that what the save was to replace has lost its name.
+    The directory stays if it marks a displaced checkpoint that could not get its name back.
     """
     with suppress(StorageError):
-        finish_interrupted_replace(draft.parent)
-        if draft.name not in {one.now("partial").name for one in displaced_checkpoint(posix.list_names(draft.parent))}:
-            directories.remove_tree(draft)
+        finish_interrupted_replace(staging.parent)
+        displaced = displaced_checkpoints(posix.list_names(staging.parent))
+        if staging.name not in {hidden.with_state("partial").name for hidden in displaced}:
+            directories.remove_tree(staging)

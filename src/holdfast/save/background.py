@@ -1,10 +1,10 @@
-"""The saves of this process, and what it has one of for all of them.
+"""The background saves of this process, and the resources that they share.
 
-Saves that go on in the background share three things: the memory that they are staged in, the guard that lets steps and
-loads wait until nothing is copied any more, and the end of the process, which waits for them. Each is needed once for a
-process, whatever objects the caller saves through, so one object owns them all.
+Background saves share three things: the staging memory, the guard that makes optimizer steps and loads wait for copies,
+and the handlers at process exit that wait for the saves. Each exists once in a process, whichever objects the caller
+saves through, so one object owns them all.
 
-A forked process has none of this: the threads that save stay in the process that it was forked from.
+A forked process has no background saves: the threads that save stay in its parent process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from holdfast.process.gc_pause import gc_paused
 from holdfast.save.handle import Result, SaveHandle
 from holdfast.state.step_guard import StepGuard
 
-#: Seconds in which a thread begins to run.
+#: The maximum number of seconds in which a thread must begin to run.
 _START_SECONDS = 5.0
 
-#: Writing gives way to training: added to the niceness of its threads.
+#: Added to the niceness of threads that write, so that training has precedence.
 _NICENESS = 10
 
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -43,43 +43,44 @@ _log = logging.getLogger("holdfast")
 
 
 class BackgroundOperation(Protocol[_Result_co]):
-    """The steps of one save. :meth:`begin` and :meth:`stage` belong to the caller's thread."""
+    """The steps of one save. :meth:`prepare_save` and :meth:`stage_tensors` must be called in the caller's thread."""
 
     @property
     def path(self) -> Path:
-        """Where it will be."""
+        """The path of the new checkpoint."""
 
     @property
     def copied(self) -> threading.Event:
-        """Set when nothing of the caller's is needed any more."""
+        """An event that is set when the caller's tensors are no longer needed."""
 
-    def undone_on_failure(self) -> AbstractContextManager[None]:
-        """Leave nothing where what is done inside fails."""
+    def rollback_on_error(self) -> AbstractContextManager[None]:
+        """Remove the staging directory if a step inside the ``with`` block fails."""
 
-    def begin(self) -> None:
-        """Look at what is to be saved, plan, and open the draft."""
+    def prepare_save(self) -> None:
+        """Capture the training state, plan the save, and create the staging directory."""
 
-    def stage(self, arena: Arena) -> None:
-        """Copy what must be copied in the call."""
+    def stage_tensors(self, arena: Arena) -> None:
+        """Copy the tensors that must be copied before the call returns."""
 
-    def complete(self) -> None:
-        """Copy what was left for later."""
+    def complete_staging(self) -> None:
+        """Copy the remaining tensors."""
 
-    def finish(self) -> _Result_co:
-        """Write and commit."""
+    def write_and_commit(self) -> _Result_co:
+        """Write the files and commit the checkpoint."""
 
-    def returned(self) -> float:
-        """Note that the caller goes on. Returns for how many seconds it was kept."""
+    def mark_returned(self) -> float:
+        """Record that the call returns to the caller, and return for how many seconds it blocked."""
 
-    def part(self) -> None:
-        """Wait until all ranks know how it ended."""
+    def leave_session(self) -> None:
+        """Leave the session, once all ranks know the outcome."""
 
 
 @dataclass(eq=False)
 class _SaveInFlight:
-    """A save that goes on in the background. ``scope`` is the path whose saves wait for each other.
+    """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other.
 
-    A group that the caller has destroyed must not live on for a failure that nobody has asked about: it has threads.
+    The process group is a weak reference: an unreported failure must not keep a group alive that the caller has
+    destroyed, because a group has threads.
     """
 
     scope: Path
@@ -95,37 +96,38 @@ class _SaveInFlight:
 
 
 class BackgroundSaves:
-    """Runs the saves of this process."""
+    """The runner of all saves of this process, synchronous and in the background."""
 
     def __init__(self) -> None:
         self._memory, self._guard = StagingMemory(), StepGuard()
-        #: Those under way, and those that have failed until somebody is told.
+        #: The saves in progress, and the failed saves whose error was not raised yet.
         self._flights: list[_SaveInFlight] = []
-        #: Held by the thread that begins a save of a path, until it is done or goes on in the background.
+        #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
         self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
         self._process = 0
         self._is_interrupted = False
 
     @contextmanager
-    def turn(self, scope: Path, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-        """Wait for the saves of a path that are under way, then let no other thread begin one.
+    def path_turn(self, scope: Path, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.
 
-        Raises what went wrong with one of the same ranks, once. Other ranks would not raise it in this call.
+        Raises the error of a failed save of the same process group, once. Errors of saves of other groups are not
+        raised here, because other ranks would not raise them in this call.
         """
         group = current_process_group(process_group)
         turn = self._turns.setdefault(scope, _PathTurn())
         while True:
-            # Not in the turn: a listener of the save that is waited for may save, too.
-            flights = self._wait(scope)
+            # Wait without the lock: a listener of the save in progress may save to the same path.
+            flights = self._wait_for_saves(scope)
             with turn.lock:
-                if self._under_way(scope):
+                if self._pending_saves(scope):
                     continue
-                self._raise_failure([flight for flight in flights if (flight.group and flight.group()) is group])
+                self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
                 self._guard.remove_idle_hook()
                 yield
                 return
 
-    def run(
+    def run_save(
         self,
         save: BackgroundOperation[Result],
         scope: Path,
@@ -133,19 +135,19 @@ class BackgroundSaves:
         *,
         asynchronous: bool,
     ) -> SaveHandle[Result]:
-        """Save, within a :meth:`turn`; with ``asynchronous`` return when it is staged."""
+        """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged."""
         arena = Arena(self._memory)
         interrupt: BaseException | None = None
-        with gc_paused(), save.undone_on_failure():
-            save.begin()
-            # When the main thread has ended, nothing waits for other threads any more.
+        with gc_paused(), save.rollback_on_error():
+            save.prepare_save()
+            # After the main thread has ended, nothing waits for other threads.
             if not asynchronous or not threading.main_thread().is_alive():
-                info = save.finish()
-                save.part()
-                return SaveHandle(save.path, save.returned(), _wait_until_ended(info))
+                info = save.write_and_commit()
+                save.leave_session()
+                return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
             try:
-                save.stage(arena)
-                handle, interrupt = self._start(save, arena, scope, process_group)
+                save.stage_tensors(arena)
+                handle, interrupt = self._start_thread(save, arena, scope, process_group)
             except BaseException:
                 arena.release()
                 raise
@@ -153,17 +155,20 @@ class BackgroundSaves:
             raise interrupt
         return handle
 
-    def _start(
+    def _start_thread(
         self, save: BackgroundOperation[Result], arena: Arena, scope: Path, process_group: dist.ProcessGroup | None
     ) -> tuple[SaveHandle[Result], BaseException | None]:
-        """Start the thread. Returns what interrupted this one meanwhile, too: the save goes on then."""
+        """Start the thread that saves. Return the handle and the exception that interrupted this thread, if any.
+
+        If this thread was interrupted after the other one has started, the save continues.
+        """
         self._prepare_process()
-        self._guard.add(save.copied)
+        self._guard.add_copy(save.copied)
         done: Future[Result] = Future()
-        handle = SaveHandle(save.path, save.returned(), done)
+        handle = SaveHandle(save.path, save.mark_returned(), done)
         group = current_process_group(process_group)
         flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, done)
-        # Not a daemon: the process waits for it. A step may wait for the copy, so the thread gives way only afterwards.
+        # Not a daemon thread: the process waits for it. Its priority is lowered after the copies that steps wait for.
         name = f"holdfast {save.path.name}"
         handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
         self._flights.append(flight)
@@ -178,51 +183,51 @@ class BackgroundSaves:
 
     def _run_in_background(self, flight: _SaveInFlight, save: BackgroundOperation[Any], arena: Arena) -> None:
         flight.has_started.set()
-        self._finish(flight, save, arena)
+        self._finish_save(flight, save, arena)
 
-    def _finish(self, flight: _SaveInFlight, save: BackgroundOperation[Any], arena: Arena) -> None:
+    def _finish_save(self, flight: _SaveInFlight, save: BackgroundOperation[Any], arena: Arena) -> None:
         try:
-            with save.undone_on_failure():
-                save.complete()
+            with save.rollback_on_error():
+                save.complete_staging()
                 _lower_priority()
-                info = save.finish()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits, by the next save, or by finalize()
+                info = save.write_and_commit()
+        except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()
             arena.release()
             flight.done.set_exception(_clear_frames(error))
         else:
             arena.release()
             flight.done.set_result(info)
-            save.part()
+            save.leave_session()
             self._flights.remove(flight)
 
-    def _under_way(self, scope: Path | None) -> list[_SaveInFlight]:
-        """The saves that are waited for; not the one of this thread, in which a listener saves."""
-        own = threading.current_thread()
+    def _pending_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+        """Return the saves in progress, except the one that runs in this thread, where a listener may save."""
+        this_thread = threading.current_thread()
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
-        return [flight for flight in flights if not flight.done.done() and flight.thread is not own]
+        return [flight for flight in flights if not flight.done.done() and flight.thread is not this_thread]
 
-    def _wait(self, scope: Path | None) -> list[_SaveInFlight]:
-        """Wait for the saves of a path, or for all. Returns those that have ended, and failed."""
-        wait([flight.done for flight in self._under_way(scope)])
+    def _wait_for_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+        """Wait for the saves of a path, or for all, and return those that have failed."""
+        wait([flight.done for flight in self._pending_saves(scope)])
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
         return [flight for flight in flights if flight.done.done() and flight.done.exception() is not None]
 
     def finalize(self, scope: Path | None = None) -> None:
-        """Wait for the saves of a path, or for all. Raises what went wrong with the first that failed, once.
+        """Wait for the saves of a path, or for all, and raise the error of the first that failed.
 
-        If several have failed, the next call raises what went wrong with the next one.
+        Each error is raised once: if several saves have failed, the next call raises the next error.
         """
-        failed = self._wait(scope)
+        failed = self._wait_for_saves(scope)
         self._guard.remove_idle_hook()
         if scope is None:
             self._memory.free_idle()
-        self._raise_failure(failed)
+        self._raise_failures(failed)
 
     def wait_for_copies(self) -> None:
-        """Wait until no save reads tensors of the caller's, which are about to change."""
+        """Wait until no save copies tensors of the caller, which are about to change."""
         self._guard.wait()
 
-    def _raise_failure(self, failed: list[_SaveInFlight]) -> None:
+    def _raise_failures(self, failed: list[_SaveInFlight]) -> None:
         for flight in failed:
             try:
                 self._flights.remove(flight)
@@ -233,11 +238,11 @@ class BackgroundSaves:
     def _prepare_process(self) -> None:
         if self._process != os.getpid():
             self._process = os.getpid()
-            call_at_exit(ExitStage.SAVES, self._join)
+            call_at_exit(ExitStage.SAVES, self._join_threads)
             call_at_exit(ExitStage.STATUS, self._exit_if_failed)
 
-    def _join(self) -> None:
-        """Wait for all saves. Processes of multiprocessing do this before they wait for their threads."""
+    def _join_threads(self) -> None:
+        """Wait for the threads of all saves. A process of multiprocessing does this before it joins its threads."""
         try:
             for flight in list(self._flights):
                 if flight.thread is not None and flight.thread is not threading.current_thread():
@@ -246,7 +251,7 @@ class BackgroundSaves:
             self._is_interrupted = True
 
     def _exit_if_failed(self) -> None:
-        """End the process with status 1 if a save has failed, and the program has not asked how it ended."""
+        """End the process with status 1 if a save has failed and its error was never raised."""
         failures = [(flight.handle.path, flight.handle.unreported_failure()) for flight in self._flights]
         unreported = [(path, error) for path, error in failures if error is not None]
         if not unreported and not self._is_interrupted:
@@ -254,8 +259,8 @@ class BackgroundSaves:
         try:
             for path, error in unreported:
                 _log.error(
-                    "the save of %s failed, and the program ends without having asked: the exit status is 1. "
-                    "Call holdfast.finalize() at the end to get the error raised: %s",
+                    "the save of %s failed and the program ends without waiting for it: the exit status is 1. "
+                    "Call holdfast.finalize() at the end to raise the error: %s",
                     path,
                     error,
                 )
@@ -263,27 +268,27 @@ class BackgroundSaves:
             _exit_with_failure()
 
     def forget_in_forked_process(self) -> None:
-        """Start anew in a forked process: the saves belong to the one that it was forked from."""
+        """Forget all saves in a forked process: they belong to its parent process."""
         self._guard.forget_copies()
         self._memory, self._flights = StagingMemory(), []
         self._turns = weakref.WeakValueDictionary()
 
 
 class _PathTurn:
-    """The right to begin a save of a path. A listener of a save may begin another one in its thread."""
+    """The lock for starting a save of a path. It is reentrant, so that an event listener may start a save, too."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
 
-def _wait_until_ended(info: Result) -> Future[Result]:
+def _completed_future(info: Result) -> Future[Result]:
     done: Future[Result] = Future()
     done.set_result(info)
     return done
 
 
 def _clear_frames(error: BaseException) -> BaseException:
-    """Put tracebacks into a note: their frames would keep what was saved alive until somebody asks."""
+    """Replace the tracebacks of an error by a note, because their frames would keep the saved tensors alive."""
     error.add_note("In the thread that saved:\n" + "".join(traceback.format_exception(error)))
     chain = [error]
     for link in chain:
@@ -293,18 +298,18 @@ def _clear_frames(error: BaseException) -> BaseException:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, and of those that it starts."""
-    with suppress(OSError, AttributeError):  # not on every system are threads so many processes
+    """Lower the priority of this thread, and of the threads that it starts."""
+    with suppress(OSError, AttributeError):  # only some systems have priorities for single threads
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 def _exit_with_failure() -> None:
-    # Functions of atexit cannot change the exit status, so this is the last thing that the process does.
+    # Functions of atexit cannot change the exit status, so the process ends here.
     with suppress(Exception):  # a handler may do anything
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or gone
+        with suppress(Exception):  # closed, or None
             stream.flush()
     os._exit(1)
 

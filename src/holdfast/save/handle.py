@@ -1,4 +1,4 @@
-"""What a call that saves returns: how its end is learnt."""
+"""The handle that a save returns."""
 
 from __future__ import annotations
 
@@ -10,47 +10,63 @@ from typing import Generic, TypeVar
 
 from holdfast.errors import RankTimeoutError, StateError
 
-#: What a save gives when it is committed.
+#: The result of a committed save.
 Result = TypeVar("Result")
 
 
 class SaveHandle(Generic[Result]):
-    """A save that was begun. Synchronous ones are done when the call returns it."""
+    """A save in progress. A synchronous save is done when the call returns its handle."""
 
     def __init__(self, path: Path, blocking_seconds: float, done: Future[Result]) -> None:
-        #: The checkpoint's folder or file, there once the save is committed.
+        #: The path of the checkpoint's directory or file, which exists once the save is committed.
         self.path = path
-        #: Seconds for which the call kept the caller.
+        #: The number of seconds for which the call blocked.
         self.blocking_seconds = blocking_seconds
         self._done = done
         self._is_reported = False
         self._process = os.getpid()
-        #: The thread that saves; its listeners cannot wait for it.
+        #: The thread that saves. Event listeners run in it, so they cannot wait for it.
         self.thread: threading.Thread | None = None
 
     def done(self) -> bool:
-        """Whether the save has ended: committed, or failed."""
+        """Return whether the save has ended: it was committed, or it failed."""
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """What was committed. Raises what went wrong, or ``RankTimeoutError`` after ``timeout`` seconds."""
-        self._check_that_it_can_end()
+        """Wait until the save has ended, and return what was committed.
+
+        Args:
+            timeout: The maximum number of seconds to wait. ``None`` means no limit.
+
+        Returns:
+            The information of the committed checkpoint, or the path of a single component.
+
+        Raises:
+            RankTimeoutError: The save is still in progress after ``timeout`` seconds.
+            StateError: The save can never end while this caller waits: the process was forked from the one that
+                saves, or the caller is an event listener of the save.
+            Exception: The error with which the save failed.
+        """
+        self._check_can_end()
         try:
             self._done.exception(timeout)
         except TimeoutError:
             if not self._done.done():
-                raise RankTimeoutError(f"the save of {self.path} is still under way after {timeout} seconds") from None
+                message = f"the save of {self.path} is still in progress after {timeout} seconds"
+                raise RankTimeoutError(message) from None
         self._is_reported = True
         return self._done.result()
 
-    def _check_that_it_can_end(self) -> None:
+    def _check_can_end(self) -> None:
         if self._done.done():
             return
         if os.getpid() != self._process:
-            raise StateError(f"the save of {self.path} goes on in the process that this one was forked from")
+            raise StateError(
+                f"the save of {self.path} runs in the process that this one was forked from; wait for it there"
+            )
         if self.thread is threading.current_thread():
             raise StateError(f"a listener of the save of {self.path} waits for that save, which waits for the listener")
 
     def unreported_failure(self) -> BaseException | None:
-        """Return what went wrong, if the save has failed and nobody was told yet by :meth:`wait`."""
+        """Return the error of the save if it failed and :meth:`wait` has not raised it yet, else ``None``."""
         return None if self._is_reported or not self._done.done() else self._done.exception()

@@ -1,6 +1,7 @@
-"""What ranks agree on before a save: that they are asked for the same, who holds what, and the values of all together.
+"""The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
 
-Each tells 80 bytes, digests for the most part; only what is new or differs is told in full, each distinct thing once.
+Each rank posts an announcement of 80 bytes, mostly digests. Only new or differing specs and values are sent in full,
+each distinct one once.
 """
 
 from __future__ import annotations
@@ -16,146 +17,161 @@ from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import Session
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.spec import digest_spec
+from holdfast.engine.plan.spec import digest_bytes
 from holdfast.state.capture import (
     Capture,
     capture_training,
     check_rank_state,
     check_rank_states,
+    encode_merged_values,
     merge_values,
-    merged_bytes,
 )
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import host_name
+from holdfast.storage.posix import host_id
 
-#: Bytes of the key of a plan, and of the digests of the values and of the host.
-_KEY, _VALUES, _HOST = 8, 16, 8
+#: The sizes in bytes of a plan's key, and of the digests of the values and of the host name.
+_KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 
-#: An announcement: the key of the plan that a rank knows, the digests of its spec, its meshes, its values and its host,
-#: and how many bytes belong to it alone.
-_ANNOUNCEMENT = struct.Struct(f"{_KEY}s16s16s{_VALUES}s{_HOST}sQ")
+#: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
+#: host name, and the size of its per-rank values.
+_ANNOUNCEMENT = struct.Struct(f"{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQ")
 
 _encode = msgspec.msgpack.Encoder().encode
 
-#: A rank's spec and meshes, as it tells them.
-_Held = tuple[bytes, bytes]
+#: A rank's encoded spec and meshes; empty if another rank sends equal ones.
+_EncodedSpec = tuple[bytes, bytes]
 
 
 class SaveRequestProtocol(Protocol):
-    """What a rank is asked to save."""
+    """The request of one rank to save something."""
 
     @property
     def training(self) -> TrainingObjects:
-        """The objects."""
+        """The training objects to save."""
 
-    def asked(self) -> CallDescription:
-        """What all ranks must be asked for alike."""
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
 
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be done."""
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
 
-    def check_place(self) -> None:
-        """Rank 0: raise where there is something already that must stay, or that is of another kind."""
+    def check_destination(self) -> None:
+        """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0."""
 
-    def packing(self) -> bytes:
-        """All that decides, beside the tensors, what lies in which file."""
+    def packing_key(self) -> bytes:
+        """Return an encoding of the arguments that determine how tensors are packed into files."""
 
 
 class _GlobalDecision(msgspec.Struct, frozen=True):
-    """What rank 0 makes of the announcements.
+    """The decision of rank 0 on the announcements.
 
-    ``key`` is the plan's; ``census`` is there where the plan is new, and ``tellers`` are the ranks that tell their
-    values, where those differ. The ranks are on so many ``hosts``.
+    ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
+    ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``hosts`` is the number
+    of hosts.
     """
 
     key: bytes
-    census: SpecDirectory | None
-    tellers: list[int]
+    spec_directory: SpecDirectory | None
+    value_ranks: list[int]
     hosts: int
 
 
 class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its spec, meshes and values; nothing where another has told the same."""
+    """The spec and values that a rank sends. Each is empty if another rank sends an equal one."""
 
-    held: _Held
+    encoded_spec: _EncodedSpec
     values: bytes
 
 
 @dataclass(frozen=True)
 class SaveAgreement:
-    """What this rank brings, and what all have agreed on.
+    """The result of the negotiation, and this rank's captured state.
 
-    ``key`` stands for the plan; ``membership`` is there where no rank has that plan yet, or not all have it. ``merged``
-    are, on rank 0, the values of all ranks' models and optimizers. The ranks are on so many ``hosts``.
+    ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
+    ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``hosts`` is the number of hosts.
     """
 
     captured: Capture
     key: bytes
-    membership: GlobalSpec | None
-    merged: Mapping[str, Any]
+    global_spec: GlobalSpec | None
+    merged_values: Mapping[str, Any]
     hosts: int
 
 
 def negotiate_save(
-    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], known: bytes
+    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], cached_key: bytes
 ) -> SaveAgreement:
-    """Look at what is to be saved, and agree. ``known`` is the key of the plan that this rank has."""
+    """Capture the training state and negotiate the save. ``cached_key`` is the key of the plan in this rank's cache."""
     captured = Capture()
 
-    def look() -> bytes:
+    def capture_and_announce() -> bytes:
         nonlocal captured
-        request.check()
+        request.check_arguments()
         captured = capture_training(request.training, session.rank)
-        held = digest_specs(captured.inventory.spec(), captured.inventory.meshes())
-        merged = merged_bytes(captured)
+        digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
+        merged = encode_merged_values(captured)
         check_rank_state(captured, merged)
-        own_host = digest_spec(host_name().encode(), _HOST)
-        return _ANNOUNCEMENT.pack(known, *held, digest_spec(merged, _VALUES), own_host, len(captured.own))
+        host = digest_bytes(host_id().encode(), _HOST_BYTES)
+        merged_digest = digest_bytes(merged, _VALUES_BYTES)
+        return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values))
 
     raw = vote_same_call(
         session,
         "looking at what to save",
-        request.asked(),
-        look,
+        request.describe_call(),
+        capture_and_announce,
         lambda posted: _encode(_decide_globally(request, posted)),
     )
-    terms = msgspec.msgpack.decode(raw, type=_GlobalDecision)
-    told, merged = _exchange_specs(session, captured, terms)
-    membership = terms.census.membership(told, global_ranks) if terms.census else None
-    return SaveAgreement(captured, terms.key, membership, merged, terms.hosts)
+    decision = msgspec.msgpack.decode(raw, type=_GlobalDecision)
+    encoded_specs, merged_values = _exchange_specs(session, captured, decision)
+    directory = decision.spec_directory
+    global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, decision.hosts)
 
 
 def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _GlobalDecision:
-    """Rank 0's view of what all ranks announced."""
-    request.check_place()
-    known, specs, meshes, values, hosts, owns = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
-    check_rank_states(owns)
-    key = digest_spec(b"".join((*specs, *meshes, request.packing())), _KEY)
-    census = None if set(known) == {key} else SpecDirectory.take(list(map(SpecDigests, specs, meshes)))
-    _, tellers = deduplicate(values)
-    return _GlobalDecision(key, census, tellers if len(tellers) > 1 else [], len(set(hosts)))
+    """Make the decision of rank 0 on the announcements that all ranks posted."""
+    request.check_destination()
+    cached_keys, specs, meshes, values, hosts, sizes = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    check_rank_states(sizes)
+    key = digest_bytes(b"".join((*specs, *meshes, request.packing_key())), _KEY_BYTES)
+    is_cached = set(cached_keys) == {key}
+    directory = None if is_cached else SpecDirectory.from_digests(list(map(SpecDigests, specs, meshes)))
+    _, value_ranks = deduplicate(values)
+    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], len(set(hosts)))
 
 
 def _exchange_specs(
-    session: Session, captured: Capture, terms: _GlobalDecision
-) -> tuple[list[_Held], Mapping[str, Any]]:
-    """The specs and meshes of all ranks, and on rank 0 their values, each told once by the lowest rank that has it."""
-    census, inventory = terms.census, captured.inventory
-    merged: Mapping[str, Any] = captured.merged
+    session: Session, captured: Capture, decision: _GlobalDecision
+) -> tuple[list[_EncodedSpec], Mapping[str, Any]]:
+    """Return the encoded specs of all ranks, and on rank 0 their merged values.
 
-    def work() -> _RankContribution:
-        held = census.told_by(session.rank, inventory.spec(), inventory.meshes()) if census else (b"", b"")
-        return _RankContribution(held, merged_bytes(captured) if session.rank in terms.tellers else b"")
+    Of ranks with equal specs or values only the lowest rank sends them.
+    """
+    directory, inventory = decision.spec_directory, captured.inventory
+    merged_values: Mapping[str, Any] = captured.merged_values
 
-    def decide(posted: list[bytes]) -> bytes:
-        nonlocal merged
-        said = [msgspec.msgpack.decode(raw, type=_RankContribution) for raw in posted]
-        if terms.tellers:
-            merged = merge_values([msgspec.json.decode(said[teller].values) for teller in terms.tellers])
-        return _encode([one.held for one in said] if census else [])
+    def encode_contribution() -> _RankContribution:
+        encoded_spec = b"", b""
+        if directory is not None:
+            spec, meshes = inventory.build_spec(), inventory.build_meshes()
+            encoded_spec = directory.encode_contribution(session.rank, spec, meshes)
+        sends_values = session.rank in decision.value_ranks
+        return _RankContribution(encoded_spec, encode_merged_values(captured) if sends_values else b"")
 
-    if not terms.tellers and (census is None or census.is_uniform):
-        own = (inventory.spec().encode(), inventory.meshes().encode()) if census else (b"", b"")
-        return [own], merged
-    _, raw = session.vote("telling each other what they hold", work, _encode, decide)
-    return msgspec.msgpack.decode(raw, type=list[_Held]), merged
+    def merge_contributions(posted: list[bytes]) -> bytes:
+        nonlocal merged_values
+        contributions = [msgspec.msgpack.decode(raw, type=_RankContribution) for raw in posted]
+        if decision.value_ranks:
+            merged_values = merge_values(
+                [msgspec.json.decode(contributions[rank].values) for rank in decision.value_ranks]
+            )
+        return _encode([contribution.encoded_spec for contribution in contributions] if directory else [])
+
+    if not decision.value_ranks and (directory is None or directory.is_uniform):
+        encoded_spec = b"", b""
+        if directory is not None:
+            encoded_spec = inventory.build_spec().encode(), inventory.build_meshes().encode()
+        return [encoded_spec], merged_values
+    _, raw = session.vote("exchanging tensor specs", encode_contribution, _encode, merge_contributions)
+    return msgspec.msgpack.decode(raw, type=list[_EncodedSpec]), merged_values

@@ -1,7 +1,7 @@
-"""A checkpoint that several hosts have written, read back before anything else is given up for it.
+"""Reads a checkpoint that several hosts wrote back from the file system, before older checkpoints are removed.
 
-Neighbouring ranks write parts of one page of a file. Where hosts cache pages, and the file system does not keep these
-caches coherent, one host may write back what it knows of the page, and undo what another one wrote.
+Adjacent ranks write parts of one page of a file. If hosts cache pages and the file system does not keep the caches
+coherent, one host may write back its stale copy of the page and so undo the write of another host.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from holdfast.ondisk import blocks
 from holdfast.storage import filesystems, posix
 from holdfast.storage.page_cache import drop_cache
 
-#: The folders that have been warned of.
+#: The directories for which a warning was issued.
 _warned: set[Path] = set()
 
 
-def is_unsafe(folder: Path, hosts: int) -> bool:
-    """Whether so many hosts may undo what another one writes there. Warns of it once in a process."""
+def may_lose_writes(folder: Path, hosts: int) -> bool:
+    """Return whether ``hosts`` hosts that save to ``folder`` may undo each other's writes. Warn once in a process."""
     if hosts == 1 or filesystems.is_coherent(folder):
         return False
     if folder not in _warned:
         _warned.add(folder)
+        kind = filesystems.filesystem_kind(folder)
         warn_caller(
-            f"{hosts} hosts save into {folder}, on a file system ({filesystems.filesystem_kind(folder)}) that is not known to "
+            f"{hosts} hosts save to {folder}, on a file system ({kind}) that is not known to "
             "keep parts of one page that several hosts write: checkpoints are read back before older ones are removed"
         )
     return True
 
 
 def read_back(folder: Path, rank: int, size: int) -> None:
-    """Check one rank's share of a checkpoint, as the file system has it, and not the host's cache.
+    """Verify one rank's share of a checkpoint as the file system has it, bypassing the host's page cache.
 
-    It is that of ranks which are far from this one, and so mostly on another host. Raises ``CorruptCheckpointError``.
+    The share was mostly written by distant ranks, which are probably on another host. Raises
+    ``CorruptCheckpointError`` if a block does not match its CRC.
     """
     for file in posix.walk_files(folder):
         drop_cache(file)
@@ -44,11 +46,11 @@ def read_back(folder: Path, rank: int, size: int) -> None:
         reader.check_files()
     tensors = [(group, name) for group, infos in reader.groups.items() for name in infos]
     checks = ChecksumVerifier(reader, tensors)
-    every = [
+    all_blocks = [
         (tensor, block)
         for tensor, (group, name) in enumerate(tensors)
         for block in range(blocks.count_blocks(reader.groups[group][name].nbytes))
     ]
     share = (rank + size // 2) % size
-    for tensor, block in every[len(every) * share // size : len(every) * (share + 1) // size]:
-        checks.check_block(tensor, block)
+    for tensor, block in all_blocks[len(all_blocks) * share // size : len(all_blocks) * (share + 1) // size]:
+        checks.verify_block(tensor, block)

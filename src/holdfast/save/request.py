@@ -1,4 +1,4 @@
-"""The arguments of a save, checked before anything else."""
+"""The arguments of a save, and their checks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from holdfast.run.retention import Retention
 from holdfast.state.training import TrainingObjects
 from holdfast.storage import posix
 
-#: When the state is copied: before the call returns, or, where only steps of optimizers change it, until the next step.
+#: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.
 STAGING = ("eager", "overlapped")
 
-#: How much of what is copied later is proven not to have changed meanwhile.
+#: How much of the deferred copies is checked for changes made while they were copied.
 STAGING_CHECK = ("sampled", "full")
 
-#: How much of what several ranks hold is proven to be equal on them, at each save.
+#: How much of the replicas on several ranks is compared in each save.
 REPLICA_CHECK = ("sampled", "full")
 
 
 @dataclass(frozen=True)
 class BackgroundOptions:
-    """How a save goes on in the background: see :data:`STAGING` and :data:`STAGING_CHECK`."""
+    """The options of an asynchronous save: see :data:`STAGING` and :data:`STAGING_CHECK`."""
 
     staging: str
     check: str
@@ -42,10 +42,11 @@ class BackgroundOptions:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Where to save, and what to note of it. ``max_shard_size``: the most bytes of tensors in one file.
+    """A request to save a training state as the checkpoint ``path/tag``.
 
-    ``staging``: how an asynchronous save copies; checked for others, too. ``runs``: the ids of those that may be
-    continued. ``corrupt``: checkpoints that make way. ``began``: by ``time.perf_counter``.
+    ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
+    is checked in synchronous saves, too. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
+    checkpoints whose tags the save may take. ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -66,15 +67,15 @@ class SaveRequest:
 
     @property
     def background(self) -> BackgroundOptions | None:
-        """How it goes on when the call has returned; ``None`` if the call returns when all is done."""
+        """The options of an asynchronous save; ``None`` if the save is synchronous."""
         return self.staging if self.async_save else None
 
-    def asked(self) -> CallDescription:
-        """What all ranks must be asked for alike."""
-        about = {
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        arguments = {
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
-            "what is saved": ", ".join(self.training.given()) or "nothing",
+            "what is saved": ", ".join(self.training.component_names()) or "nothing",
             "max_shard_size": str(self.max_shard_size),
             "overwrite": str(self.overwrite),
             "state_dict_hooks": str(self.training.state_dict_hooks),
@@ -82,38 +83,38 @@ class SaveRequest:
             "async_save and staging": str(self.background or "synchronous"),
             "replica_check": repr(self.replica_check),
         }
-        return CallDescription("save", about)
+        return CallDescription("save", arguments)
 
-    def check(self) -> None:
-        """Raise ``InvalidArgumentError`` for what cannot be noted."""
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
         check_tag(self.tag)
         parse_size(self.max_shard_size)
-        self.numbers()
+        self.manifest_numbers()
         check_choice("staging", self.staging.staging, STAGING)
         check_choice("staging_check", self.staging.check, STAGING_CHECK)
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
         if self.keep is not None:
-            self.keep.check(self.step, self.metrics)
+            self.keep.check_requirements(self.step, self.metrics)
 
-    def check_place(self) -> None:
-        """Raise ``TagExistsError`` where the tag is taken, and is not to be overwritten."""
+    def check_destination(self) -> None:
+        """Raise ``TagExistsError`` if the tag is taken and must not be overwritten."""
         final = self.path / self.tag
-        there = posix.path_exists(final)
+        exists = posix.path_exists(final)
         if self.overwrite and posix.is_directory_without(final, manifest.NAME):
-            raise TagExistsError(f"{final} is no checkpoint of ours, and is not overwritten; choose another tag")
-        if there and not self.overwrite and self.find_corrupt() is None:
-            raise TagExistsError(f"there is {final} already; choose another tag, or pass overwrite=True")
+            raise TagExistsError(f"{final} is not a holdfast checkpoint and is not overwritten; choose another tag")
+        if exists and not self.overwrite and self.find_corrupt() is None:
+            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
 
     def find_corrupt(self) -> CorruptRecord | None:
-        """The checkpoint that has the tag, if it was found corrupt."""
+        """Return the checkpoint with this tag if it was found corrupt, else ``None``."""
         return find_corrupt(self.corrupt, self.path, self.tag)
 
-    def packing(self) -> bytes:
-        """All that decides, beside the tensors, what lies in which file."""
+    def packing_key(self) -> bytes:
+        """Return an encoding of the arguments that determine how tensors are packed into files."""
         return str(parse_size(self.max_shard_size)).encode()
 
-    def numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
-        """The step and the metrics as the manifest has them; metrics that are not finite become ``None``."""
+    def manifest_numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
+        """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
         step = None if self.step is None else check_number("step", self.step)
         metrics = {
             check_utf8(name, "a metric's name"): float(check_number(name, value))

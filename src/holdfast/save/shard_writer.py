@@ -1,4 +1,4 @@
-"""The tensors of a save on their way from this rank's memory into files: proven equal, copied, written."""
+"""The writer of one rank's shards: compares replicas, copies tensors into staging memory, writes files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.requests import Fragments, Moved, ignore_progress
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, ignore_progress
 from holdfast.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.io.write import write_pieces
+from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.io.write_stripes import write_stripes
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import RankMismatchError, ReplicaMismatchError
@@ -24,9 +24,9 @@ from holdfast.storage.posix import is_directory
 
 
 class ShardWriter:
-    """One rank's share of a plan. ``parts`` are its tensors.
+    """The writer of one rank's share of a save plan. ``tensors`` are the rank's shards, by group and name.
 
-    Each step first waits for what the caller has enqueued on the accelerators that hold them.
+    Each method first waits for the work that the caller has enqueued on the accelerators that hold the tensors.
     """
 
     def __init__(
@@ -34,59 +34,60 @@ class ShardWriter:
         ranks: RankGroup,
         session: Session,
         plan: SavePlan,
-        parts: Mapping[tuple[str, str], TensorBytes],
+        tensors: Mapping[tuple[str, str], TensorBytes],
         accelerator: Accelerator = torch.accelerator,
     ) -> None:
         self._ranks, self._session, self._plan = ranks, session, plan
-        self._parts, self._accelerator = parts, accelerator
+        self._tensors, self._accelerator = tensors, accelerator
 
-    def _part_of(self, tensor: int) -> TensorBytes:
-        return self._parts[self._plan.tensors[tensor]]
+    def _shard_of(self, tensor: int) -> TensorBytes:
+        return self._tensors[self._plan.tensors[tensor]]
 
     def hash_replicas(self, save: int) -> tuple[bytes, float]:
-        """Digests of what other ranks hold too: of all at save 0, of some of each tensor at others.
+        """Return digests of the tensors that other ranks hold too, and the number of seconds that hashing took.
 
-        The second is for how many seconds it has hashed.
+        In save number 0 everything is hashed, in others samples of each tensor.
         """
-        synchronize_devices(self._parts.values(), self._accelerator)
+        synchronize_devices(self._tensors.values(), self._accelerator)
         started = time.perf_counter()
-        return replicas.digest_replicas(self._plan, self._part_of, save), time.perf_counter() - started
+        return replicas.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
 
-    def differing(self) -> ReplicaMismatchError:
-        """All ranks together, where some replicas differ: which."""
+    def describe_replica_mismatch(self) -> ReplicaMismatchError:
+        """Return an error that names the replicas that differ. All ranks must call this."""
         _, message = self._session.vote(
             "comparing replicas",
-            lambda: replicas.replica_details(self._plan, self._part_of),
-            lambda own: own,
+            lambda: replicas.replica_details(self._plan, self._shard_of),
+            lambda details: details,
             lambda posted: replicas.describe_mismatch(self._plan, posted).encode(),
         )
         return ReplicaMismatchError(message.decode())
 
-    def stage(self, arena: Arena, later: DeferredCopies) -> StagedTensors:
-        """Copy what this rank will write, but for what may be copied later."""
-        synchronize_devices(self._parts.values(), self._accelerator)
-        if not self._plan.exchanges:
-            return stage_tensors(self._plan, self._part_of, arena, None, later)
-        with P2PExchange(self._ranks.gloo(self._session.timeout), self._session) as wire:
-            return stage_tensors(self._plan, self._part_of, arena, wire, later)
+    def stage(self, arena: Arena, deferred: DeferredCopies) -> StagedTensors:
+        """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
+        synchronize_devices(self._tensors.values(), self._accelerator)
+        if not self._plan.needs_exchange:
+            return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
+        with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+            return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
 
     def write(
-        self, folder: Path, names: Sequence[str], staged: StagedTensors | None, moved: Moved = ignore_progress
+        self, folder: Path, names: Sequence[str], staged: StagedTensors | None, on_moved: OnBytesMoved = ignore_progress
     ) -> Fragments:
-        """Write this rank's stripes and pieces, or their copies, and return what was hashed.
+        """Write this rank's stripes and file ranges, or their staged copies, and return the CRCs of the fragments.
 
-        Raises ``RankMismatchError`` where it cannot see ``folder``, which rank 0 has made, with the files in it.
+        Raises ``RankMismatchError`` if this rank does not see ``folder``, which rank 0 created with its files.
         """
         files = [folder / name for name in names]
         if not is_directory(folder):
             raise RankMismatchError(
-                f"{folder}, which rank 0 has made, cannot be seen here: all ranks must save into a shared file system"
+                f"{folder}, which rank 0 created, does not exist on this rank: "
+                "all ranks must save to a shared file system"
             )
         if staged is not None:
-            return write_pieces(files, staged.pieces, staged.part_of, moved)
-        synchronize_devices(self._parts.values(), self._accelerator)
-        found: Fragments = {}
-        if self._plan.exchanges:
-            with P2PExchange(self._ranks.gloo(self._session.timeout), self._session) as wire:
-                found = write_stripes(files, self._plan.crossings, self._part_of, wire, moved)
-        return found | write_pieces(files, self._plan.pieces, self._part_of, moved)
+            return write_file_ranges(files, staged.file_ranges, staged.shard_of, on_moved)
+        synchronize_devices(self._tensors.values(), self._accelerator)
+        fragments: Fragments = {}
+        if self._plan.needs_exchange:
+            with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+                fragments = write_stripes(files, self._plan.stripe_tasks, self._shard_of, p2p, on_moved)
+        return fragments | write_file_ranges(files, self._plan.file_ranges, self._shard_of, on_moved)

@@ -1,1 +1,1 @@
-"""Training objects on one side, named runs and plain values on the other. No file is touched here."""
+"""Conversion between training objects and named tensors and plain values. No file is touched here."""

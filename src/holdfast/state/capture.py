@@ -1,4 +1,4 @@
-"""Everything that one save takes from this rank: tensors with a spec of them, values, companion files."""
+"""Capture of the state that one save takes from this rank: tensors with a spec of them, values, config files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from holdfast.state.split_parameters import split_group, split_refs, split_state
 from holdfast.state.tensors import TensorView, check_present, view_of
 from holdfast.state.training import TrainingObjects
 
-#: Groups of tensors, and so the folders or files that they are in.
+#: Groups of tensors; their directories or files have the same names.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
 
-#: Values that are put together from several ranks.
+#: Prefixes of values that are merged from several ranks.
 _MERGED = (MODEL, OPTIMIZER)
 
 
 class Inventory:
-    """Tensors that a rank has or wants, with a spec of them that does not depend on the rank."""
+    """Tensors that a rank has or requests, with a spec of them that does not depend on the rank."""
 
     def __init__(self) -> None:
         self._meshes: dict[MeshShape, int] = {}
@@ -44,7 +44,7 @@ class Inventory:
         self.tied: dict[str, dict[str, str]] = {}
         self.names: dict[str, list[str]] = {}
 
-    def add(
+    def add_tensor(
         self,
         group: str,
         name: str,
@@ -54,53 +54,56 @@ class Inventory:
         shared: bool = True,
         splits: Splits = (),
     ) -> None:
-        """Take note of one tensor. ``dtype`` is that of the checkpoint where the tensor has another."""
-        layout = None if tensor.layout is None else self._layout(tensor.layout)
+        """Add one tensor. ``dtype`` is its dtype in the checkpoint if that differs."""
+        layout = None if tensor.layout is None else self._layout_index(tensor.layout)
         self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits))
 
-    def _layout(self, layout: PlacementLayout) -> int:
+    def _layout_index(self, layout: PlacementLayout) -> int:
         mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
         return self._layouts.setdefault(LayoutSpec(mesh, layout.placements), len(self._layouts))
 
-    def spec(self) -> Spec:
-        """The spec of the tensors."""
+    def build_spec(self) -> Spec:
+        """Return the spec of the tensors."""
         return Spec(tuple(self._layouts), tuple(self._tensors), self.tied, self.names)
 
-    def meshes(self) -> Meshes:
-        """The meshes that the spec names by number."""
+    def build_meshes(self) -> Meshes:
+        """Return the meshes that the spec refers to by number."""
         return Meshes(tuple(self._meshes))
 
 
 @dataclass
 class Capture:
-    """What one rank brings to a save.
+    """The contribution of one rank to a save.
 
-    ``parts`` are in memory, by group and name; those that are stored in parts by the names of these, too.
-    ``small`` are files that rank 0 writes; ``own`` are this rank's values, as JSON, ``merged`` those to be put together
-    with other ranks', encoded, ``shared`` those that rank 0 has for all, by name, as JSON.
+    ``tensors`` are in memory, by group and stored name; a split tensor appears under the name of each split, too.
+    ``small_files`` are written by rank 0. ``rank_values`` are this rank's values, as JSON; ``merged_values`` are
+    encoded and are merged with other ranks'; ``shared_values`` are those that rank 0 has for all ranks, by name, as
+    JSON.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
-    parts: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
-    small: dict[str, bytes] = field(default_factory=dict)
-    own: bytes = b"{}"
-    merged: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, bytes] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    rank_values: bytes = b"{}"
+    merged_values: dict[str, Any] = field(default_factory=dict)
+    shared_values: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, group: str, name: str, tensor: TensorView, *, shared: bool = True, splits: Splits = ()) -> None:
-        """Take in one tensor, which is stored as ``splits`` tell, or under its name."""
+    def add_tensor(
+        self, group: str, name: str, tensor: TensorView, *, shared: bool = True, splits: Splits = ()
+    ) -> None:
+        """Add one tensor, which is stored as ``splits`` describe or, without them, under its name."""
         names = {name, *(split.name for split in splits)}
-        for one in names:
-            check_utf8(one, "a name of a tensor")
+        for stored_name in names:
+            check_utf8(stored_name, "a name of a tensor")
         check_present(tensor, f"{group} tensor {name!r}")
-        self.inventory.add(group, name, tensor, shared=shared, splits=splits)
-        self.parts |= dict.fromkeys(((group, one) for one in names), TensorBytes(tensor.local))
+        self.inventory.add_tensor(group, name, tensor, shared=shared, splits=splits)
+        self.tensors |= dict.fromkeys(((group, stored_name) for stored_name in names), TensorBytes(tensor.local))
 
 
 def capture_training(training: TrainingObjects, rank: int) -> Capture:
-    """Look at the training objects. Changes nothing in them.
+    """Capture the training objects, without changing them.
 
-    What is equal on all ranks is taken from rank 0. Raises ``UnsupportedValueError``,
+    Values that are equal on all ranks are taken from rank 0. Raises ``UnsupportedValueError``,
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
@@ -110,44 +113,46 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
         _add_model(captured, slot, views[slot])
         tree[slot] = views[slot].extra
-        captured.small.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
+        captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
     for slot, parts in adapters.optimizer_components(training.optimizer).items():
-        groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _named(training)))
-        handles = split_refs(groups)
+        groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _view_naming_models(training)))
+        refs = split_refs(groups)
         for name, tensor in optimizers.optimizer_tensors(groups):
-            captured.add(slot, name, tensor, splits=split_state(name, tensor, handles))
-        tree[slot] = _by_part([split_group(group, handles) for group in optimizers.optimizer_values(groups)])
-    of_all = _shared(training)
-    shared = of_all if rank == 0 else {}
+            captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
+        tree[slot] = _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)])
+    all_shared = _shared_values(training)
+    shared = all_shared if rank == 0 else {}
     arrays = ArrayEncoder(_MERGED)
     encoded = values.encode_value({**tree, **shared}, arrays)
-    captured.merged = {slot: _merged(slot, encoded[slot]) for slot in tree}
-    captured.shared = {name: values.to_json(encoded[name]) for name in shared}
+    captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
+    captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
     if rank == 0:
         _add_arrays(captured, STATE, arrays)
-    own = ArrayEncoder()
-    belonging = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
-    captured.own = values.check_size(values.dump_values(belonging, own, f"{rank}/"), values.RANKS_FILE)
-    _add_own_arrays(captured, own, f"{rank}/")
+    rank_arrays = ArrayEncoder()
+    rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
+    captured.rank_values = values.check_size(
+        values.dump_values(rank_values, rank_arrays, f"{rank}/"), values.RANKS_FILE
+    )
+    _add_rank_arrays(captured, rank_arrays, f"{rank}/")
     return captured
 
 
-def _named(training: TrainingObjects) -> dict[str, ModelView]:
-    """The models that only tell names, by slot."""
-    every = models.model_components(training.named_by).items()
-    return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in every}
+def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
+    """Return views of the models that only provide parameter names, by slot."""
+    components = models.model_components(training.naming_model).items()
+    return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in components}
 
 
 def _add_model(captured: Capture, slot: str, view: ModelView) -> None:
     check_duplicate_tensors(view)
     for name, tensor in view.tensors.items():
-        captured.add(slot, name, tensor, shared=name not in view.buffers, splits=view.splits.get(name, ()))
+        captured.add_tensor(slot, name, tensor, shared=name not in view.buffers, splits=view.splits.get(name, ()))
     if view.tied:
         captured.inventory.tied[slot] = view.tied
 
 
-def _by_part(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Groups by the part of the optimizer that they are of, each of which begins with group 0."""
+def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the groups of each part of an optimizer. The groups of a part begin with number 0."""
     parts: list[list[dict[str, Any]]] = []
     for group in groups:
         if group["number"] == 0:
@@ -156,8 +161,8 @@ def _by_part(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return parts
 
 
-def _merged(slot: str, encoded: Any) -> dict[str, Any]:
-    """The values of one slot as the file has them: in the same order whichever part, or rank, brings what."""
+def _mergeable_values(slot: str, encoded: Any) -> dict[str, Any]:
+    """Return the values of one slot as the file stores them, in an order that does not depend on parts or ranks."""
     return (
         {"groups": merge_groups(encoded)}
         if slot.startswith(OPTIMIZER)
@@ -165,89 +170,95 @@ def _merged(slot: str, encoded: Any) -> dict[str, Any]:
     )
 
 
-def merge_values(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values that several ranks have, put together: every entry of a model, every parameter of an optimizer."""
-    found: dict[str, Any] = {}
-    for slot in said[0]:
+def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the merged values of several ranks: every entry of a model, every parameter of an optimizer."""
+    merged: dict[str, Any] = {}
+    for slot in contributions[0]:
         if slot.startswith(OPTIMIZER):
-            found[slot] = {"groups": merge_groups([one[slot]["groups"] for one in said])}
+            merged[slot] = {"groups": merge_groups([contribution[slot]["groups"] for contribution in contributions])}
         else:
-            found[slot] = values.as_table(member for one in said for member in values.iterate_members(one[slot]))
-    beyond = sorted(_references(found) - _references(said[0]))
-    if beyond:
+            merged[slot] = values.as_table(
+                member for contribution in contributions for member in values.iterate_members(contribution[slot])
+            )
+    unknown_keys = sorted(_find_references(merged) - _find_references(contributions[0]))
+    if unknown_keys:
         raise StateError(
-            f"{beyond[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more than "
-            f"{INLINE_BYTES} bytes; such values must be on rank 0, too"
+            f"{unknown_keys[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more "
+            f"than {INLINE_BYTES} bytes; such values must be on rank 0, too"
         )
-    return found
+    return merged
 
 
-def _references(encoded: Any) -> set[str]:
-    """The keys of the tensors that encoded values refer to."""
+def _find_references(encoded: Any) -> set[str]:
+    """Return the keys of the tensors that encoded values refer to."""
     if isinstance(encoded, list):
-        return {key for one in encoded for key in _references(one)}
+        return {key for child in encoded for key in _find_references(child)}
     if isinstance(encoded, dict):
-        own = {encoded[tag] for tag in ("$tensor", "$array") if tag in encoded}
-        return own or {key for one in encoded.values() for key in _references(one)}
+        keys = {encoded[tag] for tag in ("$tensor", "$array") if tag in encoded}
+        return keys or {key for child in encoded.values() for key in _find_references(child)}
     return set()
 
 
-def state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
-    """The file of values that all ranks share; ``shared`` as JSON. Raises ``UnsupportedValueError`` if it is too large."""
-    parts = {slot: values.to_json(_by_name(slot, value)) for slot, value in merged.items()}
-    return _checked_file({**parts, **shared}, values.SHARED_FILE)
+def build_state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
+    """Return the file of values that all ranks share; ``shared`` is JSON.
+
+    Raises ``UnsupportedValueError`` if the file is too large.
+    """
+    parts = {slot: values.to_json(_sort_param_groups(slot, value)) for slot, value in merged.items()}
+    return _join_values({**parts, **shared}, values.SHARED_FILE)
 
 
 def check_rank_state(captured: Capture, merged: bytes) -> None:
-    """Raise ``UnsupportedValueError`` if what a rank brings to a save is too large for the file of shared values already.
+    """Raise ``UnsupportedValueError`` if the values of this rank alone are too large for the file of shared values.
 
-    ``merged`` are its :func:`merged_bytes`.
+    ``merged`` is the result of :func:`encode_merged_values`.
     """
-    if len(merged) + sum(map(len, captured.shared.values())) > values.VALUES_LIMIT:
-        state_file(captured.merged, captured.shared)
+    if len(merged) + sum(map(len, captured.shared_values.values())) > values.VALUES_LIMIT:
+        build_state_file(captured.merged_values, captured.shared_values)
 
 
 def check_rank_states(sizes: Sequence[int]) -> None:
-    """Raise ``UnsupportedValueError`` if what belongs to single ranks, of so many bytes each, is too large for its file."""
+    """Raise ``UnsupportedValueError`` if the values of all ranks, of ``sizes`` bytes, are too large for their file."""
     if sum(sizes) > values.VALUES_LIMIT:
         raise UnsupportedValueError(
-            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers take {values.VALUES_LIMIT:,} at most; rank "
-            f"{sizes.index(max(sizes))} brings the most, {max(sizes):,}. Store bytes in per_rank_content, and in states of "
-            "data loaders, as tensors"
+            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers accept {values.VALUES_LIMIT:,} at most; "
+            f"rank {sizes.index(max(sizes))} contributes the most, {max(sizes):,}. Store bytes in per_rank_content, "
+            "and in states of data loaders, as tensors"
         )
 
 
-def _checked_file(parts: Mapping[str, bytes], file: str) -> bytes:
+def _join_values(parts: Mapping[str, bytes], file: str) -> bytes:
     raw = b"{" + b",".join(values.to_json(name) + b":" + part for name, part in parts.items()) + b"}"
     return values.check_size(raw, file)
 
 
-def _by_name(slot: str, value: Any) -> Any:
+def _sort_param_groups(slot: str, value: Any) -> Any:
     return {**value, "groups": param_order.sort_by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
 
 
-def ranks_file(owns: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
-    """The file of values that belong to single ranks, and of what is known of the order of optimizers' parameters."""
+def build_ranks_file(rank_values: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
+    """Return the file of values that belong to single ranks, and of the order of optimizers' parameters if known."""
     orders = {
         slot: param_order.order_names(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)
     }
-    kept = b',"order":' + values.to_json(orders) if orders else b""
-    return values.check_size(b'{"ranks":[' + b",\n".join(owns) + b"]" + kept + b"}\n", values.RANKS_FILE)
+    order_json = b',"order":' + values.to_json(orders) if orders else b""
+    return values.check_size(b'{"ranks":[' + b",\n".join(rank_values) + b"]" + order_json + b"}\n", values.RANKS_FILE)
 
 
-def merged_bytes(captured: Capture) -> bytes:
-    """What a rank tells the others of its values, and the digest of which tells whether it has to."""
-    return json.dumps(captured.merged, separators=(",", ":")).encode()
+def encode_merged_values(captured: Capture) -> bytes:
+    """Return the values that a rank contributes to the merged values, as JSON. Ranks compare its digest first."""
+    return json.dumps(captured.merged_values, separators=(",", ":")).encode()
 
 
-def _shared(training: TrainingObjects) -> dict[str, Any]:
+def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     shared: dict[str, Any] = {
         slot: schedulers.scheduler_values(parts)
         for slot, parts in schedulers.scheduler_components(training.scheduler).items()
     }
     if training.stateful is not None:
         shared["stateful"] = {
-            name: one.state_dict() for name, one in stateful.check_stateful(training.stateful).items()
+            name: stateful_object.state_dict()
+            for name, stateful_object in stateful.check_stateful(training.stateful).items()
         }
     if training.user_content is not None:
         shared["user_content"] = training.user_content
@@ -255,14 +266,14 @@ def _shared(training: TrainingObjects) -> dict[str, Any]:
 
 
 def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:
-    """The tensors of encoded values become tensors of ``group``."""
+    """Add the tensors of encoded values to ``group``."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add(group, name, view_of(tensor, f"{group} tensor {name!r}"))
-        captured.parts[group, name] = TensorBytes(tensor)
+        captured.inventory.add_tensor(group, name, view_of(tensor, f"{group} tensor {name!r}"))
+        captured.tensors[group, name] = TensorBytes(tensor)
 
 
-def _add_own_arrays(captured: Capture, arrays: ArrayEncoder, prefix: str) -> None:
-    """Those of this rank's own values, in the spec without the rank."""
+def _add_rank_arrays(captured: Capture, arrays: ArrayEncoder, prefix: str) -> None:
+    """Add the tensors of this rank's own values, to the spec under names without the rank."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add(OWN, name.removeprefix(prefix), view_of(tensor, f"{PER_RANK} tensor {name!r}"))
-        captured.parts[PER_RANK, name] = TensorBytes(tensor)
+        captured.inventory.add_tensor(OWN, name.removeprefix(prefix), view_of(tensor, f"{PER_RANK} tensor {name!r}"))
+        captured.tensors[PER_RANK, name] = TensorBytes(tensor)

@@ -1,4 +1,4 @@
-"""What the user passed, by slot: one object, a list of parts of one, or a dict of separate ones."""
+"""Components that the user passed, by slot: one object, a list of parts of one, or a dict of separate ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from holdfast.errors import InvalidArgumentError
 from holdfast.ondisk.validation import check_tag
 
-#: Wrappers, by package and class, as Accelerate and torchtitan need not be there, and where they have what they wrap.
+#: Wrapper classes, by package and name because Accelerate and torchtitan may not be installed, and the attribute that
+#: holds the wrapped object.
 _WRAPPERS = {
     ("accelerate", "AcceleratedOptimizer"): "optimizer",
     ("accelerate", "AcceleratedScheduler"): "scheduler",
@@ -18,39 +19,43 @@ _WRAPPERS = {
 }
 
 
-def name_components(kind: str, given: Any, is_one: Callable[[Any], bool]) -> dict[str, list[Any]]:
-    """The parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
+def name_components(kind: str, given: Any, is_single: Callable[[Any], bool]) -> dict[str, list[Any]]:
+    """Return the parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
 
-    ``is_one`` tells a single object (a state dict is one, and a mapping) from a dict of several.
+    ``is_single`` returns whether a mapping is a single object, such as a state dict, rather than a dict of several
+    objects.
     """
     if given is None:
         return {}
-    if isinstance(given, Mapping) and not is_one(given):
-        return {f"{kind}/{_name(kind, name)}": _parts(one) for name, one in given.items()}
-    return {kind: _parts(given)}
+    if isinstance(given, Mapping) and not is_single(given):
+        return {f"{kind}/{_component_name(kind, name)}": _flatten_parts(component) for name, component in given.items()}
+    return {kind: _flatten_parts(given)}
 
 
-def _name(kind: str, name: object) -> str:
+def _component_name(kind: str, name: object) -> str:
     try:
         return check_tag(name)
     except InvalidArgumentError:
         raise InvalidArgumentError(
-            f"the dict of {kind}s has the key {name!r}; use names that can be a folder's, such as 'generator'"
+            f"the dict of {kind}s has the key {name!r}; use names that are valid directory names, such as 'generator'"
         ) from None
 
 
-def _parts(given: Any) -> list[Any]:
-    inner = _inner(given)
-    return [part for one in inner for part in _parts(one)] if isinstance(inner, list | tuple) else [inner]
+def _flatten_parts(given: Any) -> list[Any]:
+    inner = _unwrap_object(given)
+    return [part for entry in inner for part in _flatten_parts(entry)] if isinstance(inner, list | tuple) else [inner]
 
 
-def _inner(given: Any) -> Any:
-    """What is inside of others' wrappers, which would go by their own class, or hide that they are several."""
-    for kind in type(given).__mro__:
-        attribute = _WRAPPERS.get((kind.__module__.partition(".")[0], kind.__qualname__))
+def _unwrap_object(given: Any) -> Any:
+    """Return the object inside wrappers of other libraries.
+
+    Otherwise the wrapper's class would be recorded, or several objects would look like one.
+    """
+    for wrapper in type(given).__mro__:
+        attribute = _WRAPPERS.get((wrapper.__module__.partition(".")[0], wrapper.__qualname__))
         if attribute is not None:
             return getattr(given, attribute)
     if isinstance(given, Optimizer) and isinstance(given, Iterable):
-        inside = list(given)  # a container of optimizers, such as torchtitan's, has no states of its own
-        return inside if inside and all(isinstance(one, Optimizer) for one in inside) else given
+        optimizers = list(given)  # a container of optimizers, such as torchtitan's, has no state itself
+        return optimizers if optimizers and all(isinstance(optimizer, Optimizer) for optimizer in optimizers) else given
     return given

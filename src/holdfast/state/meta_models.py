@@ -1,4 +1,4 @@
-"""Models that a load gives memory: which may get it, what would be left without a value, and the doing of it."""
+"""Models on the meta device that a load gives memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from holdfast.ondisk.validation import strip_wrapper_prefixes
 from holdfast.state.model import fsdp1
 from holdfast.state.model import traversal as models
-from holdfast.state.model.materialize import initializer, materialize, meta_tensors
+from holdfast.state.model.materialize import find_initializer, materialize, meta_tensors
 from holdfast.state.tensors import local_tensor
 from holdfast.state.training import TrainingObjects
 
@@ -21,30 +21,40 @@ class MetaModels:
     def __init__(self, training: TrainingObjects) -> None:
         self._training = training
 
-    def may(self, slot: str) -> bool:
-        """Whether loading may give a model memory: not where states were made for parameters without, nor in FSDP1."""
-        parts = models.model_components(self._training.model)[slot]
-        whole = all(isinstance(part, nn.Module) and not fsdp1.wrapped_modules(part) for part in parts)
-        return whole and self._training.optimizer is None
+    def can_materialize(self, slot: str) -> bool:
+        """Return whether loading may give a model memory.
 
-    def problems(self, aimed: set[int]) -> Iterator[str]:
-        """The tensors without memory that nothing fills, loading (``aimed``: ``id`` of local parts) or otherwise."""
-        for module in self._modules():
-            for one in meta_tensors(module):
-                if id(local_tensor(one.tensor)) not in aimed and initializer(module, one.owner) is None:
+        It may not if an optimizer is loaded too, whose states were made for parameters without memory, and not under
+        FSDP1.
+        """
+        parts = models.model_components(self._training.model)[slot]
+        are_modules = all(isinstance(part, nn.Module) and not fsdp1.uses_fsdp1(part) for part in parts)
+        return are_modules and self._training.optimizer is None
+
+    def find_uninitialized(self, targeted: set[int]) -> Iterator[str]:
+        """Yield a message for each tensor without memory that would have no value.
+
+        ``targeted`` are the ``id`` of the local shards that are loaded. Other tensors need an initializer.
+        """
+        for module in self._iterate_modules():
+            for tensor in meta_tensors(module):
+                if id(local_tensor(tensor.tensor)) not in targeted and find_initializer(module, tensor.owner) is None:
                     yield (
-                        f"{strip_wrapper_prefixes(one.name)}: on the meta device here, not in the checkpoint, and "
-                        f"{type(one.owner).__qualname__} has no reset_parameters() that would make it"
+                        f"{strip_wrapper_prefixes(tensor.name)}: on the meta device here, not in the checkpoint, and "
+                        f"{type(tensor.owner).__qualname__} has no reset_parameters() to initialize it"
                     )
 
-    def materialise(self, filled: set[int]) -> dict[int, torch.Tensor]:
-        """Give them memory, and what is not ``filled`` values: see :func:`holdfast.state.model.materialize.materialize`."""
-        made: dict[int, torch.Tensor] = {}
-        for module in self._modules():
-            made |= materialize(module, filled)
-        return made
+    def materialize_models(self, filled: set[int]) -> dict[int, torch.Tensor]:
+        """Give the models memory, and initialize tensors that are not ``filled``.
 
-    def _modules(self) -> Iterator[nn.Module]:
+        See :func:`holdfast.state.model.materialize.materialize`.
+        """
+        materialized: dict[int, torch.Tensor] = {}
+        for module in self._iterate_modules():
+            materialized |= materialize(module, filled)
+        return materialized
+
+    def _iterate_modules(self) -> Iterator[nn.Module]:
         for slot, parts in models.model_components(self._training.model).items():
-            if self.may(slot):
+            if self.can_materialize(slot):
                 yield from parts

@@ -1,7 +1,7 @@
-"""What belongs to single ranks: taken from this one, and given back to as many ranks as saved it, or to others.
+"""State that belongs to single ranks: captured from this one, and restored on as many ranks as saved it, or on others.
 
-Another number of ranks cannot get it back as it was. Then positions of data loaders are split anew by those that
-know how, and generators are started anew, in the same way each time.
+On another number of ranks it cannot be restored exactly. Then positions of data loaders are split again if the loader
+supports that, and generators are seeded, in the same way each time.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from holdfast.ondisk.values import decode_value
 from holdfast.state import rng, stateful
 from holdfast.state.arrays import ArrayComparer, ArrayDecoder
 
-#: Its parts, as files have them; and what the last one is called elsewhere.
+#: Keys of its components in files; the last one has another name in the API.
 RNG, LOADER, CONTENT = "rng", "dataloader", "content"
 PER_RANK_CONTENT = "per_rank_content"
 
 
 def capture_rank_state(dataloader: Any, content: Any, *, generators: bool) -> dict[str, Any]:
-    """What this rank has of its own, as far as it is to be saved."""
-    own: dict[str, Any] = {}
+    """Return the values of this rank that are saved."""
+    rank_values: dict[str, Any] = {}
     if generators:
-        own[RNG] = rng.capture_generators()
+        rank_values[RNG] = rng.capture_generators()
     if dataloader is not None:
-        own[LOADER] = stateful.check_stateful_object(dataloader, "the data loader").state_dict()
+        rank_values[LOADER] = stateful.check_stateful_object(dataloader, "the data loader").state_dict()
     if content is not None:
-        own[CONTENT] = content
-    return own
+        rank_values[CONTENT] = content
+    return rank_values
 
 
 @dataclass(frozen=True)
 class SavedRankStates:
-    """What the ranks that saved had: ``ranks`` all of them, encoded, with tensors to be found by ``arrays``.
+    """The encoded values of all ranks that saved, ``ranks``, with their tensors in ``arrays``.
 
-    ``crcs`` tells those of a stored tensor's blocks; ``source`` names the checkpoint.
+    ``crcs`` returns the CRCs of a stored tensor's blocks, or ``None``; ``source`` names the checkpoint.
     """
 
     ranks: Sequence[Any]
@@ -45,23 +45,23 @@ class SavedRankStates:
     crcs: Callable[[str], Sequence[int] | None]
     source: str
 
-    def every(self, part: str, arrays: ArrayDecoder) -> list[Any]:
-        """A part of what each rank had, decoded; nothing where some rank did not have it."""
-        found = []
-        for own in self.ranks:
-            if not isinstance(own, dict):
-                raise CorruptCheckpointError(f"{self.source}: what belongs to a rank is no table")
-            if part in own:
-                found.append(decode_value(own[part], arrays, self.source))
-        return found if len(found) == len(self.ranks) else []
+    def decode_component(self, component: str, arrays: ArrayDecoder) -> list[Any]:
+        """Return one component of each rank, decoded; an empty list if some rank did not save it."""
+        decoded = []
+        for rank_values in self.ranks:
+            if not isinstance(rank_values, dict):
+                raise CorruptCheckpointError(f"{self.source}: the values of a rank are not a table")
+            if component in rank_values:
+                decoded.append(decode_value(rank_values[component], arrays, self.source))
+        return decoded if len(decoded) == len(self.ranks) else []
 
 
 @dataclass
 class RankState:
-    """What one rank gets back: states of generators, texts to start others from, states of data loaders, content.
+    """The values that one rank gets back: generator states, seed texts of other generators, loader states, content.
 
-    ``loader`` has one state, this rank's, or where ``split`` those of all ranks that saved. ``lost`` are the parts that
-    were saved and cannot be given to this number of ranks, each with the reason.
+    ``loader`` is this rank's loader state or, if ``split``, the states of all ranks that saved. ``lost`` are the
+    components that were saved and cannot be restored on this number of ranks, each with the reason.
     """
 
     generators: Mapping[str, Any] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class RankState:
     lost: Mapping[str, str] = field(default_factory=dict)
 
     def has_generators(self) -> bool:
-        """Whether there is anything to put into generators."""
+        """Return whether there is a state or seed for any generator."""
         return bool(self.generators or self.seeds)
 
     def apply(self, dataloader: Any) -> None:
-        """Put the data loader and the generators back, once all tensors are filled."""
+        """Restore the data loader and the generators, once all tensors are filled."""
         if self.split and self.loader:
             dataloader.load_state_dicts(list(self.loader))
         elif self.loader:
@@ -87,72 +87,78 @@ class RankState:
 
 
 def restore_same_world_size(
-    own: Mapping[str, Any], saved: SavedRankStates, rank: int, dataloader: Any, *, generators: bool
+    rank_values: Mapping[str, Any], saved: SavedRankStates, rank: int, dataloader: Any, *, generators: bool
 ) -> RankState:
-    """For as many ranks as saved: this rank's ``own``. Raises ``CorruptCheckpointError`` where a generator is missing."""
-    found = RankState(content=own.get(CONTENT))
-    if dataloader is not None and LOADER in own:
-        found.loader = [own[LOADER]]
-    if generators and RNG in own:
-        lacking = [name for name in rng.EVERYWHERE if name not in own[RNG]]
-        if lacking:
-            raise CorruptCheckpointError(f"{saved.source}: the random number generator {lacking[0]!r} is missing")
-        found.generators = _checked(own[RNG], saved.source)
-        lacking = [name for name in rng.generator_names() if name not in own[RNG]]
-        if lacking:
-            basis = _basis(_states_seen(saved))
-            found.seeds = {name: f"{basis}/{name}/{len(saved.ranks)}/{rank}" for name in lacking}
-    return found
+    """Return the state of this rank, with ``rank_values``, for as many ranks as saved.
+
+    Raises ``CorruptCheckpointError`` if the state of a generator is missing.
+    """
+    state = RankState(content=rank_values.get(CONTENT))
+    if dataloader is not None and LOADER in rank_values:
+        state.loader = [rank_values[LOADER]]
+    if generators and RNG in rank_values:
+        missing = [name for name in rng.EVERYWHERE if name not in rank_values[RNG]]
+        if missing:
+            raise CorruptCheckpointError(f"{saved.source}: the random number generator {missing[0]!r} is missing")
+        state.generators = _check_states(rank_values[RNG], saved.source)
+        missing = [name for name in rng.generator_names() if name not in rank_values[RNG]]
+        if missing:
+            digest = _digest_states(_comparable_states(saved))
+            state.seeds = {name: f"{digest}/{name}/{len(saved.ranks)}/{rank}" for name in missing}
+    return state
 
 
 def restore_resized(saved: SavedRankStates, rank: int, size: int, dataloader: Any, *, generators: bool) -> RankState:
-    """For another number of ranks, ``size``, of which this is ``rank``."""
-    found = RankState(split=True)
-    had = {part for own in saved.ranks if isinstance(own, dict) for part in own}
+    """Return the state of rank ``rank`` of ``size``, another number of ranks than saved."""
+    state = RankState(split=True)
+    saved_components = {
+        component for rank_values in saved.ranks if isinstance(rank_values, dict) for component in rank_values
+    }
     counts = f"{len(saved.ranks)} ranks saved, {size} load"
     if hasattr(dataloader, "load_state_dicts"):
-        found.loader = saved.every(LOADER, saved.arrays)
-    elif LOADER in had:
-        found.lost = {LOADER: f"{counts}, and {type(dataloader).__qualname__} has no load_state_dicts(states)"}
-    if CONTENT in had:
-        found.lost = {**found.lost, PER_RANK_CONTENT: f"each rank has its own, and {counts}"}
+        state.loader = saved.decode_component(LOADER, saved.arrays)
+    elif LOADER in saved_components:
+        state.lost = {LOADER: f"{counts}, and {type(dataloader).__qualname__} has no load_state_dicts(states)"}
+    if CONTENT in saved_components:
+        state.lost = {**state.lost, PER_RANK_CONTENT: f"each rank has its own, and {counts}"}
     if generators:
-        found.seeds = _seeds(saved, rank, size)
-    return found
+        state.seeds = _make_seeds(saved, rank, size)
+    return state
 
 
-def _seeds(saved: SavedRankStates, rank: int, size: int) -> dict[str, str]:
-    """Texts to start the generators from: others for each rank, the same for the same saved states each time.
+def _make_seeds(saved: SavedRankStates, rank: int, size: int) -> dict[str, str]:
+    """Return the texts to seed the generators from: different for each rank, equal for equal saved states each time.
 
-    Groups of neighbours that drew alike (the ranks of one model, under tensor parallelism) do so again. Where all did,
-    nothing tells such groups from ranks that were seeded alike, and each gets a stream of its own.
+    Groups of neighbouring ranks that drew the same numbers (the ranks of one model, under tensor parallelism) do so
+    again. If all ranks did, such groups cannot be distinguished from ranks with equal seeds, and each rank gets its own
+    stream.
     """
-    every = _states_seen(saved)
-    if not every:
+    all_states = _comparable_states(saved)
+    if not all_states:
         return {}
-    _checked(decode_value(saved.ranks[0][RNG], ArrayDecoder(saved.arrays.infos), saved.source), saved.source)
-    basis, seeds = _basis(every), {}
+    _check_states(decode_value(saved.ranks[0][RNG], ArrayDecoder(saved.arrays.infos), saved.source), saved.source)
+    digest, seeds = _digest_states(all_states), {}
     for name in rng.generator_names():
-        alike = equal_run_length([states.get(name) for states in every])
-        group = rank // (1 if alike == len(every) else alike)
-        seeds[name] = f"{basis}/{name}/{size}/{group}"
+        group_size = equal_run_length([states.get(name) for states in all_states])
+        group = rank // (1 if group_size == len(all_states) else group_size)
+        seeds[name] = f"{digest}/{name}/{size}/{group}"
     return seeds
 
 
-def _states_seen(saved: SavedRankStates) -> list[dict[str, Any]]:
-    """The generators of each rank that saved, with the CRCs of arrays in their place: nothing is read for them."""
-    every = saved.every(RNG, ArrayComparer(saved.arrays.infos, saved.crcs))
-    if not all(isinstance(states, dict) for states in every):
-        raise CorruptCheckpointError(f"{saved.source}: the random number generators of a rank are no table")
-    return every
+def _comparable_states(saved: SavedRankStates) -> list[dict[str, Any]]:
+    """Return the generator states of each rank that saved, with CRCs in place of arrays: no tensor is read."""
+    all_states = saved.decode_component(RNG, ArrayComparer(saved.arrays.infos, saved.crcs))
+    if not all(isinstance(states, dict) for states in all_states):
+        raise CorruptCheckpointError(f"{saved.source}: the random number generators of a rank are not a table")
+    return all_states
 
 
-def _basis(every: Sequence[Mapping[str, Any]]) -> str:
-    """A text that stands for the generators of all ranks, the same in every process."""
-    return blake2b(repr(every).encode(), digest_size=16).hexdigest()
+def _digest_states(all_states: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of the generator states of all ranks, the same in every process."""
+    return blake2b(repr(all_states).encode(), digest_size=16).hexdigest()
 
 
-def _checked(states: dict[str, Any], source: str) -> dict[str, Any]:
+def _check_states(states: dict[str, Any], source: str) -> dict[str, Any]:
     try:
         rng.check_generators(states)
     except CorruptCheckpointError as error:
@@ -161,7 +167,7 @@ def _checked(states: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def equal_run_length(states: Sequence[Any]) -> int:
-    """The largest n for which the ranks come in groups of n neighbours, all of equal states within a group."""
+    """Return the largest n for which the ranks form groups of n neighbours, all with equal states within a group."""
     number = len(states)
     sizes = (size for size in range(number, 0, -1) if number % size == 0)
     return next(size for size in sizes if all(states[i] == states[i - i % size] for i in range(number)))

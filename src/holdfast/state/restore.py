@@ -1,4 +1,4 @@
-"""Everything that one load puts into this rank's training objects: matched and allocated first, applied last."""
+"""A restore of training objects on this rank: everything is matched and allocated first, and applied last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.state.model import traversal as models
 from holdfast.state.model.view import ModelView, is_extra
 from holdfast.state.optimizer import adapters
 from holdfast.state.optimizer import view as optimizers
-from holdfast.state.optimizer.param_groups import MatchLeeway
+from holdfast.state.optimizer.param_groups import MatchTolerance
 from holdfast.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
 from holdfast.state.optimizer.restore import OptimizerRestore, put_settings
 from holdfast.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
@@ -37,22 +37,24 @@ from holdfast.state.training import TrainingObjects
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
 
-#: What ranks tell each other beside the tensors they want, by slot: values of models, parameters of optimizers, and
-#: stored tensors that a model has but cannot take in.
+#: Kinds of names that ranks exchange besides the tensors they request, by slot: values of models, parameters of
+#: optimizers, and stored tensors that a model has but that cannot be loaded into it.
 _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 
+#: The number of lines shown in a message.
 _SHOWN = 20
 
-#: The kinds of parts that a checkpoint may lack.
+#: The kinds of components that ``allow_missing`` may name.
 COMPONENTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "per_rank_content")
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePolicy:
-    """What must match: names if ``strict``, dtypes unless ``cast_dtype``; and whether ``rng`` is put back.
+    """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
 
-    ``per_rank_content``: whether each rank is to get back what it had of its own. ``allow_missing`` are the kinds of parts,
-    of :data:`COMPONENTS`, that may be missing, wholly or partly, however strict.
+    ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
+    ``allow_missing`` are the kinds of components, of :data:`COMPONENTS`, that may be missing, wholly or partly, even if
+    ``strict``.
     """
 
     strict: bool
@@ -61,17 +63,17 @@ class RestorePolicy:
     per_rank_content: bool = False
     allow_missing: frozenset[str] = frozenset()
 
-    def may_lack(self, part: str) -> bool:
-        """Whether something of a part, such as ``"model"`` or ``"model/generator"``, may be missing."""
-        return not self.strict or part.partition("/")[0] in self.allow_missing
+    def may_be_missing(self, component: str) -> bool:
+        """Return whether names of a component, such as ``"model"`` or ``"model/generator"``, may be missing."""
+        return not self.strict or component.partition("/")[0] in self.allow_missing
 
 
 @dataclass
 class MismatchReport:
-    """What did not match: names on one side only, and what is of another shape or dtype.
+    """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
 
-    ``reasons`` are the part of each thing that was asked for and is missing, and why, in words. ``incomplete`` are the
-    parts (``"model"``, …) that have such names, ``cast`` those with tensors of another dtype.
+    ``reasons`` has, for each missing thing that was requested, its component and a message. ``incomplete`` are the
+    components (``"model"``, …) that have such names, ``cast`` those with tensors whose dtype differs.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -81,59 +83,60 @@ class MismatchReport:
     incomplete: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
 
-    def lack(self, part: str, name: str, reason: str = "") -> None:
-        """Something of a part is not in the checkpoint, or cannot be given back for a ``reason``."""
+    def add_missing(self, component: str, name: str, reason: str = "") -> None:
+        """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``."""
         self.missing.append(name)
-        self.reasons.append((part, f"{name}: {reason}" if reason else f"missing in the checkpoint: {name}"))
-        self.incomplete.add(part)
+        self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {name}"))
+        self.incomplete.add(component)
 
-    def exceed(self, part: str, name: str) -> None:
-        """Something of a part is only in the checkpoint."""
+    def add_unexpected(self, component: str, name: str) -> None:
+        """Add a name that is only in the checkpoint."""
         self.unexpected.append(name)
-        self.incomplete.add(part)
+        self.incomplete.add(component)
 
-    def refused(self, policy: RestorePolicy) -> list[str]:
-        """The parts that lack something, and may not."""
-        parts = (part for part, _ in self.reasons if not policy.may_lack(part))
-        return list(dict.fromkeys(part.partition("/")[0] for part in parts))
+    def refused_components(self, policy: RestorePolicy) -> list[str]:
+        """Return the kinds of components of which something is missing that must not be."""
+        parts = (component for component, _ in self.reasons if not policy.may_be_missing(component))
+        return list(dict.fromkeys(component.partition("/")[0] for component in parts))
 
-    def tolerated(self, policy: RestorePolicy) -> list[str]:
-        """What was asked for and is missing where it may be, in words: as much of it as is told."""
-        return [reason for part, reason in self.reasons if policy.may_lack(part)][: _SHOWN + 1]
+    def tolerated_reasons(self, policy: RestorePolicy) -> list[str]:
+        """Return messages about requested things that are missing and may be: as many as are shown."""
+        return [reason for component, reason in self.reasons if policy.may_be_missing(component)][: _SHOWN + 1]
 
-    def check(self, policy: RestorePolicy, source: str) -> None:
-        """Raise ``MismatchError`` that names everything at once."""
-        refused = self.refused(policy)
-        lines = self.different + [reason for part, reason in self.reasons if not policy.may_lack(part)]
+    def raise_if_any(self, policy: RestorePolicy, source: str) -> None:
+        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow."""
+        refused = self.refused_components(policy)
+        lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]
         if policy.strict:
             lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
         if lines:
-            advice = "" if self.different or not policy.strict else f"\nPass {_ways_out(refused, self.unexpected)}."
+            arguments = _suggest_arguments(refused, self.unexpected)
+            advice = "" if self.different or not policy.strict else f"\nPass {arguments}."
             raise MismatchError(
-                f"{source} does not match what it is loaded into; nothing was changed:\n{format_names(lines)}{advice}"
+                f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}{advice}"
             )
 
 
-def _ways_out(refused: Sequence[str], unexpected: Sequence[str]) -> str:
-    """The arguments that let the rest be loaded; the narrow one if no names of tensors are concerned."""
-    strict = "strict=False to load what matches"
+def _suggest_arguments(refused: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the arguments that let the rest be loaded; the narrower one if no names of tensors are concerned."""
+    not_strict = "strict=False to load what matches"
     if unexpected or {*refused} & {"model", "optimizer"}:
-        return strict
-    return f"allow_missing={tuple(refused)!r} to load the rest without, or {strict}"
+        return not_strict
+    return f"allow_missing={tuple(refused)!r} to load the rest without, or {not_strict}"
 
 
-def format_names(lines: Sequence[str]) -> str:
-    """The first of some lines, and how many more there are."""
+def format_lines(lines: Sequence[str]) -> str:
+    """Return the first of some lines, and the number of further ones."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
 
 
 class LoadTargets:
-    """One load, before any byte of tensor data is read.
+    """The targets of one load on this rank, before any byte of tensor data is read.
 
-    :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name; :attr:`more` are further
-    ones for the same stored tensors; :attr:`filled` are the names here of those of models and optimizers, by slot.
-    :attr:`inventory` is what this rank wants, to be told to the others.
+    :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name. :attr:`aliased_targets`
+    are further targets of the same stored tensors. :attr:`filled` are the names here of the targets of models and
+    optimizers, by slot. :attr:`inventory` has the tensors that this rank requests, to be sent to the other ranks.
     """
 
     def __init__(
@@ -144,145 +147,153 @@ class LoadTargets:
         policy: RestorePolicy,
         joined: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """``joined`` are stored tensors, by group, that are seen as parts of others here, and maybe only here."""
+        """Set up a load. ``joined`` are stored tensors, by group, that this rank sees as parts of others."""
         self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
-        self._joined = joined
+        self._joined_names = joined
         self.shared = ArrayDecoder(groups.get(STATE, {}))
         self.targets: dict[tuple[str, str], TensorView] = {}
-        self.more: list[tuple[tuple[str, str], TensorView]] = []
+        self.aliased_targets: list[tuple[tuple[str, str], TensorView]] = []
         self.filled: set[tuple[str, str]] = set()
-        self._lazy = MetaModels(training)
-        self.findings = MismatchReport()
-        #: What the parameters of each optimizer were found by: ``"model"``, ``"names"`` or ``"places"``.
-        self.named_by: dict[str, str] = {}
+        self._meta_models = MetaModels(training)
+        self.report = MismatchReport()
+        #: How the parameters of each optimizer were matched: by ``"model"``, ``"names"`` or ``"places"``.
+        self.matched_by: dict[str, str] = {}
         self.inventory = Inventory()
         self._views: dict[str, ModelView] = {}
-        self._restorations: dict[str, OptimizerRestore] = {}
-        #: What buffers are to become that their modules resize, by slot and name.
-        self._made: dict[str, dict[str, Tensor]] = {}
+        self._optimizer_restores: dict[str, OptimizerRestore] = {}
+        #: New buffers with the checkpoint's shapes, for modules that resize theirs, by slot and name.
+        self._resized_buffers: dict[str, dict[str, Tensor]] = {}
         self._values: Mapping[str, Any] = {}
-        self._own = RankState()
+        self._rank_state = RankState()
 
-    def match(self, shared: Mapping[str, Any], own: RankState, own_arrays: ArrayDecoder) -> None:
-        """Find a target for everything asked for. Raises ``OptimizerMismatchError``."""
-        self._values, self._own = shared, own
+    def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
+        """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
+        self._values, self._rank_state = shared, rank_state
         for slot, parts in models.model_components(self._training.model).items():
             self._match_model(slot, parts)
         for slot, parts in adapters.optimizer_components(self._training.optimizer).items():
             self._match_optimizer(slot, parts)
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in shared:
-                self.findings.different += schedulers.compare_schedulers(parts, shared[slot])
+                self.report.different += schedulers.compare_schedulers(parts, shared[slot])
             else:
-                self.findings.lack(slot, slot)
+                self.report.add_missing(slot, slot)
         self._match_stateful()
-        self._match_own()
-        for group, arrays in ((STATE, self.shared), (PER_RANK, own_arrays)):
+        self._match_rank_state()
+        for group, arrays in ((STATE, self.shared), (PER_RANK, rank_arrays)):
             for name, tensor in arrays.tensors.items():
-                self._aim((group, name), view_of(tensor, f"{group} tensor {name!r}"))
+                self._add_target((group, name), view_of(tensor, f"{group} tensor {name!r}"))
 
     def _match_stateful(self) -> None:
-        """Objects by name."""
+        """Match stateful objects by name."""
         saved = self._values.get("stateful", {})
-        wanted = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
-        for name in wanted:
+        requested = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
+        for name in requested:
             if name not in saved:
-                self.findings.lack("stateful", f"stateful object {name!r}")
+                self.report.add_missing("stateful", f"stateful object {name!r}")
 
-    def _match_own(self) -> None:
-        """What belongs to this rank alone."""
-        own, training, findings = self._own, self._training, self.findings
-        if training.dataloader is not None and not own.loader:
-            findings.lack(LOADER, LOADER, own.lost.get(LOADER, ""))
-        check = getattr(training.dataloader, "check_states", None)
-        if own.loader and callable(check):
+    def _match_rank_state(self) -> None:
+        """Match the state that belongs to this rank alone."""
+        state, training, report = self._rank_state, self._training, self.report
+        if training.dataloader is not None and not state.loader:
+            report.add_missing(LOADER, LOADER, state.lost.get(LOADER, ""))
+        check_states = getattr(training.dataloader, "check_states", None)
+        if state.loader and callable(check_states):
             try:
-                check(own.loader)
+                check_states(state.loader)
             except MismatchError as error:
-                findings.different.append(str(error))
-        if self._policy.rng and not own.has_generators():
-            findings.lack(RNG, RNG)
-        if PER_RANK_CONTENT in own.lost and self._policy.per_rank_content:
-            findings.lack(PER_RANK_CONTENT, PER_RANK_CONTENT, own.lost[PER_RANK_CONTENT])
-        elif PER_RANK_CONTENT in own.lost:
-            findings.missing.append(PER_RANK_CONTENT)
+                report.different.append(str(error))
+        if self._policy.rng and not state.has_generators():
+            report.add_missing(RNG, RNG)
+        if PER_RANK_CONTENT in state.lost and self._policy.per_rank_content:
+            report.add_missing(PER_RANK_CONTENT, PER_RANK_CONTENT, state.lost[PER_RANK_CONTENT])
+        elif PER_RANK_CONTENT in state.lost:
+            report.missing.append(PER_RANK_CONTENT)
 
-    def take_stock(self, rank: int) -> None:
-        """Note in :attr:`inventory` what this rank wants, and knows the names of."""
+    def fill_inventory(self, rank: int) -> None:
+        """Add to :attr:`inventory` the tensors that this rank requests, and the names that it knows."""
         for (group, name), tensor in self.targets.items():
-            mine = group == PER_RANK and not self._own.split and name.startswith(f"{rank}/")
-            known = (OWN, name.removeprefix(f"{rank}/")) if mine else (group, name)
-            self.inventory.add(*known, tensor, dtype=self._groups[group][name].dtype)
+            is_own = group == PER_RANK and not self._rank_state.split and name.startswith(f"{rank}/")
+            key = (OWN, name.removeprefix(f"{rank}/")) if is_own else (group, name)
+            self.inventory.add_tensor(*key, tensor, dtype=self._groups[group][name].dtype)
         for slot, view in self._views.items():
             self.inventory.names[f"{_VALUES} {slot}"] = list(view.extra)
 
-    def check(self, wanted: set[tuple[str, str]], known: Mapping[str, set[str]], source: str) -> None:
-        """Look at the whole, when it is known what all ranks want: raise ``MismatchError`` with all that does not fit.
+    def check_matches(self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str) -> None:
+        """Raise ``MismatchError`` with all mismatches, once the requests of all ranks are known.
 
-        ``wanted`` are the stored tensors that any rank wants, ``known`` the other names that any rank knows.
+        ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows.
         """
         for slot, view in self._views.items():
-            also = known.get(f"{_KNOWN} {slot}", set())
+            known_names = known.get(f"{_KNOWN} {slot}", set())
             stored = self._groups.get(slot, {})
             extra, known_extra = self._values.get(slot, {}), known.get(f"{_VALUES} {slot}", set())
-            beyond = [name for name in stored if (slot, name) not in wanted and name not in also]
-            for name in (*beyond, *(name for name in extra if name not in known_extra)):
-                self.findings.exceed(slot, name)
+            unrequested = [name for name in stored if (slot, name) not in requested and name not in known_names]
+            for name in (*unrequested, *(name for name in extra if name not in known_extra)):
+                self.report.add_unexpected(slot, name)
             for name in view.extra:
                 if name not in extra:
-                    self.findings.lack(slot, name)
-        for slot, restoration in self._restorations.items():
-            with self._mismatch_noted():
-                for name in restoration.check_trained(known.get(f"{_TRAINED} {slot}", set())):
-                    self.findings.exceed(slot, f"{slot}/{name}")
-        self.findings.different += self._lazy.problems({id(target.local) for target in self._every_target()})
-        self._hint()
-        self.findings.check(self._policy, source)
+                    self.report.add_missing(slot, name)
+        for slot, optimizer_restore in self._optimizer_restores.items():
+            with self._note_mismatch():
+                for name in optimizer_restore.check_trained(known.get(f"{_TRAINED} {slot}", set())):
+                    self.report.add_unexpected(slot, f"{slot}/{name}")
+        targeted = {id(target.local) for target in self._iterate_targets()}
+        self.report.different += self._meta_models.find_uninitialized(targeted)
+        self._suggest_keys()
+        self.report.raise_if_any(self._policy, source)
 
     @property
     def user_content(self) -> Any:
-        """What the user saved for all ranks."""
+        """The content that the user saved for all ranks."""
         return self._values.get("user_content")
 
     @property
     def per_rank_content(self) -> Any:
-        """What the user saved for this rank."""
-        return self._own.content
+        """The content that the user saved for this rank."""
+        return self._rank_state.content
 
-    def outcome(self) -> tuple[list[str], list[str]]:
-        """The parts that are, once all is applied, what was saved; and those made from it that are not the same."""
-        own, findings = self._own, self.findings
-        loaded = [part for part in self._training.given() if part != LOADER and part not in findings.incomplete]
-        exact = [part for part in loaded if part not in findings.cast]
-        reconstructed = [part for part in loaded if part in findings.cast]
-        if own.has_generators():
-            (reconstructed if own.seeds else exact).append(RNG)
-        if own.loader:
-            (reconstructed if own.split else exact).append(LOADER)
+    def classify_components(self) -> tuple[list[str], list[str]]:
+        """Return the components that are restored exactly, and those that are reconstructed from what was saved.
+
+        Reconstructed components differ: they are cast, split for another number of ranks, or seeded.
+        """
+        state, report = self._rank_state, self.report
+        loaded = [
+            component
+            for component in self._training.component_names()
+            if component != LOADER and component not in report.incomplete
+        ]
+        exact = [component for component in loaded if component not in report.cast]
+        reconstructed = [component for component in loaded if component in report.cast]
+        if state.has_generators():
+            (reconstructed if state.seeds else exact).append(RNG)
+        if state.loader:
+            (reconstructed if state.split else exact).append(LOADER)
         exact += ["user_content"] if "user_content" in self._values else []
-        exact += [PER_RANK_CONTENT] if own.content is not None else []
+        exact += [PER_RANK_CONTENT] if state.content is not None else []
         return exact, reconstructed
 
-    def _hint(self) -> None:
-        """Where a checkpoint of another system has several of what was asked for, say which."""
+    def _suggest_keys(self) -> None:
+        """Report which keys to pass if a checkpoint of another system has several models, not the one requested."""
         for slot in self._views:
             others = sorted(name for name in self._groups if name.startswith(f"{slot}/"))
             if slot not in self._groups and others:
-                self.findings.different.insert(0, _several(slot, others))
+                self.report.different.insert(0, _describe_alternatives(slot, others))
 
     @contextmanager
-    def _mismatch_noted(self) -> Iterator[None]:
-        """What is wrong with an optimizer is told with the model's differences, which are its cause, if there are."""
+    def _note_mismatch(self) -> Iterator[None]:
+        """Report an optimizer's mismatch together with the model's mismatches, if there are any: they are its cause."""
         try:
             yield
         except OptimizerMismatchError as error:
-            if not self._is_mismatched():
+            if not self._has_mismatches():
                 raise
-            self.findings.different.append(str(error))
+            self.report.different.append(str(error))
 
-    def _is_mismatched(self) -> bool:
-        unexpected = self._policy.strict and self.findings.unexpected
-        return bool(self.findings.different or unexpected or self.findings.refused(self._policy))
+    def _has_mismatches(self) -> bool:
+        unexpected = self._policy.strict and self.report.unexpected
+        return bool(self.report.different or unexpected or self.report.refused_components(self._policy))
 
     def _match_model(self, slot: str, parts: Sequence[object]) -> None:
         for part in parts:
@@ -293,156 +304,154 @@ class LoadTargets:
         aliases: dict[str, list[str]] = {}
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
-        for name, tensor in [*view.tensors.items(), *view.twins]:
+        for name, tensor in [*view.tensors.items(), *view.duplicates]:
             source: str | None = tied.get(name, name)
             if source not in stored:
-                known = (tied.get(one, one) for one in aliases.get(name, ()))
-                source = next((one for one in known if one in stored), None)
+                candidates = (tied.get(alias, alias) for alias in aliases.get(name, ()))
+                source = next((candidate for candidate in candidates if candidate in stored), None)
             if source is None:
-                self.findings.lack(slot, name)
+                self.report.add_missing(slot, name)
                 continue
-            target = self._resized(slot, name, tensor, stored[source]) or tensor
-            if self._fits(slot, name, target, stored[source]):
-                self._aim((slot, source), target)
+            target = self._resize_buffer(slot, name, tensor, stored[source]) or tensor
+            if self._check_tensor(slot, name, target, stored[source]):
+                self._add_target((slot, source), target)
                 self.filled.add((slot, name))
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
-        refused = sorted(name for name in known_names if (slot, name) not in self.targets)
-        self._check_flattened(slot, view)
-        self.inventory.names[f"{_KNOWN} {slot}"] = refused + sorted(self._joined.get(slot, ()))
+        not_loaded = sorted(name for name in known_names if (slot, name) not in self.targets)
+        self._check_load_hooks(slot, view)
+        self.inventory.names[f"{_KNOWN} {slot}"] = not_loaded + sorted(self._joined_names.get(slot, ()))
 
-    def _resized(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
-        """What a buffer of another shape becomes that code of its module may give the checkpoint's; to be filled."""
+    def _resize_buffer(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
+        """Return a new buffer of the checkpoint's shape, to be filled, if code of the module may resize the buffer."""
         view = self._views[slot]
         is_plain = name in view.buffers and tensor.layout is None and not tensor.local.is_meta
-        if tensor.shape == info.shape or not is_plain or not any(one.may_resize(name) for one in view.loaders):
+        if tensor.shape == info.shape or not is_plain or not any(loader.may_resize(name) for loader in view.loaders):
             return None
-        made = self._made.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
-        return view_of(made, f"model tensor {name!r}")
+        buffer = self._resized_buffers.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
+        return view_of(buffer, f"model tensor {name!r}")
 
-    def _check_flattened(self, slot: str, view: ModelView) -> None:
-        """Load hooks that cannot be run are a difference, or make the model incomplete."""
+    def _check_load_hooks(self, slot: str, view: ModelView) -> None:
+        """Report load hooks that cannot run under FSDP1 as a difference or, if not strict, as missing."""
         for loader in view.loaders:
-            problem = loader.flattened() if fsdp1.wrapped_modules(loader.module) else None
+            problem = loader.explain_fsdp1_conflict() if fsdp1.uses_fsdp1(loader.module) else None
             if problem is not None and self._policy.strict:
-                self.findings.different.append(problem)
+                self.report.different.append(problem)
             elif problem is not None:
-                self.findings.lack(slot, f"load hooks: {problem}")
+                self.report.add_missing(slot, f"load hooks: {problem}")
 
-    def _aim(self, source: tuple[str, str], tensor: TensorView) -> None:
-        """Several targets have one source where weights are tied in the checkpoint and separate here."""
+    def _add_target(self, source: tuple[str, str], tensor: TensorView) -> None:
+        """Add a target. One source has several targets if weights are tied in the checkpoint and separate here."""
         if self.targets.setdefault(source, tensor) is not tensor:
-            self.more.append((source, tensor))
+            self.aliased_targets.append((source, tensor))
 
-    def _fits(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> bool:
+    def _check_tensor(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> bool:
         if tensor.shape != info.shape:
-            self.findings.different.append(
+            self.report.different.append(
                 f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
             )
         elif tensor.dtype != info.dtype and not (self._policy.cast_dtype and _may_cast(info.dtype, tensor.dtype)):
             hint = "cast_dtype=True casts" if _may_cast(info.dtype, tensor.dtype) else "no cast keeps these values"
-            self.findings.different.append(
-                f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here ({hint})"
-            )
+            self.report.different.append(f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here ({hint})")
         elif not tensor.local.is_meta and shares_elements(tensor.local):
-            self.findings.different.append(
+            self.report.different.append(
                 f"{name}: an expanded view here, whose elements share memory and cannot be filled: replace it by its "
                 "clone()"
             )
-        elif tensor.local.is_meta and not self._lazy.may(slot):
-            self.findings.different.append(
-                f"{name}: on the meta device here, without memory: load the model by itself, before the optimizer is "
-                "made; a state dict, or a model of FSDP1, needs memory first"
+        elif tensor.local.is_meta and not self._meta_models.can_materialize(slot):
+            self.report.different.append(
+                f"{name}: on the meta device here, without memory: load the model alone, before the optimizer is "
+                "created; a state dict, or a model under FSDP1, needs memory first"
             )
         else:
-            self.findings.cast |= {slot} if tensor.dtype != info.dtype else set()
+            self.report.cast |= {slot} if tensor.dtype != info.dtype else set()
             return True
         return False
 
-    def _every_target(self) -> Iterator[TensorView]:
+    def _iterate_targets(self) -> Iterator[TensorView]:
         yield from self.targets.values()
-        yield from (target for _, target in self.more)
+        yield from (target for _, target in self.aliased_targets)
 
-    def materialise(self) -> None:
-        """Give tensors on the meta device memory, and initialise those that nothing is loaded into."""
-        made = self._lazy.materialise({id(target.local) for target in self._every_target()})
-        if made:
-            self.targets = {key: _with_memory(target, made) for key, target in self.targets.items()}
-            self.more = [(key, _with_memory(target, made)) for key, target in self.more]
+    def materialize_models(self) -> None:
+        """Give tensors on the meta device memory, and initialize those that nothing is loaded into."""
+        materialized = self._meta_models.materialize_models({id(target.local) for target in self._iterate_targets()})
+        if materialized:
+            self.targets = {key: _with_memory(target, materialized) for key, target in self.targets.items()}
+            self.aliased_targets = [(key, _with_memory(target, materialized)) for key, target in self.aliased_targets]
 
     def _match_optimizer(self, slot: str, parts: Sequence[object]) -> None:
         if slot not in self._values:
-            self.findings.lack(slot, slot)
+            self.report.add_missing(slot, slot)
             return
-        handles = optimizers.refs_for(slot, self._views or self._named(slot))
-        groups = optimizers.view_groups(parts, handles)
-        self.named_by[slot] = "model" if handles is not None else "names" if has_names(groups) else "places"
+        refs = optimizers.refs_for(slot, self._views or self._view_naming_models(slot))
+        groups = optimizers.view_groups(parts, refs)
+        self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
             groups = match_by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
-            self.named_by[slot] = "places"
-        elif self.named_by[slot] == "places":
+            self.matched_by[slot] = "places"
+        elif self.matched_by[slot] == "places":
             groups = match_by_position(groups, self._values[slot]["groups"])
             check_order(groups, self._groups.get(slot, {}))
-        stored = {name for handle in split_refs(groups).values() for name in stored_names(handle)}
+        stored = {name for ref in split_refs(groups).values() for name in stored_names(ref)}
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.parameter_names(groups)))
-        with self._mismatch_noted():
-            infos = {} if self._is_mismatched() else self._groups.get(slot, {})
-            by_name = self.named_by[slot] != "places"
-            leeway = MatchLeeway(is_partial=by_name and self._policy.may_lack(slot), by_name=by_name)
-            restoration = self._restorations[slot] = OptimizerRestore(
-                groups, self._values[slot]["groups"], infos, leeway
+        with self._note_mismatch():
+            infos = {} if self._has_mismatches() else self._groups.get(slot, {})
+            by_name = self.matched_by[slot] != "places"
+            tolerance = MatchTolerance(is_partial=by_name and self._policy.may_be_missing(slot), by_name=by_name)
+            optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
+                groups, self._values[slot]["groups"], infos, tolerance
             )
-            for name in restoration.missing:
-                self.findings.lack(slot, f"{slot}/{name}")
-            for number in restoration.regrouped:
-                self.findings.lack(slot, f"{slot}: settings of group {number}")
-            for name, tensor in restoration.targets.items():
-                self._aim((slot, name), tensor)
+            for name in optimizer_restore.missing:
+                self.report.add_missing(slot, f"{slot}/{name}")
+            for number in optimizer_restore.regrouped:
+                self.report.add_missing(slot, f"{slot}: settings of group {number}")
+            for name, tensor in optimizer_restore.targets.items():
+                self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
 
-    def _named(self, slot: str) -> dict[str, ModelView]:
-        """The models that only tell names, by slot."""
+    def _view_naming_models(self, slot: str) -> dict[str, ModelView]:
+        """Return views of the models that only provide parameter names, by slot."""
         stored = {name for group in self._values[slot]["groups"] for name in group["params"]}
-        every = models.model_components(self._training.named_by).items()
-        return {name: models.build_load_view(parts, stored) for name, parts in every}
+        components = models.model_components(self._training.naming_model).items()
+        return {name: models.build_load_view(parts, stored) for name, parts in components}
 
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
         for slot, view in self._views.items():
             self._apply_model(slot, view)
-        restorations = self._restorations.values()
-        put_settings([pair for restoration in restorations for pair in restoration.settings()])
-        for restoration in restorations:
-            restoration.apply()
+        optimizer_restores = self._optimizer_restores.values()
+        put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
+        for optimizer_restore in optimizer_restores:
+            optimizer_restore.apply()
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in self._values:
                 schedulers.load_scheduler(parts, self._values[slot])
-        for name, one in (self._training.stateful or {}).items():
+        for name, stateful_object in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
-                one.load_state_dict(self._values["stateful"][name])
-        self._own.apply(self._training.dataloader)
+                stateful_object.load_state_dict(self._values["stateful"][name])
+        self._rank_state.apply(self._training.dataloader)
 
     def _apply_model(self, slot: str, view: ModelView) -> None:
-        """Give a model its values, then let it do what it does itself when it is loaded."""
+        """Give a model its values, then run its own load hooks."""
         extra = {name: value for name, value in self._values.get(slot, {}).items() if name in view.extra}
         for name, value in extra.items():
-            view.put_extra(name, value)
+            view.set_extra(name, value)
         others = {name: value for name, value in extra.items() if not is_extra(name)}
         for loader in view.loaders:
-            if not fsdp1.wrapped_modules(loader.module):
-                loader.run(self._made.get(slot, {}) | others)
+            if not fsdp1.uses_fsdp1(loader.module):
+                loader.run_hooks(self._resized_buffers.get(slot, {}) | others)
 
 
 def _may_cast(stored: str, here: str) -> bool:
-    """Whether a cast loses precision at most: neither signs, nor parts of numbers, nor what is not finite."""
+    """Return whether both dtypes are floating-point, so that a cast loses at most precision."""
     return {stored, here} <= FLOATING
 
 
-def _with_memory(target: TensorView, made: Mapping[int, Tensor]) -> TensorView:
-    local = made.get(id(target.local))
+def _with_memory(target: TensorView, materialized: Mapping[int, Tensor]) -> TensorView:
+    local = materialized.get(id(target.local))
     return target if local is None else msgspec.structs.replace(target, local=local)
 
 
-def _several(slot: str, others: Sequence[str]) -> str:
+def _describe_alternatives(slot: str, others: Sequence[str]) -> str:
     key = others[0].partition("/")[2]
-    return f"no {slot} as such, but {', '.join(others)}: pass keys={{{slot!r}: {key!r}}}, or a dict of {slot}s"
+    return f"no single {slot}, but {', '.join(others)}: pass keys={{{slot!r}: {key!r}}}, or a dict of {slot}s"

@@ -18,17 +18,17 @@ EVERYWHERE = (PYTHON, NUMPY, TORCH)
 
 
 def generator_names() -> list[str]:
-    """The generators of this process; the accelerator's has the name of its kind."""
+    """Return the names of this process's generators. The accelerator's is named by its device type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [*EVERYWHERE, *([] if accelerator is None else [accelerator.type])]
 
 
 def capture_generators() -> dict[str, Any]:
-    """The state of every generator, as plain values and arrays."""
-    return {name: _state(name) for name in generator_names()}
+    """Return the state of every generator, as plain values and arrays."""
+    return {name: _get_state(name) for name in generator_names()}
 
 
-def _state(name: str) -> Any:
+def _get_state(name: str) -> Any:
     if name == PYTHON:
         version, words, gauss = random.getstate()
         return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
@@ -38,33 +38,38 @@ def _state(name: str) -> Any:
 
 
 def check_generators(state: Mapping[str, Any]) -> None:
-    """Raise ``CorruptCheckpointError`` where a state is not of the form of :func:`capture_generators`'s; arrays need not be filled yet."""
-    for name, own in capture_generators().items():
-        if name in state and not _alike(state[name], own):
-            raise CorruptCheckpointError(f"the state of the random number generator {name!r} is not one")
+    """Raise ``CorruptCheckpointError`` if a state does not have the form of :func:`capture_generators`'s.
+
+    Arrays need not be filled yet.
+    """
+    for name, current in capture_generators().items():
+        if name in state and not _has_same_form(state[name], current):
+            raise CorruptCheckpointError(f"the state of the random number generator {name!r} has an unexpected form")
 
 
-def _alike(found: Any, own: Any) -> bool:
-    if isinstance(own, dict):
+def _has_same_form(saved: Any, current: Any) -> bool:
+    if isinstance(current, dict):
         return (
-            isinstance(found, dict) and found.keys() == own.keys() and all(_alike(found[key], own[key]) for key in own)
+            isinstance(saved, dict)
+            and saved.keys() == current.keys()
+            and all(_has_same_form(saved[key], current[key]) for key in current)
         )
-    if isinstance(own, np.ndarray | torch.Tensor):
-        return type(found) is type(own) and found.dtype == own.dtype and found.shape == own.shape
-    return type(found) is type(own) or {type(found), type(own)} == {float, type(None)}
+    if isinstance(current, np.ndarray | torch.Tensor):
+        return type(saved) is type(current) and saved.dtype == current.dtype and saved.shape == current.shape
+    return type(saved) is type(current) or {type(saved), type(current)} == {float, type(None)}
 
 
 def restore_generators(state: Mapping[str, Any]) -> None:
-    """Put every generator that the state speaks of back; those of an accelerator that is not here are passed over."""
+    """Restore every generator that ``state`` contains. States of an accelerator that is not present are skipped."""
     try:
         for name in generator_names():
             if name in state:
-                _put(name, state[name])
+                _set_state(name, state[name])
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"the state of a random number generator is damaged: {error}") from error
+        raise CorruptCheckpointError(f"the state of a random number generator is corrupt: {error}") from error
 
 
-def _put(name: str, state: Any) -> None:
+def _set_state(name: str, state: Any) -> None:
     if name == PYTHON:
         random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
     elif name == NUMPY:
@@ -76,7 +81,7 @@ def _put(name: str, state: Any) -> None:
 
 
 def seed_generators(name: str, text: str) -> None:
-    """Start a generator anew: from equal texts it draws equal numbers, from others others."""
+    """Seed a generator from a text. Equal texts give equal random numbers, different texts different ones."""
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
     if name == PYTHON:
         random.seed(int.from_bytes(digest))

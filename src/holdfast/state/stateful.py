@@ -9,18 +9,19 @@ from holdfast.errors import InvalidArgumentError
 
 
 def check_stateful(stateful: object) -> Mapping[str, Any]:
-    """A dict of objects that have a state. Raises ``InvalidArgumentError`` for anything else."""
+    """Return a dict of objects that have a state. Raises ``InvalidArgumentError`` for anything else."""
     if not isinstance(stateful, Mapping) or not all(isinstance(name, str) for name in stateful):
         raise InvalidArgumentError(
-            f"stateful is a dict of objects by name, such as {{'scaler': scaler}}, not {type(stateful).__qualname__}"
+            "stateful must be a dict of objects by name, such as {'scaler': scaler}; got "
+            f"{type(stateful).__qualname__}"
         )
-    return {name: check_stateful_object(one, f"stateful object {name!r}") for name, one in stateful.items()}
+    return {name: check_stateful_object(candidate, f"stateful object {name!r}") for name, candidate in stateful.items()}
 
 
-def check_stateful_object(one: Any, what: str) -> Any:
-    """An object that has a state. Raises ``InvalidArgumentError`` naming ``what`` it is where it has none."""
-    if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+def check_stateful_object(candidate: Any, subject: str) -> Any:
+    """Return an object that has a state. Raises ``InvalidArgumentError``, which names ``subject``, if it has none."""
+    if not hasattr(candidate, "state_dict") or not hasattr(candidate, "load_state_dict"):
         raise InvalidArgumentError(
-            f"{what} must have state_dict() and load_state_dict(); {type(one).__qualname__} lacks them"
+            f"{subject} must have state_dict() and load_state_dict(); {type(candidate).__qualname__} lacks them"
         )
-    return one
+    return candidate

@@ -1,4 +1,4 @@
-"""One tensor of a training object: its dtype, global shape and layout, and the local part in this rank's memory."""
+"""Views of tensors of training objects: dtype, global shape, layout, and the local shard in this rank's memory."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: The ranks of meshes: torch works them out anew, for 0.2 ms, each time it is asked.
-_MESHES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
+#: The ranks of meshes. Cached, because torch takes 0.2 ms to compute them each time.
+_MESH_SHAPES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
 
 
 class TensorView(msgspec.Struct, frozen=True):
-    """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's part."""
+    """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's shard."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,76 +56,81 @@ class TensorView(msgspec.Struct, frozen=True):
     local: torch.Tensor
 
     def is_divided(self) -> bool:
-        """Whether ranks hold different parts of it."""
+        """Return whether ranks hold different shards of it."""
         return self.layout is not None and bool(self.layout.division)
 
 
-def check_present(tensor: TensorView, what: str) -> None:
-    """Raise ``UnsupportedTensorError`` for a tensor that has no memory."""
+def check_present(tensor: TensorView, subject: str) -> None:
+    """Raise ``UnsupportedTensorError`` if a tensor has no memory. ``subject`` names it in the message."""
     if tensor.local.is_meta:
-        raise UnsupportedTensorError(f"{what} is on the meta device and has no data; materialise the model first")
+        raise UnsupportedTensorError(f"{subject} is on the meta device and has no data; materialize the model first")
 
 
-def check_kind(tensor: torch.Tensor, what: str) -> None:
-    """Raise ``UnsupportedTensorError`` naming ``what`` for a tensor that is not elements in memory.
+def check_kind(tensor: torch.Tensor, subject: str) -> None:
+    """Raise ``UnsupportedTensorError``, which names ``subject``, if a tensor is not made of elements in memory.
 
-    To be called before a tensor is asked for its shape or its address, which some kinds answer with an error of torch.
+    Call this before reading the tensor's shape or address: for some kinds of tensors torch raises an error there.
     """
     local = local_tensor(tensor)
     if is_lazy(local):
         raise UnsupportedTensorError(
-            f"{what} is uninitialized: its lazy module has not run yet; run one forward pass before you save or load"
+            f"{subject} is uninitialized: its lazy module has not run yet; run one forward pass before you save or load"
         )
     if local.is_nested:
         raise UnsupportedTensorError(
-            f"{what} is a nested tensor; only dense tensors can be stored: store its values() and offsets()"
+            f"{subject} is a nested tensor; only dense tensors can be stored: store its values() and offsets()"
         )
     if isinstance(local, FakeTensor):
-        raise UnsupportedTensorError(f"{what} is a FakeTensor, which has no data; save and load outside FakeTensorMode")
+        raise UnsupportedTensorError(
+            f"{subject} is a FakeTensor, which has no data; save and load outside FakeTensorMode"
+        )
     if local.is_quantized:
         raise UnsupportedTensorError(
-            f"{what} is a quantized tensor; only dense tensors can be stored: store its int_repr() and its scales"
+            f"{subject} is a quantized tensor; only dense tensors can be stored: store its int_repr() and its scales"
         )
     if local.layout != torch.strided:
-        raise UnsupportedTensorError(f"{what} is a {local.layout} tensor; only dense tensors can be stored")
+        raise UnsupportedTensorError(f"{subject} is a {local.layout} tensor; only dense tensors can be stored")
     if is_traceable_wrapper_subclass(local):
         kind = type(local).__qualname__
-        raise UnsupportedTensorError(f"{what} is a {kind}; only plain tensors and DTensors can be stored")
+        raise UnsupportedTensorError(f"{subject} is a {kind}; only plain tensors and DTensors can be stored")
 
 
-def view_of(tensor: torch.Tensor, what: str) -> TensorView:
-    """Describe a tensor. Raises ``UnsupportedTensorError`` naming ``what`` where it cannot be stored."""
+def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
+    """Return a view of a tensor.
+
+    Raises ``UnsupportedTensorError``, which names ``subject``, if the tensor cannot be stored.
+    """
     layout = None
     local = tensor
     if isinstance(tensor, DTensor):
-        layout = _layout(tensor, what)
-        local = tensor._local_tensor  # noqa: SLF001 - tolocal_tensor() would be traced by autograd
-    check_kind(local, what)
+        layout = _convert_layout(tensor, subject)
+        local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
+    check_kind(local, subject)
     if local.ndim > DIMENSIONS:
-        raise UnsupportedTensorError(f"{what} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
+        raise UnsupportedTensorError(f"{subject} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
     name = NAMES.get(tensor.dtype)
     if name is None:
-        raise UnsupportedTensorError(f"{what} has dtype {tensor.dtype}, which safetensors files cannot hold")
+        raise UnsupportedTensorError(f"{subject} has dtype {tensor.dtype}, which safetensors files cannot hold")
     return TensorView(name, tuple(tensor.shape), layout, local)
 
 
-def _layout(tensor: DTensor, what: str) -> PlacementLayout:
-    placements = tuple(_placement(placement, what) for placement in tensor.placements)
-    return PlacementLayout(_mesh(tensor.device_mesh), placements)
+def _convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
+    placements = tuple(_convert_placement(placement, subject) for placement in tensor.placements)
+    return PlacementLayout(_convert_mesh(tensor.device_mesh), placements)
 
 
-def _mesh(mesh: DeviceMesh) -> MeshShape:
-    known = _MESHES.get(mesh)
-    if known is None:
+def _convert_mesh(mesh: DeviceMesh) -> MeshShape:
+    mesh_shape = _MESH_SHAPES.get(mesh)
+    if mesh_shape is None:
         ranks = mesh.mesh
-        known = _MESHES[mesh] = MeshShape(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
-    return known
+        mesh_shape = _MESH_SHAPES[mesh] = MeshShape(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+    return mesh_shape
 
 
-def _placement(placement: Placement, what: str) -> PlannedPlacement:
+def _convert_placement(placement: Placement, subject: str) -> PlannedPlacement:
     if isinstance(placement, Partial):
         raise UnsupportedTensorError(
-            f"{what} has a Partial placement: its value is spread over ranks as a sum; redistribute it first"
+            f"{subject} has a Partial placement: each rank holds a summand of its value; redistribute it first"
         )
     if isinstance(placement, Replicate):
         return Replicated()
@@ -135,48 +140,49 @@ def _placement(placement: Placement, what: str) -> PlannedPlacement:
     dim = getattr(placement, "dim", None)
     if isinstance(split, int) and isinstance(dim, int):
         return Sharded(dim, split)
-    raise UnsupportedTensorError(f"{what} has the placement {placement}, which is not known here")
+    raise UnsupportedTensorError(f"{subject} has the placement {placement}, which holdfast does not support")
 
 
 def find_shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """The names, in order, of each tensor that has several: tied weights.
+    """Yield the names, in order, of each tensor that has several names: tied weights.
 
-    Tied are one parameter under two names and, among tensors of a state dict, one memory seen the same way.
+    Tied are one parameter under two names and, among tensors of a state dict, views of the same memory with equal
+    layout.
     """
     by_address: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        address = id(tensor) if type(tensor) is nn.Parameter else _address(tensor)
+        address = id(tensor) if type(tensor) is nn.Parameter else _memory_address(tensor)
         by_address.setdefault(address, []).append(name)
     for names in by_address.values():
         if len(names) > 1:
             same: dict[object, list[str]] = {}
             for name in names:
-                same.setdefault(_identity(tensors[name]), []).append(name)
+                same.setdefault(_tensor_identity(tensors[name]), []).append(name)
             yield from (group for group in same.values() if len(group) > 1)
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor are one place in memory, as in an expanded view."""
+    """Return whether several elements of a tensor share one memory location, as in an expanded view."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in axes)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this rank."""
+    """Return the shard of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _memory_address(tensor: torch.Tensor) -> int:
     local = local_tensor(tensor)
     has_memory = local.layout == torch.strided and not local.is_meta
     return (local.data_ptr() if has_memory else 0) or id(tensor)
 
 
-def _identity(tensor: torch.Tensor) -> object:
+def _tensor_identity(tensor: torch.Tensor) -> object:
     local = local_tensor(tensor)
-    if isinstance(tensor, nn.Parameter) or _address(tensor) == id(tensor):
+    if isinstance(tensor, nn.Parameter) or _memory_address(tensor) == id(tensor):
         return id(tensor)
-    # A lazy conjugate or negation is a bit on a view of the same memory: other values, and another tensor.
-    seen = local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg()
+    # A lazy conjugate or negation is a bit on a view of the same memory. Its values differ, so it is another tensor.
+    view_key = local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg()
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return local.device, local.data_ptr(), *seen, layout
+    return local.device, local.data_ptr(), *view_key, layout

@@ -12,10 +12,11 @@ from holdfast.state.optimizer import adapters
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects of a training run, as the user passed them; what is ``None`` is not saved.
+    """The objects of a training run, as the user passed them. Objects that are ``None`` are not saved.
 
-    ``named_by`` is a model that is not saved or loaded, and tells the names of the optimizer's parameters. Without
-    ``state_dict_hooks`` a model is saved as it is, whatever its hooks would make of it.
+    ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
+    Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
+    do.
     """
 
     model: Any = None
@@ -26,11 +27,11 @@ class TrainingObjects:
     stateful: Any = None
     dataloader: Any = None
     rng: bool = True
-    named_by: Any = None
+    naming_model: Any = None
     state_dict_hooks: bool = True
 
-    def given(self) -> list[str]:
-        """Which were passed, by slot, but for what only one rank needs to pass."""
+    def component_names(self) -> list[str]:
+        """Return the slots of the objects that were passed, without those that only one rank needs to pass."""
         return [
             *models.model_components(self.model),
             *adapters.optimizer_components(self.optimizer),

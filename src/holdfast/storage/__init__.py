@@ -1,1 +1,1 @@
-"""Where bytes live. The only package that opens files."""
+"""Access to the file system. No other package opens files."""

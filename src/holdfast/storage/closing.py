@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with``."""
+"""A mixin for classes that are closed at the end of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Self
 
 
 class ClosingMixin(ABC):
-    """A context manager that closes itself."""
+    """A context manager that calls :meth:`close` at its end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all that it holds."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self

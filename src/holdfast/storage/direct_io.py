@@ -1,7 +1,7 @@
-"""Large data: direct writes into parts of a file, and positioned reads.
+"""Direct and buffered I/O on byte ranges of large files.
 
-``O_DIRECT`` moves whole sectors from aligned memory past the page cache. What is not whole sectors (the
-first and last of a range) is written through the cache; two writers may share a sector only on one host.
+``O_DIRECT`` moves whole sectors between aligned memory and the disk, past the page cache. The first and last bytes
+of a range, which are not whole sectors, are written through the cache. Two writers may share a sector only on one host.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from holdfast.storage.posix import wrap_os_errors
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
 SECTOR_BYTES = 4096
 
-#: Bytes that go into the page cache at once. More are kept in larger pages, of which a virtual machine whose host takes
-#: free memory back has none at hand: that was four times slower (measured).
-_CACHED = 128 * 2**10
+#: The most bytes of one write through the page cache. The kernel keeps larger writes in larger pages. A virtual machine
+#: whose host reclaims free memory has none of these at hand, which was four times slower (measured).
+_BUFFERED_BYTES = 128 * 2**10
 
-#: Bytes read out of the page cache at once where each part is looked at: it is in the processor's cache then.
-_PART = 2**20
+#: The bytes of a chunk of :meth:`BufferedReader.read_in_chunks`: a chunk is still in the processor's cache when it is
+#: used.
+_CHUNK_BYTES = 2**20
 
-#: Beginnings and ends of ranges, each shorter than a sector, that wait to be written at once.
-_EDGES = 512
+#: The most edges (starts and ends of ranges, each shorter than a sector) that wait to be written together.
+_MAX_EDGES = 512
 
-#: What file systems say that have no direct I/O, at all or for such a file or range.
+#: The errors of file systems without direct I/O, in general or for this file or range.
 NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
-#: In place of the number of a file that has been closed.
+#: The file descriptor of a closed file.
 _CLOSED = -1
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class FileWriter(ClosingMixin, ClosedInForks):
-    """Writes byte ranges into a file that exists. What was not synced when it is closed may be lost."""
+    """A writer of byte ranges into an existing file. Bytes that were not synced before it is closed may be lost."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._cached = path, _CLOSED
+        self._path, self._buffered_fd = path, _CLOSED
         with wrap_os_errors("open", path):
-            self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self._buffered_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes. Safe to call from several threads for ranges that do not overlap."""
 
-    def _write_cached(self, data: memoryview, offset: int) -> None:
-        for start in range(0, len(data), _CACHED):
-            _write_all(self._cached, data[start : start + _CACHED], offset + start)
+    def _write_buffered(self, data: memoryview, offset: int) -> None:
+        for start in range(0, len(data), _BUFFERED_BYTES):
+            _write_all(self._buffered_fd, data[start : start + _BUFFERED_BYTES], offset + start)
 
     def sync(self) -> None:
         """Make everything written so far durable."""
         with wrap_os_errors("sync", self._path):
-            os.fsync(self._cached)
+            os.fsync(self._buffered_fd)
 
     def close(self) -> None:
-        """Close the file; not a sync."""
-        # Numbers of closed files are given to others: nothing must be written to them.
-        fd, self._cached = self._cached, _CLOSED
+        """Close the file, without a sync."""
+        # The kernel reuses the descriptors of closed files: nothing must be written to them.
+        fd, self._buffered_fd = self._buffered_fd, _CLOSED
         close_file(fd, self._path)
 
     def close_in_fork(self) -> None:
@@ -74,29 +75,30 @@ class FileWriter(ClosingMixin, ClosedInForks):
 
 
 class BufferedWriter(FileWriter):
-    """Through the page cache, where what is read back soon is still there; memory of any address will do."""
+    """A writer through the page cache, for bytes that are read back soon. It takes memory at any address."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """See :class:`FileWriter`."""
         with wrap_os_errors("write", self._path):
-            self._write_cached(data, offset)
+            self._write_buffered(data, offset)
 
 
 class DirectWriter(FileWriter):
-    """Directly, where the file system can. The address of ``data`` modulo :data:`SECTOR_BYTES` must be that of ``offset``.
+    """A writer past the page cache, if the file system supports it.
 
-    The bytes before and after whole sectors wait for :meth:`sync`, some hundreds of them at most: each write through
-    the cache waits until all direct ones of all processes are done, and keeps new ones waiting.
+    The address of ``data`` and ``offset`` must be equal modulo :data:`SECTOR_BYTES`. Edges (bytes before and after
+    whole sectors) are written by :meth:`sync`, or when there are some hundreds: each write through the cache waits for
+    all direct writes of all processes to the file, and delays new ones.
     """
 
     def __init__(self, path: Path) -> None:
         self._edges: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
-        self._direct: int | None = None
+        self._direct_fd: int | None = None
         super().__init__(path)
         try:
             with wrap_os_errors("open", path):
-                self._direct = open_direct(path, os.O_WRONLY)
+                self._direct_fd = open_direct(path, os.O_WRONLY)
         except BaseException:
             super().close()
             raise
@@ -106,11 +108,11 @@ class DirectWriter(FileWriter):
         first = min(-offset % SECTOR_BYTES, len(data))
         last = first + (len(data) - first) // SECTOR_BYTES * SECTOR_BYTES
         with wrap_os_errors("write", self._path):
-            if self._direct is None:
-                self._write_cached(data, offset)
+            if self._direct_fd is None:
+                self._write_buffered(data, offset)
                 return
-            self._write_direct(self._direct, data[first:last], offset + first)
-            self._put_off([(offset, data[:first]), (offset + last, data[last:])])
+            self._write_direct(self._direct_fd, data[first:last], offset + first)
+            self._defer_edges([(offset, data[:first]), (offset + last, data[last:])])
 
     def _write_direct(self, fd: int, data: memoryview, offset: int) -> None:
         try:
@@ -118,30 +120,30 @@ class DirectWriter(FileWriter):
         except OSError as error:
             if error.errno not in NOT_DIRECT:
                 raise
-            self._write_cached(data, offset)
+            self._write_buffered(data, offset)
 
-    def _put_off(self, edges: Iterable[tuple[int, memoryview]]) -> None:
+    def _defer_edges(self, edges: Iterable[tuple[int, memoryview]]) -> None:
         with self._lock:
             self._edges += [(offset, bytes(data)) for offset, data in edges if data]
-            if len(self._edges) < _EDGES:
+            if len(self._edges) < _MAX_EDGES:
                 return
-            due, self._edges = self._edges, []
-        self._write_edges(due)
+            edges_to_write, self._edges = self._edges, []
+        self._write_edges(edges_to_write)
 
     def _write_edges(self, edges: Iterable[tuple[int, bytes]]) -> None:
         for offset, data in edges:
-            _write_all(self._cached, memoryview(data), offset)
+            _write_all(self._buffered_fd, memoryview(data), offset)
 
     def sync(self) -> None:
         """See :class:`FileWriter`."""
         with wrap_os_errors("write", self._path):
-            due, self._edges = self._edges, []
-            self._write_edges(due)
+            edges_to_write, self._edges = self._edges, []
+            self._write_edges(edges_to_write)
         super().sync()
 
     def close(self) -> None:
         """See :class:`FileWriter`."""
-        fd, self._direct = self._direct, None
+        fd, self._direct_fd = self._direct_fd, None
         try:
             close_file(fd, self._path)
         finally:
@@ -149,7 +151,7 @@ class DirectWriter(FileWriter):
 
 
 class BufferedReader(ClosingMixin):
-    """Reads byte ranges of a file, through the page cache."""
+    """A reader of byte ranges of a file, through the page cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,27 +159,27 @@ class BufferedReader(ClosingMixin):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset`` bytes on. Raises ``CorruptCheckpointError`` where the file ends before.
+        """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before.
 
         Safe to call from several threads.
         """
-        self._read_cached(offset, into)
+        self._read_buffered(offset, into)
 
-    def read_in_parts(self, offset: int, into: memoryview) -> Iterator[memoryview]:
-        """Fill ``into`` as :meth:`read` does, and give each part of it, in order, when it has just been filled."""
-        for start in range(0, len(into), _PART):
-            part = into[start : start + _PART]
-            self._read_cached(offset + start, part)
-            yield part
+    def read_in_chunks(self, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Fill ``into`` as :meth:`read` does, and yield each chunk of it, in order, right after it was filled."""
+        for start in range(0, len(into), _CHUNK_BYTES):
+            chunk = into[start : start + _CHUNK_BYTES]
+            self._read_buffered(offset + start, chunk)
+            yield chunk
 
-    def _read_cached(self, offset: int, into: memoryview) -> None:
+    def _read_buffered(self, offset: int, into: memoryview) -> None:
         with wrap_os_errors("read", self._path):
             done = 0
             while done < len(into):
                 n = os.preadv(self._fd, [into[done:]], offset + done)
                 if n == 0:
                     raise CorruptCheckpointError(
-                        f"{self._path} ends at byte {offset + done}, inside its data: it was cut short"
+                        f"{self._path} ends at byte {offset + done}, inside its data: it is truncated"
                     )
                 done += n
 
@@ -188,7 +190,10 @@ class BufferedReader(ClosingMixin):
 
 
 def open_direct(path: Path, access: int) -> int | None:
-    """A file that exists, past the page cache, where the file system has such a way. ``access`` is as for ``open``."""
+    """Open an existing file for direct I/O. Return ``None`` if the file system does not support it.
+
+    ``access`` is a flag of ``os.open``.
+    """
     if not _DIRECT:
         return None
     try:
@@ -200,7 +205,7 @@ def open_direct(path: Path, access: int) -> int | None:
 
 
 def close_file(fd: int | None, path: Path) -> None:
-    """Close a file that is open."""
+    """Close a file, if it is open."""
     if fd is not None and fd != _CLOSED:
         with wrap_os_errors("close", path):
             os.close(fd)
@@ -211,5 +216,5 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while done < len(data):
         written = os.pwrite(fd, data[done:], offset + done)
         if not written:
-            raise OSError(errno.EIO, "nothing is written")
+            raise OSError(errno.EIO, "no bytes were written")
         done += written

@@ -1,4 +1,4 @@
-"""Reading past the page cache what is not in it: from a disk of this machine, and for one reader."""
+"""Direct reads, past the page cache, of ranges that are not cached, from a disk of this machine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from holdfast.storage.memory import BufferPool
 from holdfast.storage.page_cache import is_cached
 from holdfast.storage.posix import wrap_os_errors
 
-#: Ranges below this many bytes are read through the page cache, which reads ahead.
-_LEAST = 2**20
+#: Smaller ranges, in bytes, are read through the page cache, which reads ahead.
+_MIN_DIRECT_BYTES = 2**20
 
-#: Bytes read at a time.
-_MOST = 4 * 2**20
+#: The most bytes of one read.
+_MAX_READ_BYTES = 4 * 2**20
 
 
 class DirectReader(BufferedReader):
-    """Reads as :class:`BufferedReader` does; large ranges that are not in the page cache, past it.
+    """A reader that reads large ranges past the page cache if they are not in it.
 
-    Bytes go through buffers of large pages: faster than through the cache (docs/performance.md), which keeps what
-    else is in it. File systems of a network, which have no disk here, are read through the cache as ever.
+    Bytes go through buffers of large pages. That is faster than through the cache (docs/performance.md) and evicts
+    nothing from it. Files on network file systems are read through the cache.
     """
 
     def __init__(self, path: Path, buffers: BufferPool) -> None:
@@ -34,27 +34,30 @@ class DirectReader(BufferedReader):
         self._buffers = buffers
         try:
             with wrap_os_errors("open", path):
-                self._direct = open_direct(path, os.O_RDONLY) if _is_on_disk(self._fd) else None
+                self._direct_fd = open_direct(path, os.O_RDONLY) if _is_on_disk(self._fd) else None
         except BaseException:
             super().close()
             raise
 
     def read(self, offset: int, into: memoryview) -> None:
         """See :class:`BufferedReader`."""
-        if not self._has_read(offset, into):
+        if not self._try_read_direct(offset, into):
             super().read(offset, into)
 
-    def read_in_parts(self, offset: int, into: memoryview) -> Iterator[memoryview]:
+    def read_in_chunks(self, offset: int, into: memoryview) -> Iterator[memoryview]:
         """See :class:`BufferedReader`."""
-        if self._has_read(offset, into):
+        if self._try_read_direct(offset, into):
             yield into
         else:
-            yield from super().read_in_parts(offset, into)
+            yield from super().read_in_chunks(offset, into)
 
-    def _has_read(self, offset: int, into: memoryview) -> bool:
-        """Read past the page cache. Returns whether that is for such a range, and the file system could."""
-        fd, size = self._direct, len(into)
-        if fd is None or size < _LEAST or is_cached(fd, offset, size):
+    def _try_read_direct(self, offset: int, into: memoryview) -> bool:
+        """Fill ``into`` past the page cache, and return whether it did.
+
+        It does not if the range is small or in the cache, or if the file system has no direct I/O.
+        """
+        fd, size = self._direct_fd, len(into)
+        if fd is None or size < _MIN_DIRECT_BYTES or is_cached(fd, offset, size):
             return False
         with wrap_os_errors("read", self._path):
             try:
@@ -69,40 +72,41 @@ class DirectReader(BufferedReader):
         buffer, done = self._buffers.get(), 0
         while done < len(into):
             lead = (offset + done) % SECTOR_BYTES
-            size = min(len(into) - done, _MOST)
+            size = min(len(into) - done, _MAX_READ_BYTES)
             sectors = buffer[: -(-(lead + size) // SECTOR_BYTES) * SECTOR_BYTES]
             read = os.preadv(fd, [sectors.data], offset + done - lead) - lead
             if read <= 0:
                 raise CorruptCheckpointError(
-                    f"{self._path} ends at byte {offset + done}, inside its data: it was cut short"
+                    f"{self._path} ends at byte {offset + done}, inside its data: it is truncated"
                 )
-            taken = sectors[lead : lead + min(read, size)]
-            np.copyto(into[done : done + len(taken)], taken)
-            done += len(taken)
+            chunk = sectors[lead : lead + min(read, size)]
+            np.copyto(into[done : done + len(chunk)], chunk)
+            done += len(chunk)
 
     def close(self) -> None:
         """See :class:`BufferedReader`."""
-        fd, self._direct = self._direct, None
+        fd, self._direct_fd = self._direct_fd, None
         try:
             close_file(fd, self._path)
         finally:
             super().close()
 
 
-class DirectFile:
-    """Opens files to be read so, with buffers that all of them share."""
+class DirectReaderFactory:
+    """A callable that opens files with :class:`DirectReader`. All its readers share their buffers."""
 
     def __init__(self) -> None:
-        self._buffers = BufferPool(_MOST + SECTOR_BYTES)
+        self._buffers = BufferPool(_MAX_READ_BYTES + SECTOR_BYTES)
 
     def __call__(self, path: Path) -> DirectReader:
-        """Open a file."""
+        """Open a file for direct reads."""
         return DirectReader(path, self._buffers)
 
 
 def _is_on_disk(fd: int) -> bool:
-    """Whether a file is on a disk of this machine, as its device's number tells: ext4 and XFS have the disk's.
+    """Return whether a file is on a disk of this machine, according to its device number.
 
-    Those without a disk have a number that means nothing, and so have some that are on one (Btrfs, ZFS, overlays).
+    ext4 and XFS report the number of the disk. File systems without a disk report an anonymous number, as do some with
+    a disk (Btrfs, ZFS, overlay), whose files are then read through the cache.
     """
     return os.major(os.fstat(fd).st_dev) > 0

@@ -1,4 +1,4 @@
-"""What was made of a file, remembered for as long as the file is the same."""
+"""A memo of values computed from files, valid as long as the file is unchanged."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import time
 from typing import Generic, NamedTuple, TypeVar
 
-#: A file that changed less than so many nanoseconds ago may change again and have the same times as now.
-_UNSETTLED = 3 * 10**9
+#: A file that changed less than this many nanoseconds ago may change again without getting other times.
+_UNSETTLED_NS = 3 * 10**9
 
 T = TypeVar("T")
 
 
 class FileSignature(NamedTuple):
-    """What tells a file, and a state of it, from others. Inodes and sizes are used again; times make them different."""
+    """The identity of a file and its version. The times distinguish reused inodes and equal sizes."""
 
     device: int
     inode: int
@@ -23,39 +23,39 @@ class FileSignature(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether another change of the file would give it other times."""
-        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > _UNSETTLED
+        """Whether a further change of the file would change its times."""
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > _UNSETTLED_NS
 
 
 def sign_file(file: str) -> FileSignature | None:
-    """The signature of a file, links followed; ``None`` if there is none, or none that this process may look at."""
+    """Return the signature of a file, with links followed; ``None`` if it is missing or not accessible."""
     try:
-        found = os.stat(file)  # noqa: PTH116 - thousands of times in each save, and a path takes as long to be made
+        status = os.stat(file)  # noqa: PTH116 - called thousands of times a save; a Path takes as long to create
     except OSError:
         return None
-    return FileSignature(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return FileSignature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class FileMemo(Generic[T]):
-    """Values by the path of the file that they were made of. It has no locks: forks and threads may use it as it is.
+    """Values by the path of the file that they were computed from. It needs no locks with forks and threads.
 
-    Where it is full, it forgets all: what is needed is soon there again.
+    If it is full, it drops all values: the ones still needed are soon added again.
     """
 
-    def __init__(self, most: int) -> None:
-        """``most``: how many values it holds."""
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        """Create an empty memo of up to ``capacity`` values."""
+        self._capacity = capacity
         self._values: dict[str, tuple[FileSignature, T]] = {}
 
     def recall(self, file: str) -> T | None:
-        """The value that was made of the file as it is now; ``None`` if that is not known."""
-        remembered = self._values.get(file)
-        return remembered[1] if remembered is not None and remembered[0] == sign_file(file) else None
+        """Return the value computed from the file as it is now; ``None`` if there is none."""
+        entry = self._values.get(file)
+        return entry[1] if entry is not None and entry[0] == sign_file(file) else None
 
     def remember(self, file: str, signature: FileSignature | None, value: T) -> None:
-        """Note a value. ``signature`` is the file's from before it was read."""
+        """Store a value. ``signature`` is that of the file before it was read."""
         if signature is None or not signature.is_settled:
             return
-        if len(self._values) >= self._most:
+        if len(self._values) >= self._capacity:
             self._values.clear()
         self._values[file] = signature, value

@@ -1,4 +1,4 @@
-"""Kinds of file systems, by what ``statfs`` calls their magic number: what they promise to several hosts."""
+"""Kinds of file systems, by their magic number from ``statfs``, and their guarantees for several hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.storage.posix import wrap_os_errors
 
-#: Of one host alone: its locks are seen by all who use it, and so is every byte (<linux/magic.h>).
+#: File systems of one host: all its processes see each lock and each byte (<linux/magic.h>).
 _LOCAL = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -21,7 +21,7 @@ _LOCAL = {
     0xCA451A4E: "bcachefs",
 }
 
-#: Of many hosts: they keep the caches of their clients coherent, down to the byte.
+#: File systems of several hosts that keep the caches of their clients coherent, down to the byte.
 _COHERENT = {
     0x0BD00BD0: "Lustre",
     0x47504653: "GPFS",
@@ -30,7 +30,7 @@ _COHERENT = {
     0x7461636F: "OCFS2",
 }
 
-#: Others that are met often, so that a message can call them by a name.
+#: Other common file systems, whose names are used in messages.
 _OTHERS = {
     0x6969: "NFS",
     0x65735546: "FUSE",
@@ -40,14 +40,14 @@ _OTHERS = {
     0x19830326: "BeeGFS",
 }
 
-#: More bytes than ``struct statfs`` has on any machine; its first member, a ``long``, is the magic number.
-_SIZE = 512
+#: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
+_STATFS_BYTES = 512
 
 
 def filesystem_magic(path: Path) -> int:
-    """The number of the kind of file system that a folder is on."""
-    libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIZE)
-    with wrap_os_errors("look at", path):
+    """Return the magic number of the file system that a directory is on."""
+    libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_STATFS_BYTES)
+    with wrap_os_errors("inspect", path):
         if libc.statfs(os.fsencode(path), buffer):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(path))
@@ -55,16 +55,16 @@ def filesystem_magic(path: Path) -> int:
 
 
 def is_local(path: Path) -> bool:
-    """Whether a folder is on a file system of this host alone, as far as its kind tells."""
+    """Return whether the kind of a directory's file system is known to belong to one host only."""
     return filesystem_magic(path) in _LOCAL
 
 
 def is_coherent(path: Path) -> bool:
-    """Whether hosts that write into one page of a file there are known to lose nothing of each other's."""
+    """Return whether several hosts are known to be able to write into one page of a file without losing bytes."""
     return filesystem_magic(path) in _LOCAL.keys() | _COHERENT.keys()
 
 
 def filesystem_kind(path: Path) -> str:
-    """What the file system of a folder is called; its number, if that is not known here."""
+    """Return the name of a directory's file system, or its magic number if the name is unknown."""
     number = filesystem_magic(path)
     return (_LOCAL | _COHERENT | _OTHERS).get(number, f"of kind {number:#x}")

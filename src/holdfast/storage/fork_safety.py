@@ -1,7 +1,7 @@
-"""Open files of a save, in a process that is forked from the one that saves.
+"""Closing of files that a forked process inherits from a process that saves.
 
-A worker of a data loader may live for days. With the descriptors that it inherits it would hold the lock of a save that
-has ended, and the disk space of files that were removed.
+A worker of a data loader may live for days. Through inherited descriptors it would hold the lock of a save that has
+ended, and the disk space of removed files.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from contextlib import suppress
 
 
 class ClosedInForks(ABC):
-    """Holds open files that are this process's alone."""
+    """An owner of open files that forked processes must not keep open."""
 
     def __init__(self) -> None:
-        _holders.add(self)
+        _instances.add(self)
 
     @abstractmethod
     def close_in_fork(self) -> None:
-        """Close the files in a forked process. What the other process does with them goes on."""
+        """Close the files in a forked process, without an effect on the parent process."""
 
 
-_holders: weakref.WeakSet[ClosedInForks] = weakref.WeakSet()
+_instances: weakref.WeakSet[ClosedInForks] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for holder in list(_holders):
+    for instance in list(_instances):
         with suppress(OSError):
-            holder.close_in_fork()
+            instance.close_in_fork()
 
 
 os.register_at_fork(after_in_child=_close_all)

@@ -1,4 +1,4 @@
-"""Memory that direct I/O moves bytes from and to."""
+"""Aligned memory for direct I/O."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-#: Bytes, as memory that can be sliced without a copy.
+#: A byte array that can be sliced without a copy.
 Bytes = npt.NDArray[np.uint8]
 
-#: Where the address of a large page begins, and its size, in bytes.
-_LARGE = 2 * 2**20
+#: The size and the alignment of a large page in bytes.
+_LARGE_PAGE = 2 * 2**20
 
 _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
-#: Linux's ``MADV_WIPEONFORK``, which Python has no name for.
+#: Linux's ``MADV_WIPEONFORK``, which Python's ``mmap`` lacks.
 _WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 def aligned_buffer(size: int) -> Bytes:
-    """Zeroed memory for ``size`` bytes that starts on a page; in large pages, where the system has them.
+    """Return ``size`` bytes of zeroed memory that start on a page; in large pages, if the system has them.
 
-    A disk is told each page by itself: direct I/O of large ones took two thirds of the time (docs/performance.md).
-    A process that is forked later, as a worker of a data loader, finds zeros in it. Raises ``MemoryError``.
+    Direct I/O submits each page separately, and took a third less time with large ones (docs/performance.md).
+    A process that is forked later, such as a worker of a data loader, sees zeros. Raises ``MemoryError``.
     """
-    if size < _LARGE:
-        return np.frombuffer(_memory(max(size, 1)), np.uint8)[:size]
-    memory = _memory((-(-size // _LARGE) + 1) * _LARGE)
-    _advise(memory, _HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _LARGE
-    return whole[start : start + size]
+    if size < _LARGE_PAGE:
+        return np.frombuffer(_map_memory(max(size, 1)), np.uint8)[:size]
+    memory = _map_memory((-(-size // _LARGE_PAGE) + 1) * _LARGE_PAGE)
+    _apply_advice(memory, _HUGEPAGE)
+    mapped = np.frombuffer(memory, np.uint8)
+    start = -mapped.ctypes.data % _LARGE_PAGE
+    return mapped[start : start + size]
 
 
-def _memory(size: int) -> mmap.mmap:
+def _map_memory(size: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{size} bytes of memory for buffers cannot be had: {error.strerror}") from error
-    # Else what is written after a fork would be copied, large pages and all, as long as the other process lives.
-    _advise(memory, _WIPEONFORK)
+        raise MemoryError(f"could not allocate {size} bytes of memory for buffers: {error.strerror}") from error
+    # Otherwise each write after a fork would copy its (large) page, as long as the forked process lives.
+    _apply_advice(memory, _WIPEONFORK)
     return memory
 
 
-def _advise(memory: mmap.mmap, advice: int | None) -> None:
+def _apply_advice(memory: mmap.mmap, advice: int | None) -> None:
     if advice is not None:
-        with suppress(OSError):  # a kernel that does not know it
+        with suppress(OSError):  # a kernel without this advice
             memory.madvise(advice)
 
 
 class BufferPool:
-    """One aligned buffer for each thread, made when first needed and used again."""
+    """One reusable aligned buffer for each thread, allocated at its first use."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._own = size, threading.local()
+        self._size, self._by_thread = size, threading.local()
 
     def get(self) -> Bytes:
-        """The buffer of the calling thread."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = aligned_buffer(self._size)
-        buffer: npt.NDArray[np.uint8] = self._own.buffer
+        """Return the buffer of the calling thread."""
+        if not hasattr(self._by_thread, "buffer"):
+            self._by_thread.buffer = aligned_buffer(self._size)
+        buffer: npt.NDArray[np.uint8] = self._by_thread.buffer
         return buffer

@@ -1,4 +1,4 @@
-"""How much of a file is in the page cache, and how it gets out of it."""
+"""Queries and eviction of a file's pages in the page cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.storage.posix import wrap_os_errors
 
-#: ``cachestat``, of Linux 6.5: on every processor but Alpha it has this number.
+#: The number of the system call ``cachestat`` (Linux 6.5) on every architecture except Alpha.
 _CACHESTAT = 451
 
 
@@ -18,7 +18,7 @@ class _Range(ctypes.Structure):
 
 
 class _Pages(ctypes.Structure):
-    """Numbers of pages, as the kernel's ``struct cachestat`` has them."""
+    """The kernel's ``struct cachestat``: numbers of pages."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently"))
 
@@ -27,14 +27,14 @@ _libc = ctypes.CDLL(None)
 
 
 def is_cached(fd: int, offset: int, size: int) -> bool:
-    """Whether most of a range is in the page cache. So it is taken to be where the system cannot tell."""
+    """Return whether most of a range is in the page cache; ``True`` if the system cannot report it."""
     pages = _Pages()
-    failed: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, size)), ctypes.byref(pages), 0)
-    return bool(failed) or int(pages.cached) * mmap.PAGESIZE * 2 > size
+    status: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, size)), ctypes.byref(pages), 0)
+    return bool(status) or int(pages.cached) * mmap.PAGESIZE * 2 > size
 
 
 def drop_cache(path: Path) -> None:
-    """Have the next reads of a file come from its file system. What is not synced yet stays in the cache."""
+    """Evict a file from the page cache, so that the next reads come from the disk. Unsynced pages stay cached."""
     with wrap_os_errors("read", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

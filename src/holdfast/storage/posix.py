@@ -1,6 +1,6 @@
-"""Files of the local (or a shared) POSIX file system: small files, names, durability.
+"""Functions for files on a local or shared POSIX file system: small files, names, durability.
 
-Every ``OSError`` leaves here as ``StorageError`` with the path in it.
+They raise ``StorageError`` with the path instead of ``OSError``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import BinaryIO
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
 
-#: What opening a folder, whatever is in it, fails with where it is none.
-_NO_FOLDER = {errno.ENOTDIR, errno.ELOOP}
+#: The errors of opening a path as a directory if it is none.
+_NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
-#: What looking at a file fails with where there is none, or none that this process may look at.
-_NO_FILE = {errno.ENOENT, errno.EACCES, *_NO_FOLDER}
+#: The errors of ``stat`` if there is no file, or none that this process may access.
+_NO_FILE = {errno.ENOENT, errno.EACCES, *_NOT_DIRECTORY}
 
 
 @contextmanager
 def wrap_os_errors(action: str, path: object) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``StorageError`` that says what could not be done to which path."""
+    """Turn an ``OSError`` into a ``StorageError`` that names the failed action and the path."""
     try:
         yield
     except HoldfastError:
@@ -39,7 +39,7 @@ def wrap_os_errors(action: str, path: object) -> Iterator[None]:
 
 
 def local_path(path: str | PathLike[str]) -> Path:
-    """An absolute path. Raises ``InvalidArgumentError`` for an address of an object store."""
+    """Return an absolute path. Raises ``InvalidArgumentError`` for the URL of an object store."""
     if "://" in str(path):
         raise InvalidArgumentError(
             f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
@@ -48,14 +48,14 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """Create a folder and its parents; one that exists is fine."""
+    """Create a directory and its parents; existing ones are no error."""
     with wrap_os_errors("create the folder", path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def make_durable_directory(path: Path) -> None:
-    """Create a folder and its parents, and make the names of those that were not there durable."""
-    with wrap_os_errors("look at", path):
+    """Create a directory and its parents, and make the names of the new ones durable."""
+    with wrap_os_errors("inspect", path):
         missing = list(takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
     make_directory(path)
     for folder in missing:
@@ -63,7 +63,7 @@ def make_durable_directory(path: Path) -> None:
 
 
 def make_parents(root: Path, name: str) -> None:
-    """Create the folders that file ``name`` is in below ``root``, which is not made again where it is gone."""
+    """Create the parent directories of file ``name`` below ``root``, but not ``root`` itself."""
     with wrap_os_errors("create the folders of", root / name):
         for folder in reversed(Path(name).parents[:-1]):
             (root / folder).mkdir(exist_ok=True)
@@ -79,13 +79,13 @@ def write_small(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, to be written from its start on; when that is done, its bytes are not durable yet."""
+    """Create a file to be written from its start. Its bytes are not durable at the end."""
     with wrap_os_errors("write", path), path.open("xb") as file:
         yield file
 
 
 def allocate_space(path: Path, size: int) -> None:
-    """Create a new file of ``size`` bytes, so that others may write into any part of it."""
+    """Create a new file of ``size`` bytes, so that several processes can write into any part of it."""
     with wrap_os_errors("create", path):
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -95,18 +95,18 @@ def allocate_space(path: Path, size: int) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a folder durable."""
-    _sync(path, os.O_DIRECTORY)
+    """Make the names in a directory durable."""
+    _fsync_path(path, os.O_DIRECTORY)
 
 
 def sync_tree(path: Path) -> None:
-    """Make a file, or a folder and all in it, durable; but for the name in the folder above."""
-    for below in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
-        _sync(below)
-    _sync(path)
+    """Make a file, or a directory and its contents, durable, except its own name in its parent."""
+    for entry in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
+        _fsync_path(entry)
+    _fsync_path(path)
 
 
-def _sync(path: Path, flags: int = 0) -> None:
+def _fsync_path(path: Path, flags: int = 0) -> None:
     with wrap_os_errors("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
@@ -116,8 +116,8 @@ def _sync(path: Path, flags: int = 0) -> None:
 
 
 def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
-    """The path is a regular file whose real place is inside one of the folders. Raises ``UnsafeNameError``."""
-    with wrap_os_errors("look at", path):
+    """Raise ``UnsafeNameError`` unless the path is a regular file that is really inside one of the directories."""
+    with wrap_os_errors("inspect", path):
         real = Path(os.path.realpath(path, strict=True))
         if not any(real.is_relative_to(folder.resolve()) for folder in within):
             raise UnsafeNameError(f"{path} is a link to {real}, outside of the checkpoint: refused")
@@ -126,31 +126,31 @@ def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
 
 
 def real_path(path: Path) -> Path:
-    """Where a path leads when all links are followed; what is not there is as it is called."""
-    with wrap_os_errors("look at", path):
+    """Return a path with all links followed. Missing components stay as they are."""
+    with wrap_os_errors("inspect", path):
         return Path(os.path.realpath(path))
 
 
 def read_small(path: Path, limit: int = 2**30) -> bytes:
-    """All bytes of a small file. Raises ``StorageError`` when it has more than ``limit``."""
+    """Return all bytes of a small file. Raises ``StorageError`` if it has more than ``limit``."""
     with wrap_os_errors("read", path), path.open("rb") as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"{path} has more than {limit} bytes")
         return file.read()
 
 
-def size_of(path: Path) -> int:
-    """A file's size in bytes."""
+def file_size(path: Path) -> int:
+    """Return a file's size in bytes."""
     with wrap_os_errors("read", path):
         return path.stat().st_size
 
 
 def disk_usage(path: Path) -> tuple[float, int] | None:
-    """When a folder last changed, in seconds since 1970, and the bytes of the disk that its files take.
+    """Return a directory's modification time in seconds since 1970, and the bytes of the disk that its files use.
 
-    ``None`` where it is gone.
+    Return ``None`` if it is missing.
     """
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("inspect", path):
         try:
             return path.stat().st_mtime, sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
         except FileNotFoundError:
@@ -158,46 +158,56 @@ def disk_usage(path: Path) -> tuple[float, int] | None:
 
 
 def last_change_time(path: Path) -> float:
-    """When a folder or anything in it last changed, in seconds since 1970. Raises ``StorageError`` if it is gone."""
-    with wrap_os_errors("look at", path):
+    """Return the last modification time of a directory and its contents, in seconds since 1970.
+
+    Raises ``StorageError`` if it is missing.
+    """
+    with wrap_os_errors("inspect", path):
         return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 
 def tree_state(path: Path) -> str:
-    """A digest of what tells the files in a folder from others: names, inodes, sizes, times. Nothing if it is gone."""
-    with wrap_os_errors("look at", path):
+    """Return a digest of the names, inodes, sizes and times of the files in a directory; ``""`` if it is missing."""
+    with wrap_os_errors("inspect", path):
         try:
-            states = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
+            status_by_name = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
         except FileNotFoundError:
             return ""
-    told = [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in states if stat.S_ISREG(one.st_mode)]
-    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest() if told else ""
+    identities = [
+        (name, status.st_ino, status.st_size, status.st_mtime_ns)
+        for name, status in status_by_name
+        if stat.S_ISREG(status.st_mode)
+    ]
+    return hashlib.blake2b(repr(identities).encode(), digest_size=16).hexdigest() if identities else ""
 
 
 def path_exists(path: Path) -> bool:
-    """Whether there is anything of this name."""
-    with wrap_os_errors("look at", path):
+    """Return whether the path exists."""
+    with wrap_os_errors("inspect", path):
         return path.exists()
 
 
 def is_directory(path: Path) -> bool:
-    """Whether there is such a folder."""
-    with wrap_os_errors("look at", path):
+    """Return whether the path is a directory."""
+    with wrap_os_errors("inspect", path):
         return path.is_dir()
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; not where this process may not look."""
-    with wrap_os_errors("look at", path):
+    """Return whether the path is a regular file; ``False`` if this process has no access to it."""
+    with wrap_os_errors("inspect", path):
         try:
             return path.is_file()
         except PermissionError:
             return False
 
 
-def is_taken(path: Path) -> bool:
-    """Whether there is anything of this name but a folder: a file, or what is in its place, such as a FIFO."""
-    with wrap_os_errors("look at", path):
+def file_exists(path: Path) -> bool:
+    """Return whether the path exists and is not a directory.
+
+    A special file such as a FIFO counts, so that a reader that opens it refuses it by name.
+    """
+    with wrap_os_errors("inspect", path):
         try:
             return path.exists() and not path.is_dir()
         except PermissionError:
@@ -205,9 +215,9 @@ def is_taken(path: Path) -> bool:
 
 
 def list_files(path: Path) -> list[Path]:
-    """All in a folder that is no folder, hidden ones too; none where there is no such folder.
+    """List the entries of a directory that are not directories, hidden ones too; none if it is missing.
 
-    What is no regular file, such as a FIFO, is among them, so that who wants to read it refuses it by name.
+    Special files such as FIFOs are included, so that a reader that opens one refuses it by name.
     """
     with wrap_os_errors("list", path):
         try:
@@ -217,7 +227,7 @@ def list_files(path: Path) -> list[Path]:
 
 
 def list_names(path: Path) -> set[str]:
-    """The names in a folder, as they were at one moment; none where there is no such folder."""
+    """List the names in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
             with os.scandir(path) as entries:
@@ -227,17 +237,17 @@ def list_names(path: Path) -> set[str]:
 
 
 def is_directory_without(path: Path, name: str) -> bool:
-    """Whether there is something at a path that holds no such file; ``False`` where there is nothing, or not any more.
+    """Return whether ``path`` exists but does not contain the file ``name``; ``False`` if it is missing.
 
-    Told of one and the same folder: another may have its name meanwhile.
+    All checks use one directory descriptor, so that a concurrent rename cannot mix two directories.
     """
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("inspect", path):
         try:
             folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return path.is_symlink()
         except OSError as error:
-            if error.errno in _NO_FOLDER:
+            if error.errno in _NOT_DIRECTORY:
                 return True
             raise
         try:
@@ -258,13 +268,13 @@ def _has_file(folder: int, name: str) -> bool:
 
 
 def walk_files(path: Path) -> list[Path]:
-    """A file itself, or the files in a folder and those below it."""
+    """Return the path itself if it is a file, or all files in a directory and below it."""
     with wrap_os_errors("list", path):
-        return sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+        return sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
 
 
 def list_subdirectories(path: Path) -> list[Path]:
-    """The visible folders in a folder, by name; none where there is no such folder."""
+    """List the visible subdirectories of a directory, by name; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
             return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
@@ -273,7 +283,7 @@ def list_subdirectories(path: Path) -> list[Path]:
 
 
 def list_hidden_directories(path: Path) -> list[Path]:
-    """The hidden folders in a folder; none where there is no such folder."""
+    """List the hidden subdirectories of a directory; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
             with os.scandir(path) as entries:
@@ -282,8 +292,11 @@ def list_hidden_directories(path: Path) -> list[Path]:
             return []
 
 
-def host_name() -> str:
-    """Equal in processes that share a page cache: the kernel's boot id where there is one, else the host's name."""
+def host_id() -> str:
+    """Return an id that is equal in processes that share a page cache.
+
+    It is the kernel's boot id if there is one, else the host's name.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -291,6 +304,6 @@ def host_name() -> str:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a name that is not there; not a sync."""
+    """Copy a file to a new name, without a sync."""
     with wrap_os_errors("copy", source), source.open("rb") as read, target.open("xb") as written:
         shutil.copyfileobj(read, written, 2**20)

@@ -1,4 +1,4 @@
-"""Many files, opened when they are first read from, and closed together."""
+"""A pool of readers of many files, which are open_reader at their first read and closed together."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from pathlib import Path
 from holdfast.storage.closing import ClosingMixin
 from holdfast.storage.direct_io import BufferedReader
 
-#: Files that are kept open at a time, with a descriptor or two each; others are opened for each read. Processes may
-#: have 1024 of all kinds.
-_MOST = 192
+#: The most files that are kept open, with one or two descriptors each; further ones are opened for each read. The
+#: usual limit of a process is 1024 descriptors.
+_MAX_OPEN = 192
 
 
 class ReaderPool(ClosingMixin):
-    """Reads byte ranges of any number of files. Safe to use from several threads; usable as a context manager.
+    """A reader of byte ranges of any number of files, safe to use from several threads.
 
-    The files are closed with it, and at the latest when nobody has it any more.
+    :meth:`close`, the end of a ``with`` block or the garbage collector closes the files.
     """
 
-    def __init__(self, opened: Callable[[Path], BufferedReader] = BufferedReader) -> None:
-        """``opened`` says how the files are read."""
-        self._opened = opened
-        self._open: dict[Path, BufferedReader] = {}
+    def __init__(self, open_reader: Callable[[Path], BufferedReader] = BufferedReader) -> None:
+        """Create an empty pool. ``open_reader`` opens one file."""
+        self._open_reader = open_reader
+        self._readers: dict[Path, BufferedReader] = {}
         self._stack, self._lock = ExitStack(), threading.Lock()
         weakref.finalize(self, self._stack.close)
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset`` bytes on. Raises ``CorruptCheckpointError`` where the file ends before."""
-        with self._reader(path) as reader:
+        """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before."""
+        with self._lend_reader(path) as reader:
             reader.read(offset, into)
 
-    def read_in_parts(self, path: Path, offset: int, into: memoryview) -> Iterator[memoryview]:
-        """The same; gives each part of ``into``, in order, when it has just been filled."""
-        with self._reader(path) as reader:
-            yield from reader.read_in_parts(offset, into)
+    def read_in_chunks(self, path: Path, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Fill ``into`` as :meth:`read` does, and yield each chunk of it, in order, right after it was filled."""
+        with self._lend_reader(path) as reader:
+            yield from reader.read_in_chunks(offset, into)
 
-    def _reader(self, path: Path) -> AbstractContextManager[BufferedReader]:
-        kept = self._open.get(path) or self._keep(path)
-        return self._opened(path) if kept is None else nullcontext(kept)
+    def _lend_reader(self, path: Path) -> AbstractContextManager[BufferedReader]:
+        pooled = self._readers.get(path) or self._add_reader(path)
+        return self._open_reader(path) if pooled is None else nullcontext(pooled)
 
-    def _keep(self, path: Path) -> BufferedReader | None:
+    def _add_reader(self, path: Path) -> BufferedReader | None:
         with self._lock:
-            if path not in self._open and len(self._open) < _MOST:
-                self._open[path] = self._stack.enter_context(self._opened(path))
-            return self._open.get(path)
+            if path not in self._readers and len(self._readers) < _MAX_OPEN:
+                self._readers[path] = self._stack.enter_context(self._open_reader(path))
+            return self._readers.get(path)
 
     def close(self) -> None:
-        """Close all of them."""
-        self._open = {}
+        """Close all files."""
+        self._readers = {}
         self._stack.close()

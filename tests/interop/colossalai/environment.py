@@ -1,6 +1,6 @@
-"""An environment of its own for the real package, whose pins are not ours; made once, in ``.venv-colossalai``.
+"""An environment for the real package, whose version pins differ; created once, in ``.venv-colossalai``.
 
-It asks for older versions of torch, and runs on this one: ``--no-deps`` leaves out what it asks for and does not use.
+The package requires older versions of torch, but runs on this one. ``--no-deps`` omits unused requirements.
 """
 
 import os

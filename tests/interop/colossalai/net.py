@@ -1,4 +1,4 @@
-"""A model and its training with torch alone: the same in our environment and in that of the real package."""
+"""A model and its training with torch alone, for this environment and that of the real package."""
 
 from pathlib import Path
 from typing import Any

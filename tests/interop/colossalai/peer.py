@@ -1,7 +1,7 @@
-"""What the real package does, in its own environment: ``peer.py save|load FOLDER`` in one process or under torchrun.
+"""The real package's side, in its own environment: ``peer.py save|load FOLDER`` in one process or under torchrun.
 
-``save`` trains three steps and saves in every form. ``load`` loads every form and trains five more steps each; what
-came out is left in files of torch.save, which the tests look at. On the CPU the package lacks ``synchronize``.
+``save`` trains three steps and saves in every form. ``load`` loads every form and trains five more steps each, and
+leaves the results in torch.save files, which the tests read. On the CPU the package lacks ``synchronize``.
 """
 
 import copy

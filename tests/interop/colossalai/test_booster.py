@@ -1,6 +1,6 @@
-"""ColossalAI's Booster by our means: its signatures, its files, and what it does to folders that are there already.
+"""Tests holdfast's version of ColossalAI's Booster: signatures, files, and behaviour with existing directories.
 
-What the real package makes of these files, and the other way round, is in test_colossalai.py.
+The tests with the real package are in test_colossalai.py.
 """
 
 import contextlib
@@ -210,7 +210,11 @@ def test_its_asynchronous_optimizers_are_read_and_their_pickles_not_run(tmp_path
 
 @pytest.mark.parametrize(
     ("key", "pickles", "message"),
-    [("state.zero.step", "[]", "no number"), ("state.0", "[]", "no number"), ("state.0.step", "[[]]", "names what")],
+    [
+        ("state.zero.step", "[]", "not the number"),
+        ("state.0", "[]", "not the number"),
+        ("state.0.step", "[[]]", "must be a list of names"),
+    ],
 )
 def test_damaged_names_in_asynchronous_optimizers_are_told(
     tmp_path: Path, key: str, pickles: str, message: str
@@ -374,7 +378,7 @@ def test_in_the_background_it_saves_safetensors_and_says_so(tmp_path: Path) -> N
         handle = booster.save_model(model, tmp_path / "m", shard=True, use_async=True)
     handle.wait()
     assert (tmp_path / "m/model.safetensors.index.json").exists()
-    with pytest.raises(InvalidArgumentError, match=r"ends in \.safetensors"):
+    with pytest.raises(InvalidArgumentError, match=r"must end in \.safetensors"):
         booster.save_model(model, tmp_path / "m.bin", use_safetensors=True)
 
 

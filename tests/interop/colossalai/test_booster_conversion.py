@@ -1,6 +1,6 @@
-"""A checkpoint of any format becomes what ColossalAI's Booster loads: every file read by torch, and loaded.
+"""Tests that checkpoints of any format convert to what ColossalAI's Booster loads; torch reads every file.
 
-That the real package loads it is in tests/interop/colossalai.
+The tests that the real package loads them are in tests/interop/colossalai.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The guide's examples run as they stand, one after another."""
+"""Tests that the guide's examples run as they are written, one after another."""
 
 import re
 from pathlib import Path

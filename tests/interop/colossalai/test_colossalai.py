@@ -1,6 +1,6 @@
-"""The real ColossalAI 0.5.0 loads what ours saves, and ours what it saves; training goes on as in one process of torch.
+"""Tests that the real ColossalAI 0.5.0 and holdfast load each other's checkpoints, and training continues exactly.
 
-A group of its own, ``make test-colossalai``: the package is installed into ``.venv-colossalai``.
+It is a test group of its own, ``make test-colossalai``: the package is installed into ``.venv-colossalai``.
 """
 
 import copy

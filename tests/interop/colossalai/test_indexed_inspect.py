@@ -1,4 +1,4 @@
-"""What show and verify say of ColossalAI's folders that a crash, or a later save, has left in disorder."""
+"""Tests show and verify on ColossalAI's directories that a crash or a later save left inconsistent."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_an_asynchronous_save_that_was_cut_short_is_told(folder: Path) -> None:
     (folder / "safe/model-00001.safetensors").unlink()
     code, said = run("verify", str(folder / "safe"))
     assert code == 1
-    assert said.count("an asynchronous save, which writes its index first, was cut short") == 2
+    assert said.count("an asynchronous save, which writes its index first, did not finish") == 2
 
 
 def test_a_file_with_a_tail_of_an_earlier_one_is_told(folder: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_file_with_a_tail_of_an_earlier_one_is_told(folder: Path) -> None:
         file.write(b"tail")
     code, said = run("verify", str(folder / "safe"))
     assert code == 1
-    assert "model-00002.safetensors: its tensors end at byte" in said
+    assert "model-00002.safetensors: its tensors end at data byte" in said
 
 
 def test_a_file_of_torch_save_that_was_cut_short_is_told(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_stale_shards_are_named_without_harm(folder: Path) -> None:
     for command in ("verify", "show"):
         code, said = run(command, str(folder / "bins"))
         assert code == 0
-        assert "pytorch_model-00009.bin is named by no index: an earlier save left it" in said
+        assert "pytorch_model-00009.bin is in no index: it was left by an earlier save" in said
 
 
 def test_an_index_of_another_save_is_told(folder: Path) -> None:
@@ -86,9 +86,9 @@ def test_an_index_of_another_save_is_told(folder: Path) -> None:
     index = json.loads(path.read_text())
     index["metadata"]["total_size"] *= 2
     path.write_text(json.dumps(index))
-    assert "they may be of different saves" in run("verify", str(folder / "bins"))[1]
+    assert "may be from different saves" in run("verify", str(folder / "bins"))[1]
     index["weight_map"]["0.weight"] = "pytorch_model-00002.bin"
     path.write_text(json.dumps(index))
     code, said = run("verify", str(folder / "bins"))
     assert code == 1
-    assert "says that '0.weight' is in pytorch_model-00002.bin, where it is not" in said
+    assert "says that pytorch_model-00002.bin holds '0.weight', but it does not" in said

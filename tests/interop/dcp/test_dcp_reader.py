@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: written by it in every layout, loaded by us into every other."""
+"""Tests that holdfast loads checkpoints of ``torch.distributed.checkpoint`` from every layout into every other."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def load(path: str, layout: str, exchange: str = "never") -> list[str]:
     run = blank(LAYOUTS[layout][0]())
-    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, exchange=exchange)
+    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     assert not found.verified
     assert found.missing == ("rng",)
     assert found.unexpected == ()
@@ -363,7 +363,7 @@ def test_ranks_that_save_each_for_itself(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_rank_that_is_missing_is_missed(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3, alone, str(tmp_path / "c"))
     (tmp_path / "c/__1.metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match="is not whole: there is nothing of"):
+    with pytest.raises(CorruptCheckpointError, match="is incomplete: no chunk has"):
         holdfast.open(tmp_path / "c")
 
 
@@ -388,7 +388,7 @@ def test_safetensors_in_shards(ranks: Ranks, tmp_path: Path) -> None:
     assert len(found) == len(expected) - 1
     assert all(same(tensor, expected[name]) for name, tensor in found.items())
     (tmp_path / "c/shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match="is not whole"):
+    with pytest.raises(CorruptCheckpointError, match="is incomplete"):
         holdfast.open(tmp_path / "c")
 
 

@@ -1,4 +1,4 @@
-"""Our writer and reader take what torch's take, and have what theirs have: whatever is new in torch shows up here."""
+"""Tests that holdfast's DCP writer and reader have the parameters and methods of torch's."""
 
 import inspect
 import os

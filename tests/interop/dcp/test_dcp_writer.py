@@ -1,4 +1,4 @@
-"""Checkpoints converted for ``torch.distributed.checkpoint``: loaded by it, and by Lightning."""
+"""Tests that ``torch.distributed.checkpoint`` and Lightning load checkpoints that were converted to its format."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is corrupt"):
         holdfast.convert(saved, tmp_path / "out", to=to)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

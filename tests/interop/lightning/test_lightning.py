@@ -1,4 +1,4 @@
-"""Lightning's Trainer on our strategies: its callbacks unchanged, resumed on other numbers of devices and layouts."""
+"""Tests Lightning's Trainer with holdfast's strategies: unchanged callbacks, resumed on other devices and layouts."""
 
 import contextlib
 import os
@@ -105,7 +105,7 @@ def fit(
         run = trainer(folder, layout, steps, [callback], **options)
         run.fit(module, data(), ckpt_path=ckpt_path)
         run.save_checkpoint(f"{folder}/end.ckpt")
-        run.strategy._saves.finish()
+        run.strategy._checkpoints.finish_pending()
     return state(Path(folder, "end.ckpt"))
 
 

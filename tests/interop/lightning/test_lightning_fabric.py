@@ -1,4 +1,4 @@
-"""Fabric on our strategies: a state under the user's own keys, on any number of devices and in any layout."""
+"""Tests Fabric with holdfast's strategies: a state under the user's keys, on any devices and in any layout."""
 
 import contextlib
 import os

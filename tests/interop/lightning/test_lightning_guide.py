@@ -1,7 +1,7 @@
-"""The examples of Lightning's guide to distributed checkpoints, on our strategy.
+"""Tests the examples of Lightning's guide to distributed checkpoints with holdfast's strategy.
 
-As written there, but for the device (a CPU), the data (generated, as the guide's is a download) and, where it prints a
-parameter, the layer (the demo model has two).
+They are as written there, except for the device (a CPU), the data (generated, because the guide downloads it) and, for
+a printed parameter, the layer (the demo model has two).
 https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
 """
 

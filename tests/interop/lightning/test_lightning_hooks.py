@@ -1,4 +1,4 @@
-"""What hooks and callbacks make of a checkpoint's dict is saved and loaded, as Lightning's own strategies do it."""
+"""Tests that a checkpoint dict changed by hooks and callbacks is saved and loaded, as by Lightning's own strategies."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -164,7 +164,7 @@ def test_an_entry_that_was_not_asked_for_is_not_read(tmp_path: Path) -> None:
     def hook(checkpoint: dict[str, Any]) -> None:
         del checkpoint["state_dict"]["net.3.bias"]
         checkpoint["state_dict"]["net.3.bias"] = torch.zeros(3)
-        seen.append(dict(checkpoint["state_dict"].unread))
+        seen.append(dict(checkpoint["state_dict"].unread_tensors))
 
     loaded(saved(tmp_path, "native"), "native", hook)
     assert "net.0.weight" in seen[0]

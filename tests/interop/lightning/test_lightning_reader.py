@@ -1,7 +1,7 @@
-"""Folders and files that Lightning 2.6.6 wrote, resumed without it on other numbers of ranks and in other layouts.
+"""Tests that checkpoints of Lightning 2.6.6 are resumed without it on other numbers of ranks and in other layouts.
 
-``tests/interop/lightning/lightning.tar.xz`` has one of each kind; where Lightning is installed, it also writes them anew. What is in them
-is told by torch's own readers.
+``tests/interop/lightning/lightning.tar.xz`` has one of each kind; if Lightning is installed, it also writes new ones.
+Torch's own readers give the expected contents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``holdfast.compat.nxd``: the guide's samples run as they are written there, but for the import."""
+"""Tests ``holdfast.compat.nxd``: the guide's samples run as they are written, except for the import."""
 
 import inspect
 import json
@@ -130,7 +130,7 @@ def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path)
     other, _, _ = training(1)
     nxd.load_checkpoint(checkpoint_dir_str=tmp_path, tag=7, model=other, use_zero1_dcp=True, num_workers=2)
     assert same(other, model)
-    with pytest.raises(InvalidArgumentError, match="one folder"):
+    with pytest.raises(InvalidArgumentError, match="pass one folder"):
         nxd.save_checkpoint(tag="a", model=model)
     with pytest.raises(InvalidArgumentError, match="needs a tag"):
         nxd.save_checkpoint(tmp_path, model=model)

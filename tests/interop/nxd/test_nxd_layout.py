@@ -1,4 +1,4 @@
-"""Tensor-parallel shards become whole tensors as NxD's own layers and converter divide them."""
+"""Tests that tensor-parallel shards are joined to whole tensors as NxD's own layers and converter split them."""
 
 import json
 from pathlib import Path
@@ -138,14 +138,14 @@ def test_nothing_is_guessed(tmp_path: Path) -> None:
     ranks = [{"w": torch.ones(4, 4) * rank, "n": torch.ones(3)} for rank in range(2)]
     folder = write(tmp_path, ranks)
     wrong: list[tuple[Any, type[Exception], str]] = [
-        ({"rules": [{"match": "w", "dim": 0}]}, InvalidArgumentError, "says nothing of 'n'"),
+        ({"rules": [{"match": "w", "dim": 0}]}, InvalidArgumentError, "no rule for 'n'"),
         ({"rules": [{"match": "w"}, {"match": "n"}]}, CorruptCheckpointError, "w differs between"),
         ({"rules": [{"match": "w", "dim": 5}, {"match": "n"}]}, InvalidArgumentError, "dimension 5"),
         ({"rules": [{"match": "w", "dim": 0, "stride": 3}, {"match": "n"}]}, InvalidArgumentError, "into 3 parts"),
         ({"rules": [{"match": "w", "dim": 0, "copies": [3]}, {"match": "n"}]}, InvalidArgumentError, "3 copies"),
-        ({"rules": [{"match": "w", "dim": -1}]}, InvalidArgumentError, "no layout"),
+        ({"rules": [{"match": "w", "dim": -1}]}, InvalidArgumentError, "not a valid layout"),
         ({"rules": [{"match": "*", "into": ["a"]}]}, InvalidArgumentError, "as many"),
-        ({"rule": []}, InvalidArgumentError, "no layout"),
+        ({"rule": []}, InvalidArgumentError, "not a valid layout"),
         ("nemotron", InvalidArgumentError, "neither one of gpt-neox, llama, mixtral"),
         ("llama:layers=3", InvalidArgumentError, "layers=3"),
     ]

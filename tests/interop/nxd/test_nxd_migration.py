@@ -1,4 +1,4 @@
-"""From NxD to plain PyTorch and back: a Llama trained by 8 ranks (TP 2 x PP 2 x DP 2, ZeRO-1), against one process."""
+"""Tests migration from NxD to plain PyTorch and back: a Llama of 8 ranks (TP 2, PP 2, DP 2, ZeRO-1) on one process."""
 
 from pathlib import Path
 from typing import Any
@@ -141,13 +141,13 @@ def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Pat
 def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
     before = contents(trained)
     asked: list[tuple[dict[str, Any], str]] = [
-        ({"tp_size": 2}, "a layout says"),
+        ({"tp_size": 2}, "need a layout"),
         ({"layout": LAYOUT, "tp_size": 0}, "at least 1"),
         ({"layout": LAYOUT, "tp_size": 2, "dp_size": 0}, "at least 1"),
-        ({"layout": LAYOUT, "tp_size": 2, "master_weights": True}, "say dp_size"),
+        ({"layout": LAYOUT, "tp_size": 2, "master_weights": True}, "pass dp_size"),
         ({"layout": LAYOUT, "tp_size": 2, "pp_size": 3}, "2 layers cannot be divided"),
         ({"layout": LAYOUT, "tp_size": 6}, "6 tensor-parallel ranks need|no multiple"),
-        ({"layout": LAYOUT, "zero": 1}, "no zero"),
+        ({"layout": LAYOUT, "zero": 1}, "got zero"),
     ]
     for options, message in asked:
         with pytest.raises(InvalidArgumentError, match=message):

@@ -1,4 +1,4 @@
-"""Every kind of checkpoint that releases of NxD have written is read, whole, and by name; nothing in it is run."""
+"""Tests that checkpoints of all releases of NxD are read, whole and by name, without running code in them."""
 
 import io
 import json

@@ -1,7 +1,7 @@
-"""What NxD 0.18 was seen to get wrong, each as a test of ours that passes.
+"""Tests that bugs seen in NxD 0.18 do not occur in holdfast.
 
-Further ones are beside their subjects. The converter (``test_nxd_zero.py``): master weights destroyed, in place, no
-look at whether files belong together, stale files, context-parallel ranks that overwrote each other. The formats
+Further ones are next to their subjects. The converter (``test_nxd_zero.py``): master weights destroyed in place, no
+check that files belong together, stale files, context-parallel ranks that overwrote each other. The formats
 (``test_nxd_reader.py``): no info, references in lists never restored, its own converter's output, the newest by a
 file's time, incomplete checkpoints loaded by name. The calls (``test_nxd_calls.py``): buffers and frozen parameters
 lost, other numbers of data-parallel ranks, plain optimizers.
@@ -67,7 +67,8 @@ class Broken:
 def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
-        "import torch, sys\nfrom holdfast.compat import nxd\nfrom tests.interop.nxd.test_what_nxd_gets_wrong import Broken\n"
+        "import torch, sys\nfrom holdfast.compat import nxd\n"
+        "from tests.interop.nxd.test_what_nxd_gets_wrong import Broken\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
         "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=Broken(), async_save=True)\n"
     )

@@ -1,4 +1,4 @@
-"""FSDP1 saved and loaded, in both of its ways to keep parameters, against what torch itself gathers."""
+"""Tests saving and loading FSDP1, with original and with flat parameters, against torch's own gathering."""
 
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,8 @@ def refused(path: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda states: states.clear(), "other optimizer states of 'scale' than of"),
-        (lambda states: states.update(exp_avg=states["exp_avg"].double()), "cannot be told"),
+        (lambda states: states.clear(), "different optimizer states of 'scale' and"),
+        (lambda states: states.update(exp_avg=states["exp_avg"].double()), "layout is unknown"),
         (lambda states: states.update(step=torch.tensor(9.0)), "differ in the checkpoint"),
     ],
     ids=["none of one", "another dtype", "another step"],

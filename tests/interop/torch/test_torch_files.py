@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: what ``torch.load`` finds in them, holdfast finds, bit for bit and without torch's help."""
+"""Tests that holdfast reads from ``torch.save`` files what ``torch.load`` does, bit for bit, without torch's help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, damaged, forged or of another kind: each is refused by an error of ours that names it."""
+"""Tests that corrupt, forged or foreign ``torch.save`` files are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def doubled(levels: int) -> bytes:
 
 
 def test_values_that_name_each_other_again_and_again(tmp_path: Path) -> None:
-    assert_refused(stored(tmp_path / "x.pt", pickled(doubled(60))), CorruptCheckpointError, match="again and again")
+    assert_refused(stored(tmp_path / "x.pt", pickled(doubled(60))), CorruptCheckpointError, match="more work")
 
 
 def test_values_inside_themselves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that are planned to the byte are those that ``torch.save`` writes."""
+"""Tests that files planned to the byte are equal to those that ``torch.save`` writes."""
 
 import io
 import zlib
@@ -56,9 +56,9 @@ def ours(tree: Any, root: str) -> bytes:
     data = [raw(tensor) for tensor in tensors]
     frame = ZipFrame(root, pickle_tree(tree), [len(one) for one in data], names_hash(len(data)))
     file = bytearray(frame.size)
-    for start, one in zip(frame.starts, data, strict=True):
+    for start, one in zip(frame.storage_offsets, data, strict=True):
         file[start : start + len(one)] = one
-    for start, one in frame.around({number: zlib.crc32(part) for number, part in enumerate(data)}):
+    for start, one in frame.non_tensor_bytes({number: zlib.crc32(part) for number, part in enumerate(data)}):
         file[start : start + len(one)] = one
     assert len(file) == frame.size
     return bytes(file)
@@ -90,10 +90,10 @@ def test_what_is_larger_than_4_gib_is_found_by_torch(tmp_path: Path) -> None:
     path = tmp_path / "big.pt"
     with path.open("wb") as file:
         file.truncate(frame.size)
-        for start, data in frame.around({0: 0}):
+        for start, data in frame.non_tensor_bytes({0: 0}):
             file.seek(start)
             file.write(data)
-        file.seek(frame.starts[0] + size - 1)
+        file.seek(frame.storage_offsets[0] + size - 1)
         file.write(b"\7")
     tensor, after = torch.load(path, mmap=True, weights_only=True)
     assert tensor.shape == (size,)
@@ -102,5 +102,5 @@ def test_what_is_larger_than_4_gib_is_found_by_torch(tmp_path: Path) -> None:
 
 
 def test_what_is_no_plain_value_is_refused() -> None:
-    with pytest.raises(UnsupportedValueError, match="no plain value"):
+    with pytest.raises(UnsupportedValueError, match="not a plain value"):
         pickle_tree({"a": lambda: 0})

@@ -1,4 +1,4 @@
-"""What torch's own state dicts and checkpoints do to a training state (torch 2.13), and what happens here instead."""
+"""Tests that failures of torch 2.13's state dicts and checkpoints do not occur in holdfast."""
 
 import json
 import struct

@@ -1,6 +1,6 @@
-"""transformers opens the folders that save_model writes, and load_model those that save_pretrained writes.
+"""Tests that transformers opens directories of save_model, and load_model those of save_pretrained.
 
-The oracle is the model's own output: the loaded one's logits are those of the one that was saved.
+The oracle is the model's output: the loaded model gives the logits of the saved one.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Folders of weights as transformers writes them and as the hub's cache keeps them."""
+"""Tests directories of weights as transformers writes them and as the hub's cache stores them."""
 
 from __future__ import annotations
 

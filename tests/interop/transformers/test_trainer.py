@@ -1,4 +1,4 @@
-"""transformers' real Trainer, and Accelerate, with our checkpoints: compared with runs that were not interrupted."""
+"""Tests transformers' Trainer and Accelerate with holdfast checkpoints against uninterrupted runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model folder of a checkpoint is a Hugging Face checkpoint, and theirs load as ours do."""
+"""Tests that a checkpoint's model directory is a Hugging Face checkpoint, and that both libraries load both."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line: what it says about checkpoints agrees with the files, and its exit codes tell programs the same."""
+"""Tests the command line: its output agrees with the files, and its exit codes with its output."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class TestLs:
 
     def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
         (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
-        assert "--all shows 1 save that never ended" in call("ls", tmp_path, code=1).stderr
+        assert "--all also lists 1 interrupted save" in call("ls", tmp_path, code=1).stderr
         assert "unfinished" in call("ls", tmp_path, "--all", code=1).stdout
 
     def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
@@ -232,7 +232,7 @@ class TestShow:
         text = call("show", tmp_path).stdout
         assert "setting_29 " in text
         assert "setting_30 " not in text
-        assert "--json has the rest" in text
+        assert "--json lists all" in text
         assert call_json("show", tmp_path)["values"]["user_content"] == content
 
     def test_a_range_longer_than_a_list_can_be(self, tmp_path: Path) -> None:
@@ -440,15 +440,15 @@ class TestCalls:
 
     @pytest.mark.parametrize("number", [0, -1])
     def test_one_checkpoint_is_always_kept(self, run: Path, number: int) -> None:
-        assert f"--keep takes a number above 0, not {number}" in call("prune", run, "--keep", number, code=2).stderr
+        assert f"--keep must be a number above 0; got {number}" in call("prune", run, "--keep", number, code=2).stderr
         assert len(list(run.iterdir())) == 3
 
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--tp-size", "2"], "no options tp_size for 'hf'"),
-            (["--no-xser", "--dp-size", "1"], "no options dp_size, xser for 'hf'"),
-            (["--layout", "llama"], "layout is for NxD"),
+            (["--tp-size", "2"], "'hf' has no options tp_size"),
+            (["--no-xser", "--dp-size", "1"], "'hf' has no options dp_size, xser"),
+            (["--layout", "llama"], "layout is only for NxD"),
             (["--key", "model="], "--key takes PART=PATH"),
         ],
     )
@@ -502,8 +502,8 @@ class TestCalls:
 class TestProgress:
     SCRIPT = """
 import sys, time
-from holdfast.observe.terminal import progress
-with progress("verifying a", 4_000_000_000) as done:
+from holdfast.observe.terminal import show_progress
+with show_progress("verifying a", 4_000_000_000) as done:
     for _ in range(3):
         time.sleep(float(sys.argv[1]))
         done(1_000_000_000)

@@ -1,4 +1,4 @@
-"""Every command on every format: sound, damaged, an empty folder, and nothing at all."""
+"""Tests every command on every format: intact, corrupt, an empty directory, and a missing path."""
 
 from __future__ import annotations
 

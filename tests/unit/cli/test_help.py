@@ -1,4 +1,4 @@
-"""Help answers at once, in colour on a terminal alone; shells complete what can be known."""
+"""Tests that help is fast and coloured only on a terminal, and that shell completion works."""
 
 import os
 import pty

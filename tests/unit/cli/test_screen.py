@@ -1,4 +1,4 @@
-"""What people see: commands on a terminal of 80 columns, in a pipe, and when they are interrupted."""
+"""Tests the visible output of commands: on a terminal of 80 columns, in a pipe, and when interrupted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ for args in json.loads(sys.argv[1]):
 #: Converts, 0.4 s for each chunk of 4 MiB.
 SLOWLY = """
 import sys, time
-from holdfast.engine import write
-quick = write._write
+from holdfast.engine.io import write
+quick = write._write_chunk
 def slow(*args):
     time.sleep(0.4)
     return quick(*args)
-write._write = slow
+write._write_chunk = slow
 from holdfast.cli.entry import main
 sys.argv[0] = "holdfast"
 main()
@@ -197,18 +197,18 @@ LOGGING = """
 import logging, sys, time
 import torch
 import holdfast
-from holdfast.engine import write
+from holdfast.engine.io import write
 logging.basicConfig(level=logging.WARNING)
 logging.getLogger("holdfast").setLevel(logging.INFO)
 own = logging.getLogger("mine")
 own.propagate = False
 own.addHandler(logging.StreamHandler(sys.stdout))
 own.setLevel(logging.INFO)
-quick = write._write
+quick = write._write_chunk
 def slow(*args):
     time.sleep(0.5)
     return quick(*args)
-write._write = slow
+write._write_chunk = slow
 def listen(event):
     if isinstance(event, holdfast.Progress) and event.done > event.total * 0.6 and not told:
         told.append(event)
@@ -277,8 +277,8 @@ main()
 
 UNKNOWN = """
 import time
-from holdfast.observe.terminal import bar
-with bar("converting a") as show:
+from holdfast.observe.terminal import progress_bar
+with progress_bar("converting a") as show:
     time.sleep(1.3)
     show(0, 5000)
     time.sleep(0.3)

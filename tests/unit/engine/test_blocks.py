@@ -1,4 +1,4 @@
-"""Block CRCs, against CRC-64/NVME computed bit by bit as its specification says."""
+"""Tests block CRCs against CRC-64/NVME computed bit by bit from its specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that put stripes together and pass on what they read, as threads of one process, over a wire in memory."""
+"""Tests the assembly of stripes and the exchange of read data, with threads as ranks and an in-memory transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from holdfast.engine.io import read, read_shared, requests, write, write_stripes
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan import load_plan, partition, stripes
+from holdfast.engine.plan import file_ranges, load_plan, partition, stripes
 from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import CorruptCheckpointError, PeerFailedError, StorageError
@@ -38,7 +38,7 @@ from tests.unit.engine.test_local import bytes_of, noise
 from tests.unit.engine.test_plan import Job, Key, job_of, jobs, mesh, tensors
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
-SMALL = {"STRIPE": 64, "NARROW": 40, "SMALLEST": 32, "CHUNK": 48, "BLOCK": 96}
+SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96}
 
 #: Every stripe needs every rank.
 COLUMNS = PlacementLayout(mesh(4), (Sharded(1),))
@@ -52,10 +52,12 @@ T = TypeVar("T")
 @pytest.fixture(autouse=True)
 def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blocks, write_stripes, read, partition, read_shared, stripes, requests, write):
-            for name, size in SMALL.items():
-                if hasattr(module, name):
-                    patch.setattr(module, name, size)
+        modules = (blocks, file_ranges, write_stripes, read, partition, read_shared, stripes, requests, write)
+        for name, size in SMALL.items():
+            users = [module for module in modules if hasattr(module, name)]
+            assert users, f"no module has {name}"
+            for module in users:
+                patch.setattr(module, name, size)
         patch.setattr(os, "fsync", lambda _: None)
         yield
 
@@ -210,8 +212,8 @@ def write_all(
     paths: Sequence[Path], plan: SavePlan, part_of: Callable[[int], TensorBytes], wire: FakeWire
 ) -> Fragments:
     """A rank's share of a save, as ``saving.py`` does it."""
-    found = write_stripes.write_stripes(paths, plan.crossings, part_of, wire) if plan.exchanges else {}
-    return found | write.write_pieces(paths, plan.pieces, part_of)
+    found = write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, wire) if plan.needs_exchange else {}
+    return found | write.write_file_ranges(paths, plan.file_ranges, part_of)
 
 
 @dataclass
@@ -280,7 +282,7 @@ def test_what_ranks_save_together_is_read_by_the_safetensors_library(tmp_path_fa
     for path, file in zip(saved.paths, saved.plan.files, strict=True):
         own = list(itertools.islice(keys, len(file.entries)))
         crcs = [blocks.assemble_crcs(saved.fragments[key], file.entries[key[1]].nbytes) for key in own]
-        path.write_bytes(file.header(itertools.chain(*crcs)) + path.read_bytes()[file.data_start :])
+        path.write_bytes(file.build_header(itertools.chain(*crcs)) + path.read_bytes()[file.data_start :])
         found = load_file(path)
         loaded |= {key: found[key[1]] for key in own}
         assert len(found) == len(own)
@@ -302,7 +304,7 @@ class Stored:
         for (group, name), info in self.infos.items():
             self.groups.setdefault(group, {})[name] = info
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> list[FileExtent]:
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> list[FileExtent]:
         found = []
         for file, offset, first, last in self._extents[group, name]:
             low, high = max(start, first), min(stop, last)
@@ -335,9 +337,9 @@ class Loading:
     def plan(self, rank: int) -> tuple[load_plan.LoadPlan, list[Path]]:
         """As ``reading.py`` makes it: files have the numbers that it gives them."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
-        held = {numbers[one.group, one.name]: one for one in self.job.membership().tensors()}
+        held = {numbers[one.group, one.name]: one for one in self.job.membership().iter_tensors()}
         files = read_plan._FileIndex(self.stored, self.stored.numbered, held)
-        plan = load_plan.plan_load(held, rank, files.locate, exchange=self.exchange)
+        plan = load_plan.plan_load(held, rank, files.locate_tensor, exchange=self.exchange)
         return plan, list(files.numbers)
 
     def run(self, rank: int, wire: FakeWire) -> Fragments:
@@ -348,11 +350,11 @@ class Loading:
             key = self.stored.numbered[tensor]
             return TensorBytes(self.targets[rank][key], DTYPES[self.stored.infos[key].dtype])
 
-        found = read_shared.read_shared(files, plan.shared, sink_of, wire) if self.exchange else {}
-        assert self.exchange or not plan.shared
-        found |= read_shared.read_stripes(files, plan.alone, rank, sink_of)
-        found |= read.read_common(files, plan.common, rank, sink_of)
-        return found | read.read_pieces(files, plan.pieces, sink_of)
+        found = read_shared.read_shared(files, plan.exchanged, sink_of, wire) if self.exchange else {}
+        assert self.exchange or not plan.exchanged
+        found |= read_shared.read_stripes(files, plan.local_stripes, rank, sink_of)
+        found |= read.read_host_shared(files, plan.host_shared, rank, sink_of)
+        return found | read.read_file_ranges(files, plan.file_ranges, sink_of)
 
     def run_all(self) -> dict[Key, list]:
         """What all ranks hashed of each tensor."""
@@ -383,7 +385,7 @@ def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
     job = job_of(noise((16, 8), torch.float32), 4, layout)
     loading = Loading(strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0])), job, exchange=False)
     plans = [loading.plan(rank)[0] for rank in range(4)]
-    assert all(bool(plan.pieces) == alone and bool(plan.common) != alone for plan in plans)
+    assert all(bool(plan.file_ranges) == alone and bool(plan.host_shared) != alone for plan in plans)
 
 
 def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Path) -> None:
@@ -408,13 +410,13 @@ Ranges = list[tuple[Path, int, int]]
 def counted_reads() -> Iterator[Ranges]:
     """All that any rank reads."""
     found: Ranges = []
-    whole = BufferedReader._read_cached
+    whole = BufferedReader._read_buffered
 
     def counted(reader: BufferedReader, offset: int, into: memoryview) -> None:
         found.append((reader._path, offset, offset + len(into)))
         whole(reader, offset, into)
 
-    with mock.patch.object(BufferedReader, "_read_cached", counted):
+    with mock.patch.object(BufferedReader, "_read_buffered", counted):
         yield found
 
 
@@ -424,7 +426,7 @@ def each_byte(ranges: Ranges) -> list[tuple[Path, int]]:
 
 def wanted(stored: Stored, job: Job) -> Ranges:
     """Where every tensor of a job lies."""
-    extents = [one for key, tensor in job.tensors.items() for one in stored.extents(*key, 0, tensor.nbytes)]
+    extents = [one for key, tensor in job.tensors.items() for one in stored.find_extents(*key, 0, tensor.nbytes)]
     return [(file, offset, offset + stop - start) for file, offset, start, stop in extents]
 
 
@@ -621,7 +623,7 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
 
     def work(rank: int, wire: FakeWire) -> Fragments:
         part = TensorBytes(job.part(("model", "w"), rank))
-        return write_stripes.write_stripes(seen_by(rank, broken, paths), plans[rank].crossings, lambda _: part, wire)
+        return write_stripes.write_stripes(seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, wire)
 
     found = outcomes(4, work)
     assert [type(outcome.error) for outcome in found] == [
@@ -648,7 +650,7 @@ def test_a_rank_that_cannot_read_still_passes_on_something(
     def work(rank: int, wire: FakeWire) -> Fragments:
         plan, files = loading.plan(rank)
         target = TensorBytes(loading.targets[rank]["model", "w"])
-        return read_shared.read_shared(seen_by(rank, broken, files), plan.shared, lambda _: target, wire)
+        return read_shared.read_shared(seen_by(rank, broken, files), plan.exchanged, lambda _: target, wire)
 
     found = outcomes(4, work)
     assert [type(outcome.error) for outcome in found] == [
@@ -681,7 +683,7 @@ def test_a_rank_whose_wire_breaks_raises_and_leaves_no_thread_behind(tmp_path: P
 
     def save(rank: int, wire: FakeWire) -> None:
         part = TensorBytes(job.part(("model", "w"), rank))
-        write_stripes.write_stripes(paths, plans[rank].crossings, lambda _: part, AbandonedWire(rank, wire._post))
+        write_stripes.write_stripes(paths, plans[rank].stripe_tasks, lambda _: part, AbandonedWire(rank, wire._post))
 
     def load(rank: int, wire: FakeWire) -> None:
         loading.run(rank, AbandonedWire(rank, wire._post))

@@ -1,4 +1,4 @@
-"""Fragments of many ranks folded, in one place or in groups first: what assembles is what does from all at once."""
+"""Tests that merging fragments of many ranks, at once or in groups first, gives the CRCs of all fragments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def shared_out(draw: st.DrawFn) -> tuple[list[Fragments], dict[int, list[int]]]:
 def test_folded_in_groups_all_give_the_crc_of_each_block(case, many: int) -> None:
     ranks, crcs = case
     groups = [[encode_fragments(own) for own in ranks[low : low + many]] for low in range(0, len(ranks), many)]
-    found = decode_fragments(fold.merge_adjacent_fragments(FragmentTable.told(group)).report() for group in groups)
+    found = decode_fragments(
+        fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups
+    )
     assert {tensor: [one.crc for one in found.get(tensor, [])] for tensor in crcs} == crcs
     assert all(one.start % BLOCK == 0 for fragments in found.values() for one in fragments)
 
@@ -94,7 +96,9 @@ def test_a_fragment_that_nobody_told_is_missed_in_its_block_alone(case, many: in
     own, tensor = drawn.draw(st.sampled_from(told))
     lost = own[tensor].pop(drawn.draw(st.integers(0, len(own[tensor]) - 1)))
     groups = [[encode_fragments(own) for own in ranks[low : low + many]] for low in range(0, len(ranks), many)]
-    found = decode_fragments(fold.merge_adjacent_fragments(FragmentTable.told(group)).report() for group in groups)
+    found = decode_fragments(
+        fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups
+    )
     expected: dict[int, list[int | None]] = {**crcs}
     expected[tensor] = [None if block == lost.start // BLOCK else crc for block, crc in enumerate(crcs[tensor])]
     sizes = {tensor: max(one.stop for own in [*ranks, {tensor: [lost]}] for one in own.get(tensor, []))}
@@ -130,7 +134,8 @@ def test_in_groups_nothing_assembles_that_does_not_at_once(reports: list[Fragmen
     sizes = {0: 3 * BLOCK, 1: 3 * BLOCK}
     groups = [map(encode_fragments, reports[low : low + many]) for low in range(0, len(reports), many)]
     found = assembled(
-        decode_fragments(fold.merge_adjacent_fragments(FragmentTable.told(group)).report() for group in groups), sizes
+        decode_fragments(fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups),
+        sizes,
     )
     whole = assembled(at_once(reports), sizes)
     for tensor, crcs in found.items():

@@ -1,4 +1,4 @@
-"""Bytes of a rank's part of a tensor, however it lies in memory, against torch's own copies of it."""
+"""Tests the bytes of a rank's shard, in any memory layout, against torch's own copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what, on simulated ranks: every byte once, the same files for all, in shares of a fair size."""
+"""Tests save plans on simulated ranks: every byte once, the same files for all, and balanced work."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ class Job:
     def membership(self) -> GlobalSpec:
         """As ranks find it out: digests, and what is distinct told once."""
         said = [self.told(rank) for rank in self.ranks]
-        census = SpecDirectory.take([digest_specs(*mine) for mine in said])
-        return census.membership([census.told_by(rank, *mine) for rank, mine in enumerate(said)], self.global_ranks)
+        census = SpecDirectory.from_digests([digest_specs(*mine) for mine in said])
+        return census.build_global_spec(
+            [census.encode_contribution(rank, *mine) for rank, mine in enumerate(said)], self.global_ranks
+        )
 
     def holds(self, key: Key, rank: int) -> bool:
         """Whether it has a part of the tensor, be it empty."""
@@ -218,16 +220,16 @@ def jobs(draw: st.DrawFn, held: dict[Key, torch.Tensor] | None = None) -> Job:
 
 
 def owned(plan: SavePlan) -> list[OwnedStripe]:
-    return [crossing for crossing in plan.crossings if isinstance(crossing, OwnedStripe)]
+    return [crossing for crossing in plan.stripe_tasks if isinstance(crossing, OwnedStripe)]
 
 
 def passed(plan: SavePlan) -> list[RemoteStripe]:
-    return [crossing for crossing in plan.crossings if isinstance(crossing, RemoteStripe)]
+    return [crossing for crossing in plan.stripe_tasks if isinstance(crossing, RemoteStripe)]
 
 
 def planned(plan: SavePlan) -> list[FileRange]:
     """All that a rank writes."""
-    return [*plan.pieces, *(piece for crossing in owned(plan) for piece in crossing.pieces)]
+    return [*plan.file_ranges, *(piece for crossing in owned(plan) for piece in crossing.file_ranges)]
 
 
 @given(jobs())
@@ -238,7 +240,7 @@ def test_every_rank_plans_the_same_files(small: None, job: Job) -> None:
         assert list(other.files) == list(first.files)
         assert list(other.tensors) == list(first.tensors)
         assert other.groups == first.groups
-        assert other.exchanges == first.exchanges
+        assert other.needs_exchange == first.needs_exchange
     assert set(first.tensors) == set(job.tensors)
 
 
@@ -265,9 +267,9 @@ def test_what_all_ranks_write_is_every_byte_of_every_tensor_once(small: None, jo
 @settings(max_examples=60)
 def test_a_rank_writes_in_the_order_of_the_files_and_only_what_it_holds(small: None, job: Job) -> None:
     for rank, plan in enumerate(job.plans()):
-        places = [(piece.file, piece.offset) for piece in plan.pieces]
+        places = [(piece.file, piece.offset) for piece in plan.file_ranges]
         assert places == sorted(places)
-        for piece in plan.pieces:
+        for piece in plan.file_ranges:
             key = plan.tensors[piece.tensor]
             assert job.holds(key, rank)
             part, whole = bytes_of(job.part(key, rank)), bytes_of(job.tensors[key])
@@ -280,15 +282,15 @@ def test_a_rank_writes_in_the_order_of_the_files_and_only_what_it_holds(small: N
 def test_stripes_are_put_together_from_cuts_of_their_holders(small: None, job: Job) -> None:
     for owner, plan in enumerate(job.plans()):
         for crossing in owned(plan):
-            (piece,) = crossing.pieces
+            (piece,) = crossing.file_ranges
             key = plan.tensors[piece.tensor]
             assert job.holds(key, owner)
             stripe = np.zeros(piece.stop - piece.start, np.uint8)
-            for cut, share in crossing.cuts:
-                data = np.frombuffer(bytes_of(job.part(key, cut.source)), np.uint8)
-                share.put(data[cut.local : cut.local + cut.size], stripe)
+            for cut, share in crossing.contributions:
+                data = np.frombuffer(bytes_of(job.part(key, cut.sender)), np.uint8)
+                share.copy_in(data[cut.local : cut.local + cut.size], stripe)
             assert stripe.tobytes() == bytes_of(job.tensors[key])[piece.start : piece.stop]
-            assert sum(cut.size for cut, _ in crossing.cuts) == len(stripe)
+            assert sum(cut.size for cut, _ in crossing.contributions) == len(stripe)
 
 
 @given(jobs())
@@ -302,13 +304,13 @@ def assert_sent_as_awaited(plans: Sequence[SavePlan]) -> None:
     awaited, sent = defaultdict(list), defaultdict(list)
     for rank, plan in enumerate(plans):
         for crossing in owned(plan):
-            (piece,) = crossing.pieces
-            for cut, _ in crossing.cuts:
-                if cut.source != rank:
-                    awaited[cut.source, rank].append((piece.tensor, piece.start, cut.local, cut.size))
+            (piece,) = crossing.file_ranges
+            for cut, _ in crossing.contributions:
+                if cut.sender != rank:
+                    awaited[cut.sender, rank].append((piece.tensor, piece.start, cut.local, cut.size))
         for tensor, start, owner, cut in passed(plan):
             assert owner != rank
-            assert cut.source == rank
+            assert cut.sender == rank
             sent[rank, owner].append((tensor, start, cut.local, cut.size))
     assert awaited == sent
 
@@ -319,11 +321,13 @@ def test_all_ranks_go_through_stripes_in_one_order(small: None, job: Job) -> Non
     """So the oldest stripe in flight never waits for a younger one."""
     for plan in job.plans():
         places = [
-            (one.pieces[0].tensor, one.pieces[0].start) if isinstance(one, OwnedStripe) else (one.tensor, one.start)
-            for one in plan.crossings
+            (one.file_ranges[0].tensor, one.file_ranges[0].start)
+            if isinstance(one, OwnedStripe)
+            else (one.tensor, one.start)
+            for one in plan.stripe_tasks
         ]
         assert places == sorted(set(places))
-        assert plan.exchanges or not places
+        assert plan.needs_exchange or not places
 
 
 @given(jobs())
@@ -352,12 +356,12 @@ def test_what_several_ranks_hold_and_share_is_to_be_proven_equal_by_all_of_them(
 def test_of_a_buffer_the_lowest_holder_of_each_part_speaks(small: None, job: Job) -> None:
     for rank, plan in enumerate(job.plans()):
         speakers = {key: [min(ranks) for ranks in job.holders(key).values()] for key in job.buffers}
-        for piece in plan.pieces:
+        for piece in plan.file_ranges:
             key = plan.tensors[piece.tensor]
             assert key not in job.buffers or rank in speakers[key]
         for crossing in owned(plan):
-            key = plan.tensors[crossing.pieces[0].tensor]
-            assert key not in job.buffers or {cut.source for cut, _ in crossing.cuts} <= {*speakers[key]}
+            key = plan.tensors[crossing.file_ranges[0].tensor]
+            assert key not in job.buffers or {cut.sender for cut, _ in crossing.contributions} <= {*speakers[key]}
 
 
 @given(jobs(), st.randoms(use_true_random=False))
@@ -381,7 +385,7 @@ def mesh(*shape: int) -> MeshShape:
 
 def test_what_every_rank_holds_is_written_by_all_in_equal_shares() -> None:
     plans = job_of(torch.zeros(8 * 2**20, dtype=torch.uint8), 4).plans(2**40)
-    written = [size_of(plan.pieces) for plan in plans]
+    written = [size_of(plan.file_ranges) for plan in plans]
     assert sum(written) == 8 * 2**20
     assert all(abs(size - 2 * 2**20) < 2**20 for size in written)
     assert all(list(plan.replicas) == [(0, 1, 2, 3)] for plan in plans)
@@ -389,37 +393,42 @@ def test_what_every_rank_holds_is_written_by_all_in_equal_shares() -> None:
 
 def test_a_buffer_is_written_by_its_lowest_holder_and_never_proven() -> None:
     plans = job_of(torch.zeros(8 * 2**20, dtype=torch.uint8), 4, buffer=True).plans(2**40)
-    assert [size_of(plan.pieces) for plan in plans] == [8 * 2**20, 0, 0, 0]
+    assert [size_of(plan.file_ranges) for plan in plans] == [8 * 2**20, 0, 0, 0]
     assert all(not plan.replicas for plan in plans)
 
 
 def test_a_sharded_buffer_is_written_by_the_lowest_holder_of_each_part() -> None:
     layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(0)))
     plans = job_of(torch.zeros(6), 4, layout, buffer=True).plans(2**40)
-    assert [[(piece.start, piece.stop) for piece in plan.pieces] for plan in plans] == [[(0, 12)], [(12, 24)], [], []]
+    assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
+        [(0, 12)],
+        [(12, 24)],
+        [],
+        [],
+    ]
 
 
 def test_a_buffer_in_small_runs_is_passed_on_by_the_lowest_holder_of_each_part(small: None) -> None:
     layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(1)))
     plans = job_of(torch.zeros(16, 4), 4, layout, buffer=True).plans(2**40)
-    sources = [[cut.source for cut, _ in crossing.cuts] for plan in plans for crossing in owned(plan)]
+    sources = [[cut.sender for cut, _ in crossing.contributions] for plan in plans for crossing in owned(plan)]
     assert sources == [[0, 1]] * 4
     assert_sent_as_awaited(plans)
 
 
 def test_a_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
     plans = job_of(torch.zeros(7, 2), 3, PlacementLayout(mesh(3), (Sharded(0),))).plans(2**40)
-    assert [[(piece.start, piece.stop) for piece in plan.pieces] for plan in plans] == [
+    assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
         [(0, 24)],
         [(24, 48)],
         [(48, 56)],
     ]
-    assert not any(plan.replicas or plan.exchanges for plan in plans)
+    assert not any(plan.replicas or plan.needs_exchange for plan in plans)
 
 
 def test_a_flat_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
     plans = job_of(torch.zeros(3, 4), 3, PlacementLayout(mesh(3), (FlatSharded(2, 5),))).plans(2**40)
-    assert [[(piece.start, piece.stop) for piece in plan.pieces] for plan in plans] == [
+    assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
         [(0, 12)],
         [(12, 32)],
         [(32, 48)],
@@ -428,12 +437,12 @@ def test_a_flat_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
 
 def test_columns_are_put_together_in_large_stripes_by_all_their_holders_in_turn(small: None) -> None:
     plans = job_of(torch.zeros(16, 8), 4, PlacementLayout(mesh(4), (Sharded(1),))).plans(2**40)
-    assert all(plan.exchanges and not plan.pieces for plan in plans)
-    stripes = sorted((one.pieces[0].start, one.pieces[0].stop) for plan in plans for one in owned(plan))
+    assert all(plan.needs_exchange and not plan.file_ranges for plan in plans)
+    stripes = sorted((one.file_ranges[0].start, one.file_ranges[0].stop) for plan in plans for one in owned(plan))
     assert stripes == [(start, start + 64) for start in range(0, 512, 64)]
     assert [len(owned(plan)) for plan in plans] == [2, 2, 2, 2]
     for one in itertools.chain(*map(owned, plans)):
-        assert [cut.holders for cut, _ in one.cuts] == [(0,), (1,), (2,), (3,)]
+        assert [cut.holders for cut, _ in one.contributions] == [(0,), (1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("kept", [1, 3, 4])
@@ -446,7 +455,7 @@ def test_tensors_of_few_stripes_are_shared_out_over_all_their_holders_too(small:
         key = ("model", f"w{number:03}")
         job.tensors[key] = torch.zeros(4, 4, dtype=torch.float32)
         job.held[key] = dict.fromkeys(range(4), wide if number % kept else layout)
-    written = [size_of([piece for one in owned(plan) for piece in one.pieces]) for plan in job.plans(2**40)]
+    written = [size_of([piece for one in owned(plan) for piece in one.file_ranges]) for plan in job.plans(2**40)]
     assert sum(written) == 40 * 64
     assert max(written) <= 1.5 * min(written)
 
@@ -456,7 +465,7 @@ def test_of_several_holders_the_nearest_to_the_owner_of_a_stripe_gives_it(small:
     plans = job_of(torch.zeros(16, 8), 8, layout).plans(2**40)
     for owner, plan in enumerate(plans):
         (stripe,) = owned(plan)
-        sources = [cut.source for cut, _ in stripe.cuts]
+        sources = [cut.sender for cut, _ in stripe.contributions]
         assert [source % 2 for source in sources] == [0, 1]
         assert max(abs(source - owner) for source in sources) == 1
 
@@ -478,7 +487,7 @@ def test_a_tensor_on_sub_meshes_is_one_whose_parts_all_of_them_hold() -> None:
     }
     plans = job.plans()
     assert [[*plan.replicas] for plan in plans] == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
-    assert sum(size_of(plan.pieces) for plan in plans) == 24
+    assert sum(size_of(plan.file_ranges) for plan in plans) == 24
 
 
 def test_a_tensor_over_a_rank_that_does_not_save_is_an_error_naming_both() -> None:
@@ -499,8 +508,8 @@ def test_a_rank_of_the_mesh_need_not_name_a_part_that_others_bring_or_that_is_em
     for rank in (1, 2, 5):
         del job.held["model", "w"][rank]
     plans = job.plans()
-    assert [rank for rank, plan in enumerate(plans) if plan.pieces] in ([0, 4], [3, 4])
-    assert sorted((piece.start, piece.stop) for plan in plans for piece in plan.pieces) == [(0, 8), (8, 16)]
+    assert [rank for rank, plan in enumerate(plans) if plan.file_ranges] in ([0, 4], [3, 4])
+    assert sorted((piece.start, piece.stop) for plan in plans for piece in plan.file_ranges) == [(0, 8), (8, 16)]
     assert [[*plan.replicas] for plan in plans] == [[(0, 3)], [], [], [(0, 3)], [], []]
 
 
@@ -604,6 +613,6 @@ def test_four_thousand_ranks_are_planned_in_equal_shares() -> None:
     of_stage = 4 * PARAMETERS // STAGES
     for plan in (first, last):
         assert abs(size_of(planned(plan)) * ranks - total) < 0.1 * total
-        assert len(plan.pieces) + len(plan.crossings) < of_stage
+        assert len(plan.file_ranges) + len(plan.stripe_tasks) < of_stage
         assert len(plan.replicas) == 2
         assert sum(map(len, plan.replicas.values())) == of_stage * 2 // 5

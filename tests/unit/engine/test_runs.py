@@ -1,4 +1,4 @@
-"""Runs and boxes: ranges of a tensor in row-major order, and the indices that they are, against torch's own order."""
+"""Tests byte ranges and boxes of a tensor in row-major order against torch's own order of indices."""
 
 from __future__ import annotations
 

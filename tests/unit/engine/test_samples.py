@@ -1,4 +1,4 @@
-"""Which bytes of replicas are compared at a save, and that they are hashed alike however they lie in memory."""
+"""Tests which bytes of replicas are compared at a save, and that their hashes do not depend on the memory layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.integrity import sampling
-from holdfast.engine.integrity.replicas import crc_of_shard
+from holdfast.engine.integrity.replicas import crc_of_ranges
 from holdfast.engine.integrity.sampling import BUDGET, SAMPLE, SampledRange, sample_everything, sample_some
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.save_plan import ReplicatedShard
@@ -36,14 +36,14 @@ def test_stretches_come_over_every_byte_in_turn(sizes: list[int], budget: int) -
     replicas = of(sizes)
     turns = -(-sum(one.nbytes for one in replicas) // (16 * budget))
     firsts = [16 * budget * turn for turn in range(turns)]
-    seen = [bytes_in(list(sampling._stretch(replicas, first, first + 16 * budget))) for first in firsts]
+    seen = [bytes_in(list(sampling._sample_window(replicas, first, first + 16 * budget))) for first in firsts]
     assert sum(seen, Counter()) == bytes_in(list(sample_everything(replicas)))
 
 
 @given(sizes, st.integers(1, 10_000))
 def test_every_tensor_has_a_sample_at_every_save(sizes: list[int], save: int) -> None:
     replicas = of(sizes)
-    found = list(sampling._samples(replicas, save))
+    found = list(sampling._sample_each(replicas, save))
     assert [one.tensor for one in found] == [one.tensor for one in replicas]
     for one, replica in zip(found, replicas, strict=True):
         assert one.start % SAMPLE == 0
@@ -52,7 +52,7 @@ def test_every_tensor_has_a_sample_at_every_save(sizes: list[int], save: int) ->
 
 def test_samples_of_later_saves_are_elsewhere_and_come_over_the_whole_tensor() -> None:
     replicas = [ReplicatedShard(0, 100 * SAMPLE), ReplicatedShard(1, 100 * SAMPLE)]
-    starts = [[one.start for one in sampling._samples(replicas, save)] for save in range(1, 300)]
+    starts = [[one.start for one in sampling._sample_each(replicas, save)] for save in range(1, 300)]
     first, second = zip(*starts, strict=True)
     assert set(first) == set(second) == set(range(0, 100 * SAMPLE, SAMPLE))
     assert first != second
@@ -70,7 +70,7 @@ def test_what_fits_into_the_budget_is_compared_whole() -> None:
 class Remote(TensorBytes):
     """A part that is handed out as one in the memory of an accelerator."""
 
-    def remote(self, start: int, stop: int) -> torch.Tensor | None:
+    def view_on_device(self, start: int, stop: int) -> torch.Tensor | None:
         data = self.view(start, stop)
         return None if data is None else torch.from_numpy(data)
 
@@ -86,7 +86,7 @@ def test_ranges_are_hashed_alike_wherever_they_lie() -> None:
     strided = [value.t().contiguous().t() for value in values]
     mixed = [Remote(values[0]), TensorBytes(strided[1]), Remote(values[2]), Remote(values[3]), TensorBytes(values[4])]
     for parts in (list(map(TensorBytes, values)), list(map(TensorBytes, strided)), list(map(Remote, values)), mixed):
-        assert crc_of_shard(ranges, parts.__getitem__) == oracle
+        assert crc_of_ranges(ranges, parts.__getitem__) == oracle
 
 
 def test_what_lies_on_an_accelerator_comes_from_there_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +94,5 @@ def test_what_lies_on_an_accelerator_comes_from_there_in_batches(monkeypatch: py
     fetched: list[int] = []
     join = torch.cat
     monkeypatch.setattr(torch, "cat", lambda many: fetched.append(len(many)) or join(many))
-    crc_of_shard([SampledRange(n, 0, 16) for n in range(3000)], parts.__getitem__)
+    crc_of_ranges([SampledRange(n, 0, 16) for n in range(3000)], parts.__getitem__)
     assert fetched == [3000]

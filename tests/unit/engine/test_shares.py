@@ -1,4 +1,4 @@
-"""Shares of what one writes for all: everything once, no crumbs, and about as much for each."""
+"""Tests the partition of replicated data over ranks: everything once, no tiny pieces, and balanced sizes."""
 
 from __future__ import annotations
 

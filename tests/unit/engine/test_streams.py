@@ -1,4 +1,4 @@
-"""Copies wait for what the caller has enqueued on an accelerator, and are over before it enqueues more."""
+"""Tests that copies wait for work enqueued on an accelerator, and end before more is enqueued."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def moving(accelerator: Accelerator) -> ShardWriter:
         files=(),
         groups={},
         tensors=[("model", "w")],
-        pieces=[FileRange(0, 0, 4096, 0, 0, 0)],
-        crossings=(),
+        file_ranges=[FileRange(0, 0, 4096, 0, 0, 0)],
+        stripe_tasks=(),
         replicas={(0, 1): [ReplicatedShard(0, 4096)]},
-        exchanges=False,
+        needs_exchange=False,
     )
     ranks = RankGroup()
-    return ShardWriter(ranks, ranks.session(10), plan, {("model", "w"): TensorBytes(tensor)}, accelerator)
+    return ShardWriter(ranks, ranks.open_session(10), plan, {("model", "w"): TensorBytes(tensor)}, accelerator)
 
 
 def test_replicas_are_hashed_after_the_kernels_before_the_save() -> None:
@@ -93,10 +93,10 @@ def test_replicas_are_hashed_after_the_kernels_before_the_save() -> None:
 
 def staged(moving: ShardWriter, later: DeferredCopies) -> torch.Tensor:
     result = moving.stage(Arena(StagingMemory()), later)
-    result.complete([("model", "w")])
+    result.copy_deferred([("model", "w")])
     into = np.empty(4096, np.uint8)
-    for piece in result.pieces:
-        result.part_of(piece.tensor).copy_out(piece.local, into[piece.start : piece.stop])
+    for piece in result.file_ranges:
+        result.shard_of(piece.tensor).copy_out(piece.local, into[piece.start : piece.stop])
     return torch.from_numpy(into).view(torch.float32)
 
 
@@ -124,10 +124,10 @@ def test_what_is_loaded_comes_after_the_kernels_before_and_before_those_after(tm
     key = ("model", "w")
     pieces = [FileRange(0, 0, 4096, 0, 0, 0)]
     reading = ReadPlan(LoadPlan(pieces), [key], [tmp_path / "file"], [], exchange=False)
-    intake: Any = SimpleNamespace(targets={key: TensorView("F32", (1024,), None, target)}, more=[])
+    intake: Any = SimpleNamespace(targets={key: TensorView("F32", (1024,), None, target)}, aliased_targets=[])
     reader: Any = SimpleNamespace(groups={"model": {"w": TensorInfo("F32", (1024,))}})
     ranks = RankGroup()
-    reading.run(reader, intake, ranks, ranks.session(10), moved, accelerator=accelerator)
+    reading.run(reader, intake, ranks, ranks.open_session(10), moved, accelerator=accelerator)
     assert torch.equal(target, VALUES)
     assert len(seen) == 1
 

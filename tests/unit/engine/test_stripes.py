@@ -1,4 +1,4 @@
-"""Stripes: what ranks hold of a tensor in small runs, put together into large ranges, and taken apart again."""
+"""Tests stripes: short ranges of several ranks, assembled into large ones and split again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.engine.plan.placements import (
     PlacementLayout,
     Replicated,
     Sharded,
-    holding_coordinates,
+    ranks_by_coordinate,
 )
 from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.shards import LocalShard, local_shard
@@ -34,7 +34,7 @@ sizes = st.sampled_from([8, 16, 24, 64, 256, 4096])
 
 def parts_of(info: TensorInfo, layout: PlacementLayout) -> list[LocalShard]:
     """Every part, once."""
-    return [local_shard(info, layout.division, coordinate) for coordinate in holding_coordinates(layout)]
+    return [local_shard(info, layout.division, coordinate) for coordinate in ranks_by_coordinate(layout)]
 
 
 def noise(size: int, seed: int = 0) -> Bytes:
@@ -43,13 +43,13 @@ def noise(size: int, seed: int = 0) -> Bytes:
 
 def memory_of(mine: LocalShard, whole: Bytes) -> Bytes:
     """The part as it lies in its rank's memory."""
-    return np.concatenate([whole[:0], *(whole[start:stop] for start, stop in mine.runs())])
+    return np.concatenate([whole[:0], *(whole[start:stop] for start, stop in mine.iter_ranges())])
 
 
 def cuts(mine: LocalShard, memory: Bytes) -> Iterator[tuple[ElementRange, Bytes]]:
     """The stripes that the part has bytes in, and those bytes."""
     for stripe in split_into_stripes(mine.shape):
-        start, stop = mine.before(stripe.start), mine.before(stripe.stop)
+        start, stop = mine.bytes_before(stripe.start), mine.bytes_before(stripe.stop)
         if start < stop:
             yield stripe, memory[start:stop]
 
@@ -107,7 +107,7 @@ def test_the_shares_of_all_parts_put_together_are_the_stripes(
     with mock.patch.object(striping, "STRIPE", size):
         for mine in parts_of(info, layout):
             for stripe, data in cuts(mine, memory_of(mine, whole)):
-                stripe_slice(mine, stripe).put(data, built[stripe.start : stripe.stop])
+                stripe_slice(mine, stripe).copy_in(data, built[stripe.start : stripe.stop])
                 filled += len(data)
     assert built.tobytes() == whole.tobytes()
     assert filled == info.nbytes
@@ -124,7 +124,7 @@ def test_taking_a_share_out_of_a_stripe_is_the_inverse_of_putting_it_in(
         for mine in parts_of(info, layout):
             for stripe, data in cuts(mine, memory_of(mine, whole)):
                 taken = noise(len(data), seed=2)
-                stripe_slice(mine, stripe).take(whole[stripe.start : stripe.stop], taken)
+                stripe_slice(mine, stripe).copy_out(whole[stripe.start : stripe.stop], taken)
                 assert taken.tobytes() == data.tobytes()
 
 
@@ -138,8 +138,8 @@ def test_putting_a_share_in_leaves_the_rest_of_the_stripe_alone(
         for mine in parts_of(info, layout):
             built = np.zeros(info.nbytes, np.uint8)
             for stripe, data in cuts(mine, memory_of(mine, ones)):
-                stripe_slice(mine, stripe).put(data, built[stripe.start : stripe.stop])
-            assert [*np.flatnonzero(built)] == [byte for run in mine.runs() for byte in range(*run)]
+                stripe_slice(mine, stripe).copy_in(data, built[stripe.start : stripe.stop])
+            assert [*np.flatnonzero(built)] == [byte for run in mine.iter_ranges() for byte in range(*run)]
 
 
 @pytest.mark.parametrize("lead", range(9))
@@ -152,8 +152,8 @@ def test_every_dtype_is_moved_to_and_from_any_address(dtype: str, lead: int) -> 
         for mine in parts_of(info, layout):
             memory = np.concatenate([noise(lead), memory_of(mine, whole)])[lead:]
             for stripe, data in cuts(mine, memory):
-                stripe_slice(mine, stripe).put(data, room[stripe.start : stripe.stop])
-                stripe_slice(mine, stripe).take(whole[stripe.start : stripe.stop], data)
+                stripe_slice(mine, stripe).copy_in(data, room[stripe.start : stripe.stop])
+                stripe_slice(mine, stripe).copy_out(whole[stripe.start : stripe.stop], data)
             assert memory.tobytes() == memory_of(mine, whole).tobytes()
     assert room.tobytes() == whole.tobytes()
 
@@ -191,5 +191,5 @@ def test_what_is_narrow_has_several_runs_and_what_is_not_has_few_or_long_ones(
     info, layout = case
     with mock.patch.object(striping, "NARROW", 24):
         for mine in parts_of(info, layout):
-            runs = len(list(mine.runs()))
-            assert runs > 1 if is_narrow(mine) else runs <= 1 or mine.run_length >= 24
+            runs = len(list(mine.iter_ranges()))
+            assert runs > 1 if is_narrow(mine) else runs <= 1 or mine.mean_range_bytes >= 24

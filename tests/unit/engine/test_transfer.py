@@ -1,4 +1,4 @@
-"""Pieces cut into chunks, and fragments put together again."""
+"""Tests splitting file ranges into chunks, and assembling fragments."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from holdfast.engine.io import read, requests, write
 from holdfast.engine.io.read_order import WINDOW, rotate_by_rank
 from holdfast.engine.io.requests import merge_fragments, run_in_threads
 from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.plan import file_ranges
 from holdfast.engine.plan.file_ranges import FileRange, IoChunk, file_chunks, tensor_chunks
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import Fragment, crc64
@@ -31,7 +32,8 @@ CHUNK, BLOCK = 64, 256
 @pytest.fixture(autouse=True)
 def small() -> None:
     with (
-        mock.patch.object(requests, "CHUNK", CHUNK),
+        mock.patch.object(file_ranges, "CHUNK", CHUNK),
+        mock.patch.object(file_ranges, "BLOCK_BYTES", BLOCK),
         mock.patch.object(requests, "BLOCK_BYTES", BLOCK),
         mock.patch.object(blocks, "BLOCK_BYTES", BLOCK),
     ):
@@ -62,12 +64,12 @@ def each_byte(pieces: list[FileRange]) -> list[tuple[int, ...]]:
 
 def assert_whole(chunks: list[IoChunk], pieces: list[FileRange]) -> None:
     """The chunks hold every byte of the pieces once, in order; each is one range of one file, in one block a piece."""
-    inside = [piece for chunk in chunks for piece in chunk.pieces]
+    inside = [piece for chunk in chunks for piece in chunk.file_ranges]
     assert each_byte(inside) == each_byte(pieces)
     for chunk in chunks:
         assert 0 < chunk.size <= CHUNK
         reached = chunk.offset
-        for piece in chunk.pieces:
+        for piece in chunk.file_ranges:
             assert (piece.file, piece.offset) == (chunk.file, reached)
             assert piece.start // BLOCK == (piece.stop - 1) // BLOCK
             reached += piece.stop - piece.start
@@ -88,7 +90,7 @@ def test_chunks_for_reading_are_the_pieces_cut_where_the_tensor_is_aligned(piece
     chunks = list(tensor_chunks(pieces))
     assert_whole(chunks, pieces)
     whole = {edge for piece in pieces for edge in ((piece.tensor, piece.start), (piece.tensor, piece.stop))}
-    cuts = {(p.tensor, edge) for chunk in chunks for p in chunk.pieces for edge in (p.start, p.stop)} - whole
+    cuts = {(p.tensor, edge) for chunk in chunks for p in chunk.file_ranges for edge in (p.start, p.stop)} - whole
     assert all(position % CHUNK == 0 for _, position in cuts)
 
 
@@ -96,7 +98,7 @@ def test_chunks_for_reading_are_the_pieces_cut_where_the_tensor_is_aligned(piece
 def test_neighbours_that_fit_share_a_chunk(pieces: list[FileRange]) -> None:
     for one, following in itertools.pairwise(tensor_chunks(pieces)):
         neighbours = (one.file, one.offset + one.size) == (following.file, following.offset)
-        first = following.pieces[0]
+        first = following.file_ranges[0]
         assert not neighbours or one.size + first.stop - first.start > CHUNK
 
 
@@ -121,7 +123,7 @@ def test_a_piece_is_cut_in_its_tensor_its_memory_and_its_file_alike(
     for piece in pieces:
         first = min(skip, piece.stop - piece.start)
         last = min(first + size, piece.stop - piece.start)
-        assert each_byte([piece.cut(first, last - first)]) == each_byte([piece])[first:last]
+        assert each_byte([piece.slice_bytes(first, last - first)]) == each_byte([piece])[first:last]
 
 
 @given(
@@ -221,17 +223,17 @@ def laid_out(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[FileRange], int]
 
 
 def read_in_common(files, pieces, sink_of) -> dict[int, list[Fragment]]:
-    return read.read_common(files, pieces, 3, sink_of)
+    return read.read_host_shared(files, pieces, 3, sink_of)
 
 
-@given(laid_out(), st.sampled_from([read.read_pieces, read_in_common]))
+@given(laid_out(), st.sampled_from([read.read_file_ranges, read_in_common]))
 @settings(max_examples=40)
 def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case, read_some) -> None:
     tensors, pieces, size = case
     file: Path = tmp_path_factory.mktemp("transfer") / "data"
     file.write_bytes(bytes(size))
     with mock.patch.object(write, "CHUNK", CHUNK), mock.patch.object(read, "CHUNK", CHUNK):
-        written = write.write_pieces([file], pieces, lambda n: TensorBytes(tensors[n]))
+        written = write.write_file_ranges([file], pieces, lambda n: TensorBytes(tensors[n]))
         raw = file.read_bytes()
         for tensor, piece in zip(tensors, pieces, strict=True):
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

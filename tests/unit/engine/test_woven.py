@@ -1,4 +1,4 @@
-"""Tensors that lie in boxes, or in another order, read as if they lay row-major in a file of their own."""
+"""Tests that tensors stored in boxes, or in another order, read like row-major tensors in a file of their own."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_range_of_any_boxes_in_any_order(tmp_path: Path, array: np.ndarray, 
 def test_however_little_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...]
 ) -> None:
-    for name, limit in zip(("_SLAB", "_SMALL", "_SPARSE"), limits, strict=True):
+    for name, limit in zip(("_MAX_SPAN", "_SMALL", "_SPARSE"), limits, strict=True):
         monkeypatch.setattr(engine, name, limit)
     array = np.arange(7 * 5 * 6, dtype="u4").reshape(7, 5, 6)
     woven = written(tmp_path / "data", array, [IndexBox((0, 0, 0), array.shape)], [(2, 0, 1)])
@@ -125,7 +125,7 @@ def test_bytes_that_are_here_already() -> None:
 
 
 def test_more_files_than_a_process_may_have_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_pool, "_MOST", 3)
+    monkeypatch.setattr(reader_pool, "_MAX_OPEN", 3)
     paths = [tmp_path / str(number) for number in range(10)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]))

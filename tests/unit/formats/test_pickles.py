@@ -1,4 +1,4 @@
-"""Pickles are read as data: plain values come back as they were, and whatever else they name is refused, not run."""
+"""Tests that pickles are read as data: plain values are restored, and all other names are refused, not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify`` and ``convert`` use the checksums that other systems' files have, and name all damage."""
+"""Tests that ``verify`` and ``convert`` check the checksums of other systems' files and name all corruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensor lies where: sizes, order, files, the index. The safetensors library opens what is laid out."""
+"""Tests sizes, order, files and index of tensors. The safetensors library opens the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def crcs_of(file: DataFile) -> list[int]:
 
 
 def contents(file: DataFile) -> bytes:
-    return file.header(crcs_of(file)) + bytes(file.size - file.data_start)
+    return file.build_header(crcs_of(file)) + bytes(file.size - file.data_start)
 
 
 @given(groups, limits)
@@ -119,7 +119,7 @@ def test_the_header_is_as_long_whatever_the_crcs(crcs: list[int]) -> None:
         "c": TensorInfo("U8", (9,)),
     }
     (file,) = pack_files("model", {**tensors, "d": TensorInfo("BF16", ())}, {}, 2**40)
-    head = file.header(crcs)
+    head = file.build_header(crcs)
     assert len(head) == file.data_start
     assert blocks.from_hex(header.decode_header(head, file.size, "f").metadata[CRC_KEY]) == crcs
 
@@ -127,10 +127,10 @@ def test_the_header_is_as_long_whatever_the_crcs(crcs: list[int]) -> None:
 def test_the_header_says_what_is_tied_and_that_it_is_torch() -> None:
     tensors = {"embed": TensorInfo("F32", (2,)), "other": TensorInfo("F32", (2,))}
     first, second = pack_files("model", tensors, {"head": "embed", "alias": "embed"}, 8)
-    found = header.decode_header(first.header([1]), first.size, "f").metadata
+    found = header.decode_header(first.build_header([1]), first.size, "f").metadata
     assert found["format"] == "pt"
     assert json.loads(found[TIED_KEY]) == {"alias": "embed", "head": "embed"}
-    assert TIED_KEY not in header.decode_header(second.header([1]), second.size, "f").metadata
+    assert TIED_KEY not in header.decode_header(second.build_header([1]), second.size, "f").metadata
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_file_ends_before_its_header_is_longer_than_the_format_allows(letter: 
     with mock.patch.object(layout, "_HEADER_BUDGET", layout._HEADER_BUDGET // 10_000):
         files = pack_files("model", tensors, {}, 2**60)
     for file in files:
-        assert len(file.header(crcs_of(file)).rstrip()) <= header.HEADER_LIMIT // 10_000
+        assert len(file.build_header(crcs_of(file)).rstrip()) <= header.HEADER_LIMIT // 10_000
     assert sum(len(file.entries) for file in files) == 500
 
 

@@ -1,4 +1,4 @@
-"""The header of a data file, against the safetensors library: it reads what we write, and we read what it writes."""
+"""Tests the header of data files against the safetensors library, which reads holdfast's and the reverse."""
 
 from __future__ import annotations
 

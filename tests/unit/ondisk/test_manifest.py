@@ -1,4 +1,4 @@
-"""``manifest.json``: against JSON, the published JSON Schema, and every damage of one bit."""
+"""Tests ``manifest.json`` against a JSON parser, the published JSON Schema, and every flip of one bit."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_noise_is_named(noise: bytes) -> None:
 @pytest.mark.parametrize("version", [2, 10, 2**31, 2**80])
 def test_a_newer_version_is_named_as_such(version: int) -> None:
     for raw in (sealed(table(version=version, new_field=[])), b'{"format":"holdfast","version":%d}' % version):
-        with pytest.raises(FormatError, match=f"{FILE} is of format version {version}.*update holdfast"):
+        with pytest.raises(FormatError, match=f"{FILE} has format version {version}.*update holdfast"):
             manifest.decode_manifest(raw, FILE)
 
 
@@ -146,7 +146,7 @@ def test_a_newer_version_is_named_as_such(version: int) -> None:
     "text", [b"{}", b'{"name": "a web page", "icons": []}', b'{"format": "torch_dcp", "version": 3}']
 )
 def test_a_manifest_of_something_else_is_no_checkpoint_of_ours(text: bytes) -> None:
-    with pytest.raises(FormatError, match=f"{FILE} is not a manifest of holdfast"):
+    with pytest.raises(FormatError, match=f"{FILE} is not a holdfast manifest"):
         manifest.decode_manifest(text, FILE)
 
 
@@ -160,7 +160,7 @@ def test_a_manifest_of_something_else_is_no_checkpoint_of_ours(text: bytes) -> N
     ids=str,
 )
 def test_a_sealed_manifest_of_another_format_is_no_checkpoint_of_ours(changes: dict) -> None:
-    with pytest.raises(FormatError, match=f"{FILE} is not a manifest of holdfast"):
+    with pytest.raises(FormatError, match=f"{FILE} is not a holdfast manifest"):
         manifest.decode_manifest(sealed(table(**changes)), FILE)
 
 

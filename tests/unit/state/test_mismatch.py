@@ -1,4 +1,4 @@
-"""What does not fit is found before anything is touched, and all of it is named at once."""
+"""Tests that all mismatches are found before any change, and are reported together."""
 
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ def test_numbers_of_numpy_and_metrics_that_are_not_finite_are_noted(tmp_path: Pa
 
 
 def test_names_and_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="whole characters"):
+    with pytest.raises(InvalidArgumentError, match="lone surrogates"):
         holdfast.save_checkpoint(tmp_path, "s", {"\ud800": torch.zeros(1)})
     with pytest.raises(UnsupportedTensorError, match="65 dimensions"):
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.zeros((1,) * 65)})

@@ -1,4 +1,4 @@
-"""What a probe tells is what a real first step makes, and nothing is left of the probe."""
+"""Tests that a probe predicts what a real first step creates, and leaves nothing behind."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.errors import OptimizerMismatchError
-from holdfast.state.optimizer.probe import ProbedStates, probe_states
+from holdfast.state.optimizer.probe import ProbedState, probe_states
 
 # Other shapes than an uneven matrix: smaller than the mesh, a scalar, three dimensions.
 SHAPES = [(7, 5), (9,), (1,), (), (4, 3, 5)]
@@ -134,7 +134,7 @@ def told(tensor: Any) -> Any:
         return None
     is_distributed = isinstance(tensor, DTensor)
     local = tensor._local_tensor if is_distributed else tensor
-    return ProbedStates(
+    return ProbedState(
         tuple(tensor.shape),
         tensor.stride(),
         tensor.dtype,
@@ -193,7 +193,11 @@ def emptied(kind: Any, layout: str, shape: tuple[int, ...]) -> list[bool]:
     parameter = laid_out(shape, layout)
     found = probe_states(kind([parameter]), parameter)
     dist.barrier()  # a rank that leaves before the others have connected breaks their pool
-    return [told(one.empty()) == one and not isinstance(one.empty(), nn.Parameter) for one in found.values() if one]
+    return [
+        told(one.make_empty()) == one and not isinstance(one.make_empty(), nn.Parameter)
+        for one in found.values()
+        if one
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

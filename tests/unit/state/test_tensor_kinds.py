@@ -1,4 +1,4 @@
-"""Tensors of every kind: lazy views have the values that torch shows, and what cannot be stored is named by type."""
+"""Tests tensors of every kind: lazy views have torch's values, and unsupported ones are refused by type."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A disk that fails does not make a run begin anew, lose what it replaces, or show what is half made."""
+"""Tests that a failing disk does not restart a run, lose what is replaced, or show incomplete checkpoints."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Manifests are read once, and never taken for what they were before."""
+"""Tests that manifests are read once, and again after any change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.storage.file_memo import FileMemo, sign_file
 @pytest.fixture
 def settled() -> Iterator[None]:
     """As if every file had been there for long."""
-    with mock.patch.object(file_memo, "_UNSETTLED", -(10**18)):
+    with mock.patch.object(file_memo, "_UNSETTLED_NS", -(10**18)):
         yield
 
 

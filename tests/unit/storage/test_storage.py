@@ -1,4 +1,4 @@
-"""Files: ranges written and read past the cache or through it, small files, the rename that publishes."""
+"""Tests files: ranges written and read past the cache or through it, small files, and the publishing rename."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
 from holdfast.storage import direct_io, directories, posix
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
-from holdfast.storage.direct_reader import DirectFile
+from holdfast.storage.direct_reader import DirectReaderFactory
 from holdfast.storage.memory import aligned_buffer
 
 
@@ -99,8 +99,8 @@ def test_parts_of_a_range_come_in_order_and_are_there_when_they_come(tmp_path_fa
     file.write_bytes(data)
     start, stop = sorted((one, two))
     into = bytearray(stop - start)
-    with mock.patch.object(direct_io, "_PART", most), BufferedReader(file) as reader:
-        parts = [bytes(part) for part in reader.read_in_parts(start, memoryview(into))]
+    with mock.patch.object(direct_io, "_CHUNK_BYTES", most), BufferedReader(file) as reader:
+        parts = [bytes(part) for part in reader.read_in_chunks(start, memoryview(into))]
     assert into == b"".join(parts) == data[start:stop]
     assert all(0 < len(part) <= most for part in parts)
 
@@ -111,7 +111,7 @@ def test_parts_of_a_range_come_in_order_and_are_there_when_they_come(tmp_path_fa
 def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path: Path, start: int) -> None:
     file = tmp_path / "data"
     file.write_bytes(noise(2 * SECTOR_BYTES + 100))
-    with BufferedReader(file) as reader, pytest.raises(CorruptCheckpointError, match=f"{file}.*cut short"):
+    with BufferedReader(file) as reader, pytest.raises(CorruptCheckpointError, match=f"{file}.*is truncated"):
         reader.read(start, memoryview(bytearray(3 * SECTOR_BYTES)))
 
 
@@ -241,7 +241,7 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("kind", [BufferedReader, DirectWriter, DirectFile()])
+@pytest.mark.parametrize("kind", [BufferedReader, DirectWriter, DirectReaderFactory()])
 def test_no_file_stays_open(tmp_path: Path, kind) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x")
@@ -289,7 +289,7 @@ def test_a_small_file_holds_its_bytes_and_is_never_overwritten(tmp_path: Path) -
         posix.write_small(file, b"two")
     assert caught.value.errno == errno.EEXIST
     assert posix.read_small(file) == b"one"
-    assert posix.size_of(file) == 3
+    assert posix.file_size(file) == 3
 
 
 def test_a_small_file_that_is_large_is_not_read(tmp_path: Path) -> None:

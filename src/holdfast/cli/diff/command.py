@@ -1,4 +1,4 @@
-"""``holdfast diff``: which tensors and values of two checkpoints differ, and by how much."""
+"""``holdfast diff``: compares the tensors and values of two checkpoints."""
 
 from __future__ import annotations
 
@@ -18,42 +18,50 @@ def diff(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A checkpoint of any format, or a run: its latest.", autocompletion=complete_checkpoints
+            metavar="A",
+            help="A checkpoint of any format, or a run's folder for its latest one.",
+            autocompletion=complete_checkpoints,
         ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=complete_checkpoints)],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The other checkpoint or run.", autocompletion=complete_checkpoints)
+    ],
     pattern: Annotated[
-        str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
+        str | None, typer.Argument(metavar="PATTERN", help="Compare only these tensors: a glob, or part of a name.")
     ] = None,
     tag: Annotated[
         str | None,
-        typer.Option("--tag", metavar="TAG", help="Of two runs: the checkpoints of this tag, not the latest."),
+        typer.Option(
+            "--tag", metavar="TAG", help="If A and B are runs: the checkpoints with this tag; default: the latest."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Tell which tensors and values of two checkpoints differ, and by how much.
+    """Show which tensors and values of two checkpoints differ, and by how much.
 
-    Exit code 1 where any does. Tensors whose checksums agree are not read. Elements are compared bit by bit; those of
-    different dtypes by value. REL is the largest |a - b| / max(|a|, |b|).
+    The exit code is 1 if anything differs. Tensors with equal checksums are not read. Elements are compared bit by bit,
+    and those of different dtypes by value. "max rel" is the largest |a - b| / max(|a|, |b|).
     """
-    left, right = (target.inspect_path(target.named_path(path, tag)) for path in (a, b))
-    found = compare_checkpoints(left, right, pattern)
-    if pattern is not None and not found.compared:
-        print_error(f"no tensor of either matches {pattern!r}", "Without a pattern all are compared.")
+    left, right = (target.inspect_path(target.resolve_path(path, tag)) for path in (a, b))
+    comparison = compare_checkpoints(left, right, pattern)
+    if pattern is not None and not comparison.compared:
+        print_error(
+            f"no tensor of either checkpoint matches {pattern!r}", "Without a pattern all tensors are compared."
+        )
         raise typer.Exit(1)
     if as_json:
-        print_json(report.comparison_record(found))
+        print_json(report.comparison_record(comparison))
     else:
-        _print(found)
-    raise typer.Exit(0 if found.is_equal else 1)
+        _print_comparison(comparison)
+    raise typer.Exit(0 if comparison.is_equal else 1)
 
 
-def _print(found: CheckpointComparison) -> None:
+def _print_comparison(comparison: CheckpointComparison) -> None:
     out = terminal_console()
-    for part in report.comparison_tables(found):
-        out.print(part)
-    if found.is_equal:
+    for table in report.comparison_tables(comparison):
+        out.print(table)
+    if comparison.is_equal:
         out.print("no difference", style="bold green", end="  ")
-    out.print(report.comparison_summary(found), style="dim")
-    for note in found.notes:
+    out.print(report.comparison_summary(comparison), style="dim")
+    for note in comparison.notes:
         out.print(note, style="dim")

@@ -1,4 +1,4 @@
-"""Which tensors of two checkpoints are to be compared, and what their metadata tell already. No tensor is read."""
+"""The pairs of tensors of two checkpoints to compare, sorted by their metadata. No tensor is read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from holdfast.cli.show.modules import INSIDE
 from holdfast.cli.target import InspectedCheckpoint
 from holdfast.ondisk.files import TensorInfo
 
-#: A tensor by its group and name, or one with its bytes inside values.
+#: A tensor by its group and name, or a small one whose bytes are inside values.
 Key = tuple[str, str] | TensorPlaceholder
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """Tensors of one name; ``None`` where a side has none."""
+    """The tensors of one name on both sides; ``None`` if a side does not have it."""
 
     name: str
     left: Key | None
@@ -25,27 +25,27 @@ class TensorPair:
 
 
 def pair_tensors(left: InspectedCheckpoint, right: InspectedCheckpoint) -> Iterator[TensorPair]:
-    """All names of both sides, further names of tied tensors included; two tensors are compared under one name only."""
-    known, others = _names(left), _names(right)
+    """Pair the tensors of both sides by name, including tied names. Two tensors are paired under one name only."""
+    left_keys, right_keys = _keys_by_name(left), _keys_by_name(right)
     seen = set()
-    for name in dict.fromkeys([*known, *others]):
-        one, other = known.get(name), others.get(name)
-        if one is not None and other is not None:
-            if (one, other) in seen:
+    for name in dict.fromkeys([*left_keys, *right_keys]):
+        left_key, right_key = left_keys.get(name), right_keys.get(name)
+        if left_key is not None and right_key is not None:
+            if (left_key, right_key) in seen:
                 continue
-            seen.add((one, other))
-        yield TensorPair(name, one, other)
+            seen.add((left_key, right_key))
+        yield TensorPair(name, left_key, right_key)
 
 
-def is_inside(leaf: ValueDifference, group: str) -> TensorPair:
-    """Two tensors inside values, those with files in a group: ``"state"`` or ``"ranks"``."""
+def pair_inside_values(leaf: ValueDifference, group: str) -> TensorPair:
+    """Pair two tensors inside values. Those in files are in the group ``"state"`` or ``"ranks"``."""
     left, right = ((group, side.key) if side.key else side for side in (leaf.left, leaf.right))
     return TensorPair(leaf.path, left, right)
 
 
-def _names(target: InspectedCheckpoint) -> dict[str, Key]:
+def _keys_by_name(target: InspectedCheckpoint) -> dict[str, Key]:
     names: dict[str, Key] = {
-        f"{group}/{name}": (group, name) for group, name, _ in target.entries() if group not in INSIDE
+        f"{group}/{name}": (group, name) for group, name, _ in target.iterate_tensors() if group not in INSIDE
     }
     for group, tied in target.reader.tied.items():
         names |= {f"{group}/{alias}": (group, name) for alias, name in tied.items()}
@@ -54,21 +54,27 @@ def _names(target: InspectedCheckpoint) -> dict[str, Key]:
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """Pairs by what is known of them: of ``equal`` the checksums agree; of ``suspect`` only the bytes can tell."""
+    """Pairs by their metadata.
+
+    ``apart`` cannot be compared, because a side lacks the tensor or shapes differ. ``equal`` have equal checksums.
+    ``suspect`` must be compared by their bytes.
+    """
 
     apart: Sequence[TensorPair]
     equal: Sequence[TensorPair]
     suspect: Sequence[TensorPair]
 
 
-def sort_pairs(found: Sequence[TensorPair], left: InspectedCheckpoint, right: InspectedCheckpoint) -> SortedPairs:
-    """Take apart what metadata tell: ``apart`` are those that one side lacks or that have different shapes."""
+def sort_pairs(
+    tensor_pairs: Sequence[TensorPair], left: InspectedCheckpoint, right: InspectedCheckpoint
+) -> SortedPairs:
+    """Sort pairs by their metadata and checksums."""
     apart, equal, suspect = [], [], []
-    for pair in found:
-        one, other = info_of(left, pair.left), info_of(right, pair.right)
-        if one is None or other is None or one.shape != other.shape:
+    for pair in tensor_pairs:
+        left_info, right_info = info_of(left, pair.left), info_of(right, pair.right)
+        if left_info is None or right_info is None or left_info.shape != right_info.shape:
             apart.append(pair)
-        elif one == other and (not one.nbytes or _checksums_agree(pair, left, right)):
+        elif left_info == right_info and (not left_info.nbytes or _checksums_agree(pair, left, right)):
             equal.append(pair)
         else:
             suspect.append(pair)
@@ -76,16 +82,16 @@ def sort_pairs(found: Sequence[TensorPair], left: InspectedCheckpoint, right: In
 
 
 def info_of(target: InspectedCheckpoint, key: Key | None) -> TensorInfo | None:
-    """What a tensor is."""
+    """Return the dtype and shape of a tensor, or ``None`` if there is none."""
     if key is None or isinstance(key, TensorPlaceholder):
         return None if key is None else key.info
     return target.reader.groups[key[0]][key[1]]
 
 
 def _checksums_agree(pair: TensorPair, left: InspectedCheckpoint, right: InspectedCheckpoint) -> bool:
-    known, other = _crcs(left, pair.left), _crcs(right, pair.right)
-    return known is not None and other is not None and list(known) == list(other)
+    left_crcs, right_crcs = _block_crcs(left, pair.left), _block_crcs(right, pair.right)
+    return left_crcs is not None and right_crcs is not None and list(left_crcs) == list(right_crcs)
 
 
-def _crcs(target: InspectedCheckpoint, key: Key | None) -> Sequence[int] | None:
-    return target.reader.crcs(*key) if isinstance(key, tuple) else None
+def _block_crcs(target: InspectedCheckpoint, key: Key | None) -> Sequence[int] | None:
+    return target.reader.block_crcs(*key) if isinstance(key, tuple) else None

@@ -1,4 +1,4 @@
-"""What ``holdfast diff`` says: tables for people, and a record for programs."""
+"""The output of ``holdfast diff``: tables for people, and a record for programs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from holdfast.cli.diff.tensors import TensorDifference
 
 
-def comparison_tables(found: CheckpointComparison) -> Iterator[Table]:
-    """One each for tensors that cannot be compared, for those that differ, and for values."""
-    if found.apart:
+def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
+    """Return a table of tensors that cannot be compared, one of tensors that differ, and one of values."""
+    if comparison.apart:
         columns = [Column("tensor", elastic="middle"), Column("a"), Column("b")]
-        yield Table(columns, [_row(found, pair) for pair in found.apart])
-    if found.differing:
+        yield Table(columns, [_apart_row(comparison, pair) for pair in comparison.apart])
+    if comparison.differing:
         columns = [Column("tensor", elastic="middle"), Column("differ", right=True), Column("of", right=True)]
         columns += [
             Column("max abs", right=True),
             Column("max rel", right=True),
-            Column("dtypes" if _casts(found) else ""),
+            Column("dtypes" if _has_casts(comparison) else ""),
         ]
-        yield Table(columns, [_numbers(found, *one) for one in found.differing])
-    if found.values:
+        yield Table(
+            columns, [_difference_row(comparison, pair, difference) for pair, difference in comparison.differing]
+        )
+    if comparison.values:
         columns = [Column("value", elastic="middle"), Column("a", elastic="end"), Column("b", elastic="end")]
         yield Table(
             columns,
@@ -42,89 +44,102 @@ def comparison_tables(found: CheckpointComparison) -> Iterator[Table]:
                     escape_control_characters(leaf.path),
                     *(escape_control_characters(format_brief(side)) for side in (leaf.left, leaf.right)),
                 )
-                for leaf in found.values
+                for leaf in comparison.values
             ],
         )
 
 
-def _row(found: CheckpointComparison, pair: TensorPair) -> tuple[str, str, str]:
-    one, other = _infos(found, pair)
-    return escape_control_characters(pair.name), _what(one), _what(other)
+def _apart_row(comparison: CheckpointComparison, pair: TensorPair) -> tuple[str, str, str]:
+    left, right = _pair_infos(comparison, pair)
+    return escape_control_characters(pair.name), _format_info(left), _format_info(right)
 
 
-def _what(info: TensorInfo | None) -> str:
+def _format_info(info: TensorInfo | None) -> str:
     return "absent" if info is None else f"{info.dtype} {list(info.shape)}"
 
 
-def _numbers(found: CheckpointComparison, pair: TensorPair, seen: TensorDifference) -> tuple[str, ...]:
-    largest = (f"{number:.3g}" for number in (seen.absolute, seen.relative))
+def _difference_row(
+    comparison: CheckpointComparison, pair: TensorPair, difference: TensorDifference
+) -> tuple[str, ...]:
+    largest = (f"{number:.3g}" for number in (difference.absolute, difference.relative))
     return (
         escape_control_characters(pair.name),
-        f"{seen.differing:,}",
-        f"{seen.elements:,}",
+        f"{difference.differing:,}",
+        f"{difference.elements:,}",
         *largest,
-        _dtypes(found, pair),
+        _format_dtypes(comparison, pair),
     )
 
 
-def _infos(found: CheckpointComparison, pair: TensorPair) -> tuple[TensorInfo | None, TensorInfo | None]:
-    return pairs.info_of(found.left, pair.left), pairs.info_of(found.right, pair.right)
+def _pair_infos(comparison: CheckpointComparison, pair: TensorPair) -> tuple[TensorInfo | None, TensorInfo | None]:
+    return pairs.info_of(comparison.left, pair.left), pairs.info_of(comparison.right, pair.right)
 
 
-def _dtypes(found: CheckpointComparison, pair: TensorPair) -> str:
-    """Both dtypes, where they are not the same."""
-    names = dict.fromkeys(info.dtype for info in _infos(found, pair) if info is not None)
+def _format_dtypes(comparison: CheckpointComparison, pair: TensorPair) -> str:
+    """Return both dtypes if they differ, otherwise an empty text."""
+    names = dict.fromkeys(info.dtype for info in _pair_infos(comparison, pair) if info is not None)
     return " ".join(names) if len(names) > 1 else ""
 
 
-def _casts(found: CheckpointComparison) -> bool:
-    return any(_dtypes(found, pair) for pair, _ in found.differing)
+def _has_casts(comparison: CheckpointComparison) -> bool:
+    return any(_format_dtypes(comparison, pair) for pair, _ in comparison.differing)
 
 
-def comparison_summary(found: CheckpointComparison) -> str:
-    """How much was compared, and how much of it not even read."""
-    differ = len(found.apart) + len(found.differing)
-    compared = format_count(found.compared, "tensor")
-    parts = [f"{differ:,} of {compared} {_differ(differ)}" if differ else compared]
-    parts += [f"{found.unread:,} equal by {'its' if found.unread == 1 else 'their'} checksums"] if found.unread else []
-    parts += [f"{format_count(len(found.values), 'value')} {_differ(len(found.values))}"] if found.values else []
+def comparison_summary(comparison: CheckpointComparison) -> str:
+    """Return a line with the number of tensors that were compared, that differ, and that were not read."""
+    differ = len(comparison.apart) + len(comparison.differing)
+    compared = format_count(comparison.compared, "tensor")
+    parts = [f"{differ:,} of {compared} {_differ_verb(differ)}" if differ else compared]
+    if comparison.unread:
+        parts.append(f"{comparison.unread:,} equal by {'its' if comparison.unread == 1 else 'their'} checksums")
+    if comparison.values:
+        n_values = len(comparison.values)
+        parts.append(f"{format_count(n_values, 'value')} {_differ_verb(n_values)}")
     return ", ".join(parts)
 
 
-def _differ(number: int) -> str:
+def _differ_verb(number: int) -> str:
     return "differs" if number == 1 else "differ"
 
 
-def comparison_record(found: CheckpointComparison) -> dict[str, Any]:
-    """All of it. A side that lacks a tensor or a value has no ``a`` or ``b``."""
+def comparison_record(comparison: CheckpointComparison) -> dict[str, Any]:
+    """Return the comparison as JSON. A tensor or value that one side lacks has no ``a`` or ``b``."""
     return {
-        "a": str(found.left.path),
-        "b": str(found.right.path),
-        "equal": found.is_equal,
-        "compared": found.compared,
-        "equal_by_checksum": found.unread,
+        "a": str(comparison.left.path),
+        "b": str(comparison.right.path),
+        "equal": comparison.is_equal,
+        "compared": comparison.compared,
+        "equal_by_checksum": comparison.unread,
         "tensors": [
-            *(_tensor(found, pair, None) for pair in found.apart),
-            *(_tensor(found, pair, seen) for pair, seen in found.differing),
+            *(_tensor_record(comparison, pair, None) for pair in comparison.apart),
+            *(_tensor_record(comparison, pair, difference) for pair, difference in comparison.differing),
         ],
-        "values": [_value(leaf) for leaf in found.values],
-        "notes": list(found.notes),
+        "values": [_value_record(leaf) for leaf in comparison.values],
+        "notes": list(comparison.notes),
     }
 
 
-def _tensor(found: CheckpointComparison, pair: TensorPair, seen: TensorDifference | None) -> dict[str, Any]:
-    sides = zip("ab", _infos(found, pair), strict=True)
+def _tensor_record(
+    comparison: CheckpointComparison, pair: TensorPair, difference: TensorDifference | None
+) -> dict[str, Any]:
+    sides = zip("ab", _pair_infos(comparison, pair), strict=True)
     described = {side: {"dtype": info.dtype, "shape": list(info.shape)} for side, info in sides if info is not None}
-    if seen is None:
+    if difference is None:
         return {"name": pair.name, **described}
-    numbers = {"max_abs": _finite(seen.absolute), "max_rel": _finite(seen.relative)}
-    return {"name": pair.name, **described, "elements": seen.elements, "differing": seen.differing, **numbers}
+    numbers = {"max_abs": _json_number(difference.absolute), "max_rel": _json_number(difference.relative)}
+    return {
+        "name": pair.name,
+        **described,
+        "elements": difference.elements,
+        "differing": difference.differing,
+        **numbers,
+    }
 
 
-def _finite(number: float) -> float | str:
+def _json_number(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _value(leaf: ValueDifference) -> dict[str, Any]:
+def _value_record(leaf: ValueDifference) -> dict[str, Any]:
     sides = {"a": leaf.left, "b": leaf.right}
     return {"path": leaf.path, **{side: as_plain_value(value) for side, value in sides.items() if value is not ABSENT}}

@@ -1,4 +1,4 @@
-"""Tensors of two checkpoints read side by side, some buffers at a time, and verified."""
+"""The comparison of the tensors of two checkpoints, which are read in parallel, buffer by buffer, and verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.cli.diff.pairs import Key, TensorPair, info_of
 from holdfast.cli.placeholders import TensorPlaceholder
 from holdfast.cli.target import InspectedCheckpoint
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_pieces
+from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.requests import Fragments, run_in_threads
 from holdfast.engine.io.sources import InMemorySource, Source
 from holdfast.engine.io.tensor_bytes import TensorBytes
@@ -26,16 +26,16 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.reader import FileExtent
 from holdfast.ondisk.dtypes import dtype_width
 
-#: Elements that one thread compares at a time, and so many times as many are read at a time.
+#: The number of elements that one thread compares at a time, and the number of such slices per read.
 _SLICE, _SLICES = 2**19, 8
 
-#: Elements lie in buffers at multiples of so many bytes.
-_ALIGNED = 16
+#: The alignment of slices in buffers, in bytes.
+_ALIGNMENT = 16
 
 
 @dataclass(slots=True)
 class TensorDifference:
-    """How two tensors of so many elements differ: see :class:`holdfast.cli.diff.distances.ChangeMetrics`."""
+    """The difference of two tensors. See :class:`holdfast.cli.diff.distances.ChangeMetrics`."""
 
     elements: int
     differing: int = 0
@@ -43,68 +43,76 @@ class TensorDifference:
     relative: float = 0.0
 
 
-class _ByteSegment(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, by its number."""
+class _TensorSegment(NamedTuple):
+    """Elements ``[start, stop)`` of the tensor of a number."""
 
     tensor: int
     start: int
     stop: int
 
     @property
-    def size(self) -> int:
+    def n_elements(self) -> int:
         return self.stop - self.start
 
 
 def compare_tensors(
-    found: Sequence[TensorPair], left: InspectedCheckpoint, right: InspectedCheckpoint, done: Callable[[int], None]
+    tensor_pairs: Sequence[TensorPair],
+    left: InspectedCheckpoint,
+    right: InspectedCheckpoint,
+    done: Callable[[int], None],
 ) -> list[TensorDifference]:
-    """How each pair differs; both have one shape. ``done`` is told the bytes that were read.
+    """Compare pairs of tensors of equal shapes. ``done`` is called with the number of bytes that were read.
 
-    Raises ``CorruptCheckpointError`` where what was read is not what was saved.
+    Raises ``CorruptCheckpointError`` if bytes do not match their checksums.
     """
-    sides = _TensorSide(left, [pair.left for pair in found]), _TensorSide(right, [pair.right for pair in found])
-    totals = [TensorDifference(math.prod(one.shape)) for one in sides[0].infos]
-    dtypes = list(zip(*([one.dtype for one in side.infos] for side in sides), strict=True))
+    sides = (
+        _TensorSide(left, [pair.left for pair in tensor_pairs]),
+        _TensorSide(right, [pair.right for pair in tensor_pairs]),
+    )
+    totals = [TensorDifference(math.prod(info.shape)) for info in sides[0].infos]
+    dtypes = list(zip(*([info.dtype for info in side.infos] for side in sides), strict=True))
     slices = _split_segments(totals, dtypes)
     while batch := list(islice(slices, _SLICES)):
-        bits = [side.read(batch) for side in sides]
-        kinds = [dtypes[segments[0].tensor] for segments in batch]
-        tasks = list(zip(batch, zip(*bits, strict=True), kinds, strict=True))
-        for segments, seen in zip(batch, run_in_threads(lambda task: _compare_segment(*task), tasks), strict=True):
-            _add_difference(totals, segments, seen)
-        done(sum(one.nbytes for one in chain(*bits)))
+        bits = [side.read_slices(batch) for side in sides]
+        dtype_pairs = [dtypes[segments[0].tensor] for segments in batch]
+        tasks = list(zip(batch, zip(*bits, strict=True), dtype_pairs, strict=True))
+        for segments, metrics in zip(batch, run_in_threads(lambda task: _compare_segment(*task), tasks), strict=True):
+            _add_difference(totals, segments, metrics)
+        done(sum(array.nbytes for array in chain(*bits)))
     for side in sides:
-        side.finish()
+        side.verify_partial_blocks()
     return totals
 
 
 def _split_segments(
     totals: Sequence[TensorDifference], dtypes: Sequence[tuple[str, str]]
-) -> Iterator[list[_ByteSegment]]:
-    """Segments of equal dtypes together, at most ``_SLICE`` elements of them; in the order of files of ours."""
-    segments: list[_ByteSegment] = []
+) -> Iterator[list[_TensorSegment]]:
+    """Split tensors into slices of at most ``_SLICE`` elements of equal dtypes, in the order of holdfast's files."""
+    segments: list[_TensorSegment] = []
     filled = 0
     for tensor in sorted(range(len(totals)), key=lambda number: -dtype_width(dtypes[number][0])):
         for start in range(0, totals[tensor].elements, _SLICE):
-            segment = _ByteSegment(tensor, start, min(totals[tensor].elements, start + _SLICE))
-            if segments and (filled + segment.size > _SLICE or dtypes[segments[-1].tensor] != dtypes[tensor]):
+            segment = _TensorSegment(tensor, start, min(totals[tensor].elements, start + _SLICE))
+            if segments and (filled + segment.n_elements > _SLICE or dtypes[segments[-1].tensor] != dtypes[tensor]):
                 yield segments
                 segments, filled = [], 0
             segments.append(segment)
-            filled += segment.size
+            filled += segment.n_elements
     if segments:
         yield segments
 
 
 def _compare_segment(
-    segments: Sequence[_ByteSegment], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
+    segments: Sequence[_TensorSegment], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
 ) -> ChangeMetrics:
-    starts = np.cumsum([0, *(segment.size for segment in segments[:-1])])
+    starts = np.cumsum([0, *(segment.n_elements for segment in segments[:-1])])
     return measure_change(*bits, dtypes, starts)
 
 
-def _add_difference(totals: Sequence[TensorDifference], segments: Sequence[_ByteSegment], seen: ChangeMetrics) -> None:
-    for segment, differing, absolute, relative in zip(segments, *(column.tolist() for column in seen), strict=True):
+def _add_difference(
+    totals: Sequence[TensorDifference], segments: Sequence[_TensorSegment], metrics: ChangeMetrics
+) -> None:
+    for segment, differing, absolute, relative in zip(segments, *(column.tolist() for column in metrics), strict=True):
         total = totals[segment.tensor]
         total.differing += differing
         total.absolute = max(total.absolute, absolute)
@@ -112,65 +120,74 @@ def _add_difference(totals: Sequence[TensorDifference], segments: Sequence[_Byte
 
 
 class _TensorSide:
-    """The tensors of one checkpoint, by number."""
+    """The tensors of one checkpoint, by their numbers."""
 
     def __init__(self, target: InspectedCheckpoint, keys: Sequence[Key | None]) -> None:
-        self.infos = [one for one in (info_of(target, key) for key in keys) if one is not None]
-        self._sources = [key if isinstance(key, tuple) else _keep_largest(key) for key in keys]
+        self.infos = [info for info in (info_of(target, key) for key in keys) if info is not None]
+        self._sources = [key if isinstance(key, tuple) else _inline_source(key) for key in keys]
         self._reader = target.reader
         self._checks = ChecksumVerifier(target.reader, [key if isinstance(key, tuple) else ("", "") for key in keys])
         self._partial: Fragments = {}
 
-    def read(self, batch: Sequence[Sequence[_ByteSegment]]) -> list[Bits]:
-        """The elements of each slice, as integers of their width. Blocks that were read whole are verified."""
+    def read_slices(self, batch: Sequence[Sequence[_TensorSegment]]) -> list[Bits]:
+        """Read the elements of each slice, as integers of their width. Blocks that were read whole are verified."""
         widths = [dtype_width(self.infos[segments[0].tensor].dtype) for segments in batch]
-        sizes = [sum(one.size for one in segments) * wide for segments, wide in zip(batch, widths, strict=True)]
-        offsets = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+        sizes = [
+            sum(segment.n_elements for segment in segments) * width
+            for segments, width in zip(batch, widths, strict=True)
+        ]
+        offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
         buffer = np.empty(offsets[-1], np.uint8)
         sink, files = TensorBytes(torch.from_numpy(buffer)), dict[Source, int]()
-        pieces = [
-            piece for segments, at in zip(batch, offsets, strict=False) for piece in self._pieces(segments, at, files)
+        file_ranges = [
+            file_range
+            for segments, at in zip(batch, offsets, strict=False)
+            for file_range in self._file_ranges(segments, at, files)
         ]
-        self._check(read_pieces(list(files), pieces, lambda _: sink))
-        places = zip(offsets, sizes, widths, strict=False)
-        return [buffer[at : at + size].view(f"u{wide}") for at, size, wide in places]
+        self._verify_blocks(read_file_ranges(list(files), file_ranges, lambda _: sink))
+        slices = zip(offsets, sizes, widths, strict=False)
+        return [buffer[at : at + size].view(f"u{width}") for at, size, width in slices]
 
-    def _pieces(self, segments: Sequence[_ByteSegment], at: int, files: dict[Source, int]) -> Iterator[FileRange]:
+    def _file_ranges(
+        self, segments: Sequence[_TensorSegment], at: int, files: dict[Source, int]
+    ) -> Iterator[FileRange]:
         for tensor, start, stop in segments:
-            wide = dtype_width(self.infos[tensor].dtype)
-            for extent in self._extents(tensor, start * wide, stop * wide):
-                local = at + extent.start - start * wide
+            width = dtype_width(self.infos[tensor].dtype)
+            for extent in self._find_extents(tensor, start * width, stop * width):
+                local = at + extent.start - start * width
                 yield FileRange(
                     tensor, extent.start, extent.stop, local, files.setdefault(extent.file, len(files)), extent.offset
                 )
-            at += (stop - start) * wide
+            at += (stop - start) * width
 
-    def _extents(self, tensor: int, start: int, stop: int) -> Sequence[FileExtent]:
+    def _find_extents(self, tensor: int, start: int, stop: int) -> Sequence[FileExtent]:
         source = self._sources[tensor]
         return (
             [FileExtent(source, start, start, stop)]
             if isinstance(source, InMemorySource)
-            else self._reader.extents(*source, start, stop)
+            else self._reader.find_extents(*source, start, stop)
         )
 
-    def _check(self, found: Fragments) -> None:
-        stored = {tensor: row for tensor, row in found.items() if not isinstance(self._sources[tensor], InMemorySource)}
-        for tensor, row in self._checks.check_own(stored).items():
+    def _verify_blocks(self, fragments: Fragments) -> None:
+        stored = {
+            tensor: row for tensor, row in fragments.items() if not isinstance(self._sources[tensor], InMemorySource)
+        }
+        for tensor, row in self._checks.verify_local(stored).items():
             self._partial.setdefault(tensor, []).extend(row)
 
-    def finish(self) -> None:
-        """Verify blocks that were read in parts."""
-        self._checks.check_shared(self._partial)
+    def verify_partial_blocks(self) -> None:
+        """Verify the blocks that were read in several slices."""
+        self._checks.verify_across_ranks(self._partial)
 
 
-def _keep_largest(key: TensorPlaceholder | None) -> InMemorySource:
-    """A tensor inside of values. Raises ``CorruptCheckpointError``."""
+def _inline_source(key: TensorPlaceholder | None) -> InMemorySource:
+    """Return the bytes of a tensor inside values. Raises ``CorruptCheckpointError`` if they are not valid."""
     if key is None:
-        raise CorruptCheckpointError("a tensor is not there")
+        raise CorruptCheckpointError("a tensor inside the values is missing")
     try:
         data = base64.b64decode(key.inline, validate=True)
     except ValueError:
         data = b""
     if len(data) != key.info.nbytes:
-        raise CorruptCheckpointError("a small tensor among the values is damaged: it has another size than it says")
+        raise CorruptCheckpointError("a small tensor inside the values is corrupt: its size does not match its shape")
     return InMemorySource(data)

@@ -1,4 +1,4 @@
-"""Which plain values of two checkpoints differ. Two trees are walked together, and each difference has its path."""
+"""The comparison of plain values of two checkpoints: the paths at which two trees differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.cli.placeholders import TensorPlaceholder
 
 
 class _Absent:
-    """Stands for a value that one side does not have."""
+    """A placeholder of a value that one side does not have."""
 
     def __repr__(self) -> str:
         return "absent"
@@ -19,13 +19,13 @@ class _Absent:
 
 ABSENT: Final = _Absent()
 
-#: What a class is called where nobody kept it: checkpoints of other systems do not say.
+#: The key of a class name, which is ``None`` in checkpoints of systems that do not record it.
 _CLASS = "class"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """Two values that are not the same, or two tensors inside values, which are yet to be compared."""
+    """Two values that differ, or two tensors inside values, which are still to be compared."""
 
     path: str
     left: Any
@@ -33,32 +33,32 @@ class ValueDifference:
 
 
 def compare_values(left: Any, right: Any, path: str = "") -> Iterator[ValueDifference]:
-    """The leaves that differ, in the order of the first tree; lists of different lengths are one leaf."""
-    left, right = _opened(left), _opened(right)
+    """Iterate over the leaves that differ, in the order of the first tree. Lists of different lengths are one leaf."""
+    left, right = _as_mapping(left), _as_mapping(right)
     if type(left) is type(right) and isinstance(left, Mapping):
-        yield from _members(left, right, path)
+        yield from _compare_members(left, right, path)
     elif type(left) is type(right) and isinstance(left, list | tuple) and len(left) == len(right):
-        for number, (one, other) in enumerate(zip(left, right, strict=True)):
-            yield from compare_values(one, other, f"{path}[{number}]")
-    elif not _same(left, right):
+        for number, (left_item, right_item) in enumerate(zip(left, right, strict=True)):
+            yield from compare_values(left_item, right_item, f"{path}[{number}]")
+    elif not _is_same(left, right):
         yield ValueDifference(path, left, right)
 
 
-def _members(left: Mapping[Any, Any], right: Mapping[Any, Any], path: str) -> Iterator[ValueDifference]:
+def _compare_members(left: Mapping[Any, Any], right: Mapping[Any, Any], path: str) -> Iterator[ValueDifference]:
     for key in dict.fromkeys([*left, *right]):
-        one, other = left.get(key, ABSENT), right.get(key, ABSENT)
-        unknown = key == _CLASS and (one is None or other is None)
+        left_item, right_item = left.get(key, ABSENT), right.get(key, ABSENT)
+        unknown = key == _CLASS and (left_item is None or right_item is None)
         if not unknown:
-            yield from compare_values(one, other, f"{path}.{key}" if path else str(key))
+            yield from compare_values(left_item, right_item, f"{path}.{key}" if path else str(key))
 
 
-def _opened(value: Any) -> Any:
+def _as_mapping(value: Any) -> Any:
     return vars(value) if isinstance(value, Namespace) else value
 
 
-def _same(left: Any, right: Any) -> bool:
+def _is_same(left: Any, right: Any) -> bool:
     if isinstance(left, TensorPlaceholder):
         return False
     if isinstance(left, float) and isinstance(right, float):
-        return left.hex() == right.hex()  # nan is nan, and -0.0 is not 0.0
+        return left.hex() == right.hex()  # NaN equals NaN, but -0.0 does not equal 0.0
     return type(left) is type(right) and bool(left == right)

@@ -1,4 +1,4 @@
-"""``holdfast show``: what is in a checkpoint."""
+"""``holdfast show``: shows the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,69 +23,75 @@ def show(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            metavar="CKPT|RUN", help="A checkpoint, or a run's folder: its latest.", autocompletion=complete_checkpoints
+            metavar="CKPT|RUN",
+            help="A checkpoint, or a run's folder for its latest one.",
+            autocompletion=complete_checkpoints,
         ),
     ],
     pattern: Annotated[
-        str | None, typer.Argument(metavar="PATTERN", help="Only tensors of these names: a glob, or part of a name.")
+        str | None, typer.Argument(metavar="PATTERN", help="Show only these tensors: a glob, or part of a name.")
     ] = None,
     tag: target.Tag = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Show what is in a checkpoint: its tensors, how much each module takes, and its values.
+    """Show the tensors of a checkpoint, the size of each module, and the values.
 
-    No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 where none matches.
+    No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 if none matches.
     """
-    found = target.inspect_path(target.named_path(checkpoint, tag))
-    tensors = {name: info for name, info in _tensors(found).items() if match_names(name, pattern)}
-    tied = {alias: name for alias, name in _tied(found).items() if match_names(alias, pattern)}
+    inspected = target.inspect_path(target.resolve_path(checkpoint, tag))
+    tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
+    tied = {alias: name for alias, name in _ties_by_name(inspected).items() if match_names(alias, pattern)}
     if pattern is not None and not tensors and not tied:
-        print_error(f"no tensor of {found.path} matches {pattern!r}", _pattern_hint(checkpoint, pattern))
+        print_error(f"no tensor of {inspected.path} matches {pattern!r}", _pattern_hint(checkpoint, pattern))
         raise typer.Exit(1)
     if as_json:
-        print_json(_record(found, tensors, tied))
+        print_json(_json_record(inspected, tensors, tied))
     else:
-        _print(found, tensors, tied, whole=pattern is None)
+        _print_sections(inspected, tensors, tied, whole=pattern is None)
 
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:
-    """What to do about a pattern that matches nothing. A tag is easily given in its place."""
+    """Return a hint for a pattern that matches nothing. The user may have passed a tag in its place."""
     if any(info.tag == pattern for info in target.list_targets(local_path(checkpoint))):
-        return f"There is a checkpoint of this tag: use --tag {pattern}."
-    return "Without a pattern all are shown."
+        return f"There is a checkpoint with this tag: use --tag {pattern}."
+    return "Without a pattern all tensors are shown."
 
 
-def _print(found: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], *, whole: bool) -> None:
+def _print_sections(
+    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], *, whole: bool
+) -> None:
     out = terminal_console()
-    parts = [sections.header_section(found)]
+    tables = [sections.header_section(inspected)]
     if tensors or tied:
-        parts += [sections.tensor_section(tensors, tied)]
+        tables += [sections.tensor_section(tensors, tied)]
     if whole:
-        parts += [
-            sections.summary_section(summarize_modules(found.reader.groups)),
-            *sections.value_section(found.values()),
+        tables += [
+            sections.summary_section(summarize_modules(inspected.reader.groups)),
+            *sections.value_section(inspected.read_values()),
         ]
-    for i, part in enumerate(part for part in parts if part.rows):
-        out.print(*[""] * bool(i), part)
-    for note in found.notes:
+    for i, table in enumerate(table for table in tables if table.rows):
+        out.print(*[""] * bool(i), table)
+    for note in inspected.notes:
         out.print(escape_control_characters(note), style="yellow")
 
 
-def _tensors(found: InspectedCheckpoint) -> dict[str, TensorInfo]:
-    return {f"{group}/{name}": info for group, name, info in found.entries() if group not in INSIDE}
+def _tensors_by_name(inspected: InspectedCheckpoint) -> dict[str, TensorInfo]:
+    return {f"{group}/{name}": info for group, name, info in inspected.iterate_tensors() if group not in INSIDE}
 
 
-def _tied(found: InspectedCheckpoint) -> dict[str, str]:
-    tied = found.reader.tied.items()
+def _ties_by_name(inspected: InspectedCheckpoint) -> dict[str, str]:
+    tied = inspected.reader.tied.items()
     return {f"{group}/{alias}": f"{group}/{name}" for group, names in tied for alias, name in names.items()}
 
 
-def _record(found: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str]) -> dict[str, object]:
-    manifest, files = found.manifest, found.files()
+def _json_record(
+    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str]
+) -> dict[str, object]:
+    manifest, files = inspected.manifest, inspected.file_sizes()
     return {
-        "path": str(found.path),
-        "format": found.reader.format,
-        "tag": found.path.name if manifest else None,
+        "path": str(inspected.path),
+        "format": inspected.reader.format,
+        "tag": inspected.path.name if manifest else None,
         "step": manifest.step if manifest else None,
         "sequence": manifest.sequence if manifest else None,
         "time": manifest.time if manifest else None,
@@ -98,10 +104,10 @@ def _record(found: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: di
             for name, info in tensors.items()
         ],
         "tied": tied,
-        "notes": list(found.notes),
+        "notes": list(inspected.notes),
         "modules": [
-            {"group": part.group, "module": part.name or None, "tensors": part.tensors, "bytes": part.nbytes}
-            for part in summarize_modules(found.reader.groups)
+            {"group": module.group, "module": module.name or None, "tensors": module.tensors, "bytes": module.nbytes}
+            for module in summarize_modules(inspected.reader.groups)
         ],
-        "values": as_plain_value(found.values().shared),
+        "values": as_plain_value(inspected.read_values().shared),
     }

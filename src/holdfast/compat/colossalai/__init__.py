@@ -1,4 +1,4 @@
-"""The Booster of ColossalAI 0.5.0, as far as checkpoints go: change the import, and keep the script.
+"""The checkpoint interface of ColossalAI 0.5.0's Booster: change the import, and keep the training script.
 
 Not affiliated with the owners of that name.
 """

@@ -1,7 +1,8 @@
-"""``Booster`` with the signatures of ColossalAI 0.5.0, over plain torch objects, DDP, FSDP and DTensor models.
+"""``Booster`` with the signatures of ColossalAI 0.5.0, for plain torch, DDP, FSDP and DTensor models.
 
-Where the guide has other names than that version, they are keywords. Loading takes everything that the real one writes,
-and saving writes what it loads, each file or folder in one atomic step, and nothing is gathered on one rank.
+Names from ColossalAI's guide that this version does not have are accepted as keywords. Loading reads everything that
+the original writes. Saving writes what the original loads; each file or folder appears atomically, and nothing is
+gathered on one rank.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _TIMEOUT = 600.0
 
 
 class CheckpointIO:
-    """What scripts call to wait for asynchronous saves."""
+    """The object on which scripts wait for asynchronous saves."""
 
     def synchronize(self) -> None:
-        """Nothing: what is saved asynchronously is copied when the call returns."""
+        """Do nothing: an asynchronous save has copied its data when the call returns."""
 
     _sync_d2h = synchronize
 
@@ -58,13 +59,13 @@ class Booster:
     """Saves and loads models, optimizers and schedulers. Every rank makes the same calls.
 
     ``plugin`` may be any object with a ``configure`` method like those of ColossalAI's plugins; without one,
-    :meth:`boost` gives back what it was given.
+    :meth:`boost` returns its arguments.
     """
 
     def __init__(self, device: str | None = None, mixed_precision: Any = None, plugin: Any = None) -> None:
         if mixed_precision is not None:
             raise InvalidArgumentError(
-                "mixed_precision is not for checkpoints: use torch.autocast, or FSDP's own policy"
+                "mixed_precision is not supported here: use torch.autocast, or FSDP's own policy"
             )
         self.device, self.plugin = device, plugin
         self.checkpoint_io = CheckpointIO()
@@ -78,18 +79,21 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """The five, as the plugin makes them; an optimizer that comes with its model knows the names of parameters."""
-        given = model, optimizer, criterion, dataloader, lr_scheduler
+        """Return the five objects as the plugin configures them.
+
+        An optimizer that is passed with its model is saved by the names of the model's parameters.
+        """
+        boosted = model, optimizer, criterion, dataloader, lr_scheduler
         if self.plugin is not None:
-            given = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+            boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         elif self.device is not None:
             model.to(self.device)
-        if given[1] is not None:
-            self._model_of[plain_optimizer(given[1])] = weakref.ref(given[0])
-        return given
+        if boosted[1] is not None:
+            self._model_of[plain_optimizer(boosted[1])] = weakref.ref(boosted[0])
+        return boosted
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """The gradients of a loss."""
+        """Compute the gradients of a loss."""
         backward = getattr(optimizer, "backward", None)
         if callable(backward):
             backward(loss)
@@ -98,14 +102,14 @@ class Booster:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:
-        """No exchange of gradients inside, for models that have such a context."""
+        """Skip the synchronization of gradients inside, for models that have such a context."""
         if self.plugin is not None:
             with self.plugin.no_sync(model, optimizer):
                 yield
             return
         context = getattr(model, "no_sync", None)
         if context is None:
-            raise InvalidArgumentError("no_sync is for models that have such a method, as DDP's and FSDP1's do")
+            raise InvalidArgumentError("no_sync needs a model that has this method, such as a DDP or FSDP1 model")
         with context():
             yield
 
@@ -120,7 +124,7 @@ class Booster:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> SaveHandle[Path]:
-        """Save a model: see :func:`holdfast.save_model`. ``prefix`` is a variant of the names of a folder's files."""
+        """Save a model: see :func:`holdfast.save_model`. ``prefix`` names a variant of a folder's files."""
         del gather_dtensor
         if use_async and not use_safetensors:
             warn_caller("use_async=True saves safetensors files, as ColossalAI does")
@@ -128,17 +132,19 @@ class Booster:
         path = local_path(checkpoint)
         if not shard and use_safetensors and path.suffix != ".safetensors":
             raise InvalidArgumentError(
-                f"with use_safetensors the path of a file ends in .safetensors, not {path.name!r}"
+                f"with use_safetensors the path of a file must end in .safetensors; got {path.name!r}"
             )
         plain = plain_model(model)
         if shard:
             limit = shard_bytes(size_per_shard)
-            layout = partial(_folder_of_model, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors)
+            layout = partial(
+                _model_folder_layout, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors
+            )
         else:
             use_safetensors = use_safetensors or path.suffix == ".safetensors"
-            layout = partial(_file_of_model, name=path.name, use_safetensors=use_safetensors)
+            layout = partial(_model_file_layout, name=path.name, use_safetensors=use_safetensors)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
-        return _save(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, use_async=use_async)
+        return _save_component(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, use_async=use_async)
 
     def load_model(
         self,
@@ -156,7 +162,7 @@ class Booster:
         path = _choose_path(api.wait_for_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
         return api.load_component(TrainingObjects(plain), path, ComponentView("model"), (None, _TIMEOUT), strict=strict)
 
-    #: The guide's name.
+    #: The name in ColossalAI's guide.
     load = load_model
 
     def save_optimizer(  # noqa: PLR0917 - the real order
@@ -169,12 +175,12 @@ class Booster:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> SaveHandle[Path]:
-        """Save an optimizer, its parameters by number: a file of ``torch.save``, or a folder of such files."""
+        """Save an optimizer by parameter number, as a file of ``torch.save`` or a folder of such files."""
         del gather_dtensor
         path, plain = local_path(checkpoint), plain_optimizer(optimizer)
         if not shard and path.suffix == ".safetensors":
             raise InvalidArgumentError(
-                "an optimizer's file is one of torch.save: give it another ending than .safetensors, for which "
+                "an optimizer is saved by torch.save: use another ending than .safetensors, for which "
                 "ColossalAI puts pickles into safetensors files"
             )
         layout: Layout
@@ -182,9 +188,9 @@ class Booster:
             layout = partial(optimizer_folder, limit=shard_bytes(size_per_shard), prefix=prefix)
         else:
             layout = partial(optimizer_file, name=path.name)
-        training = TrainingObjects(optimizer=plain, named_by=self._model(plain), rng=False)
+        training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain), rng=False)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
-        return _save(path, training, layout, text, shard=shard, use_async=use_async)
+        return _save_component(path, training, layout, text, shard=shard, use_async=use_async)
 
     def load_optimizer(
         self,
@@ -200,7 +206,7 @@ class Booster:
         del low_cpu_mem_mode, num_threads, size_per_shard
         plain = plain_optimizer(optimizer)
         path = _choose_path(api.wait_for_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
-        training = TrainingObjects(optimizer=plain, named_by=self._model(plain))
+        training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain))
         return api.load_component(training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
@@ -211,21 +217,21 @@ class Booster:
         """Load a scheduler's state."""
         api.load_lr_scheduler(lr_scheduler, checkpoint)
 
-    def _model(self, optimizer: Any) -> Any:
-        """The model that an optimizer was boosted with, while that lives."""
-        known = self._model_of.get(optimizer)
-        model = None if known is None else known()
+    def _find_model(self, optimizer: Any) -> Any:
+        """Return the model that an optimizer was boosted with, if it still exists."""
+        model_ref = self._model_of.get(optimizer)
+        model = None if model_ref is None else model_ref()
         return None if model is None else plain_model(model)
 
 
-def _save(
+def _save_component(
     path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, use_async: bool
 ) -> SaveHandle[Path]:
-    request = ComponentRequest(Destination.of(path, folder=shard), training, layout, text)
+    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text)
     return api.saves.save(request, None, _TIMEOUT, use_async=use_async)
 
 
-def _folder_of_model(
+def _model_folder_layout(
     content: ComponentContent, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool
 ) -> FileSet:
     return model_folder(
@@ -233,16 +239,16 @@ def _folder_of_model(
     )
 
 
-def _file_of_model(content: ComponentContent, *, name: str, use_safetensors: bool) -> FileSet:
-    return safetensors_file(content.untied(), name) if use_safetensors else torch_file(content, name)
+def _model_file_layout(content: ComponentContent, *, name: str, use_safetensors: bool) -> FileSet:
+    return safetensors_file(content.without_ties(), name) if use_safetensors else torch_file(content, name)
 
 
 def _choose_path(path: Path, prefix: str | None, stems: tuple[str, ...]) -> Path:
-    """The index of a variant in a folder; without a prefix the reader finds what is there."""
+    """Return the index of a variant in a folder. Without a prefix, return the path itself."""
     if prefix is None or not is_directory(path):
         return path
     for stem in stems:
         index = path / file_variant(f"{stem}.index.json", prefix)
         if is_file(index):
             return index
-    raise NoCheckpointError(f"{path} holds nothing with the prefix {prefix!r}")
+    raise NoCheckpointError(f"{path} has no index with the prefix {prefix!r}")

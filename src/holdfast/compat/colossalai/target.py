@@ -1,6 +1,7 @@
-"""Into folders and files that ColossalAI's Booster loads, named and placed as its training scripts have them.
+"""Converts to folders and files that ColossalAI's Booster loads, with the names and paths of its training scripts.
 
-``modeling/`` and ``optimizer/`` are for ``load_model`` and ``load_optimizer``, ``lr_scheduler`` likewise.
+``modeling/`` and ``optimizer/`` are for ``load_model`` and ``load_optimizer``, ``lr_scheduler`` is for
+``load_lr_scheduler``.
 """
 
 from __future__ import annotations
@@ -24,51 +25,51 @@ from holdfast.storage.posix import make_parents, sync_tree, write_small
 
 
 class ColossalaiTarget(StagedFolder):
-    """Several files of ``torch.save``, and small ones beside them."""
+    """A target that consists of several files of ``torch.save``, and small files next to them."""
 
-    def __init__(self, material: ConversionSource, draft: Path) -> None:
-        super().__init__(material, draft)
-        self._fakes = FakeTensors(material.infos)
-        self._small = {f"{MODELING}/{name}": data for name, data in companion_files(material.reader.path)}
-        trees = self._trees(self._fakes.tree(material, booster_schema))
-        self._files = {draft / name: PlannedTorchFile(tree) for name, tree in trees}
+    def __init__(self, source: ConversionSource, staging: Path) -> None:
+        super().__init__(source, staging)
+        self._fakes = FakeTensors(source.tensor_infos)
+        self._small_files = {f"{MODELING}/{name}": data for name, data in companion_files(source.reader.path)}
+        trees = self._plan_trees(self._fakes.build_tree(source, booster_schema))
+        self._files = {staging / name: PlannedTorchFile(tree) for name, tree in trees}
 
-    def _trees(self, parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What is in each file. Takes note of the indexes."""
-        for kind, folder, divided in ((MODEL, MODELING, model_files), (OPTIMIZER, OPTIMIZER, optimizer_files)):
-            if kind in parts:
-                files = divided(parts[kind], self._material.limit)
-                self._small[f"{folder}/{files.index_name}"] = files.index
+    def _plan_trees(self, components: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the tree of each file. Adds the indexes to the small files."""
+        for kind, folder, divide_files in ((MODEL, MODELING, model_files), (OPTIMIZER, OPTIMIZER, optimizer_files)):
+            if kind in components:
+                files = divide_files(components[kind], self._source.limit)
+                self._small_files[f"{folder}/{files.index_name}"] = files.index
                 yield from ((f"{folder}/{name}", tree) for name, tree in files.trees.items())
-        yield from ((name, parts[name]) for name in (SCHEDULER, CONTENT) if name in parts)
+        yield from ((name, components[name]) for name in (SCHEDULER, CONTENT) if name in components)
 
-    def prepare(self) -> None:
+    def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._open()
+        self._lock_folder()
         for path, file in self._files.items():
-            file.make(path)
+            file.create_file(path)
 
-    def places(self) -> FileLayout:
+    def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        known = {id(fake): key for key, fake in self._fakes.made.items()}
-        infos = self._material.infos
-        found: dict[Key, list[FileSpan]] = {}
+        keys = {id(fake): key for key, fake in self._fakes.tensors_by_key.items()}
+        infos = self._source.tensor_infos
+        spans: dict[Key, list[FileSpan]] = {}
         for number, (path, file) in enumerate(self._files.items()):
-            for fake, offset in sorted(file.starts(path).items(), key=lambda start: start[1]):
-                key = known[fake]
-                found.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
-        return FileLayout(list(self._files), found)
+            for fake, offset in sorted(file.read_offsets(path).items(), key=lambda start: start[1]):
+                key = keys[fake]
+                spans.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
+        return FileLayout(list(self._files), spans)
 
-    def finish(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         del fragments  # these files have no room for CRCs
         for path, file in self._files.items():
-            file.finish(path)
-        for name, data in self._small.items():
-            make_parents(self._draft, name)
-            write_small(self._draft / name, data)
-        sync_tree(self._draft)
+            file.write_small_tensors(path)
+        for name, data in self._small_files.items():
+            make_parents(self._staging, name)
+            write_small(self._staging / name, data)
+        sync_tree(self._staging)
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return ShardedReader(self._draft, {})
+        return ShardedReader(self._staging, {})

@@ -1,4 +1,4 @@
-"""The objects in the wrappers that ColossalAI's plugins put around them."""
+"""Unwraps the models and optimizers that ColossalAI's plugins have wrapped."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from holdfast.errors import InvalidArgumentError
 
 
 def plain_model(model: Any) -> Any:
-    """The model in a plugin's wrapper, which knows how to give it."""
+    """Return the model inside a plugin's wrappers, by their own ``unwrap`` method."""
     while callable(getattr(model, "unwrap", None)):
         model = model.unwrap()
     return model
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer in a plugin's wrapper. Raises ``InvalidArgumentError`` for one that keeps states of its own."""
+    """Return the optimizer inside a plugin's wrapper.
+
+    Raises ``InvalidArgumentError`` for a wrapper that keeps optimizer states itself.
+    """
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if type(optimizer).__name__ != "OptimizerWrapper":
         raise InvalidArgumentError(
-            f"a {type(optimizer).__name__} keeps optimizer states in parts of its own, which only its plugin can tell: "
+            f"{type(optimizer).__name__} keeps optimizer states in shards that only its plugin can read: "
             "use torch's FSDP or ZeroRedundancyOptimizer instead"
         )
     return inner

@@ -1,4 +1,4 @@
-"""What a rank was asked to do: ranks compare digests of it, and tell each other the words only where they differ."""
+"""A check that all ranks make the same call: ranks compare digests of it, and exchange the text if these differ."""
 
 from __future__ import annotations
 
@@ -7,46 +7,52 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from holdfast.engine.comm.session import Session, require_equal
-from holdfast.engine.plan.spec import digest_spec
+from holdfast.engine.plan.spec import digest_bytes
 from holdfast.errors import RankMismatchError
 
 #: Bytes of the digest.
-_SIZE = 8
+_DIGEST_BYTES = 8
 
 _SAME, _DIFFERENT = b"=", b"!"
 
 
 class CallDescription(msgspec.Struct, frozen=True):
-    """A call and its arguments, as text by what they are."""
+    """A call and its arguments, as text by the name of each argument."""
 
     call: str
-    about: dict[str, str]
+    arguments: dict[str, str]
 
 
 def vote_same_call(
     session: Session,
     phase: str,
-    asked: CallDescription,
+    call: CallDescription,
     work: Callable[[], bytes],
     decide: Callable[[list[bytes]], bytes],
 ) -> bytes:
-    """A vote on what all ranks' ``work`` gave. Raises ``RankMismatchError`` where they were asked different things."""
-    words = msgspec.msgpack.encode(asked)
+    """Vote on the results of all ranks' ``work``; return the decision.
 
-    def compared(posted: list[bytes]) -> bytes:
-        if len({one[:_SIZE] for one in posted}) > 1:
+    Raises ``RankMismatchError`` if the ranks' calls differ.
+    """
+    encoded = msgspec.msgpack.encode(call)
+
+    def compare_and_decide(posted: list[bytes]) -> bytes:
+        if len({post[:_DIGEST_BYTES] for post in posted}) > 1:
             return _DIFFERENT
-        return _SAME + decide([one[_SIZE:] for one in posted])
+        return _SAME + decide([post[_DIGEST_BYTES:] for post in posted])
 
-    _, decision = session.vote(phase, lambda: digest_spec(words, _SIZE) + work(), lambda own: own, compared)
+    _, decision = session.vote(
+        phase, lambda: digest_bytes(encoded, _DIGEST_BYTES) + work(), lambda result: result, compare_and_decide
+    )
     if decision == _DIFFERENT:
-        session.vote("telling each other what they were asked", lambda: words, lambda own: own, _compare)
+        session.vote("comparing the arguments of the call", lambda: encoded, lambda result: result, _raise_difference)
     return decision[1:]
 
 
-def _compare(posted: Sequence[bytes]) -> bytes:
-    said = [msgspec.msgpack.decode(raw, type=CallDescription) for raw in posted]
-    require_equal("the call", [one.call for one in said])
-    for what in said[0].about:
-        require_equal(what, [one.about.get(what, "nothing") for one in said])
-    raise RankMismatchError("ranks were asked different things")
+def _raise_difference(posted: Sequence[bytes]) -> bytes:
+    """Raise ``RankMismatchError`` naming the first difference."""
+    descriptions = [msgspec.msgpack.decode(raw, type=CallDescription) for raw in posted]
+    require_equal("the call", [description.call for description in descriptions])
+    for argument in descriptions[0].arguments:
+        require_equal(argument, [description.arguments.get(argument, "nothing") for description in descriptions])
+    raise RankMismatchError("ranks were called with different arguments")

@@ -1,6 +1,6 @@
-"""Waiting for other ranks without blocking in the key-value store, and saying so if it takes long.
+"""Waiting for other ranks without blocking in the key-value store, with warnings if it takes long.
 
-A call that blocks in the store holds up whatever else in this process uses the same connection.
+A call that blocks in the store stalls every other user of the same connection in this process.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable
 
-#: Seconds between looks at the store: a twentieth of what was waited already, within these bounds.
-_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.25
+#: Bounds of the interval between two polls of the store, in seconds: a twentieth of the time waited so far.
+_MIN_INTERVAL, _MAX_INTERVAL = 0.0005, 0.25
 
-#: Seconds after which a rank first says for whom it waits; then after twice as many each time.
+#: Seconds after which a rank first logs which ranks it waits for; later after twice as many each time.
 QUIET_SECONDS = 10.0
 
 _log = logging.getLogger("holdfast")
@@ -25,33 +25,39 @@ class Deadline:
         self._timeout, self._started, self._quiet = timeout, time.monotonic(), QUIET_SECONDS
 
     @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
+    def elapsed_seconds(self) -> float:
+        """The duration of the wait so far."""
         return time.monotonic() - self._started
 
     @property
     def is_over(self) -> bool:
-        """Whether the timeout has passed."""
-        return self.seconds > self._timeout
+        """True if the timeout has passed."""
+        return self.elapsed_seconds > self._timeout
 
-    def tell(self, missing: Callable[[], str]) -> None:
-        """Log for whom this rank waits, and while what, if it is time to. ``missing`` is asked only then."""
-        if self.seconds < self._quiet:
+    def warn_if_slow(self, describe_missing: Callable[[], str]) -> None:
+        """Log which ranks this rank waits for, and in which phase, if it is time to.
+
+        ``describe_missing`` is called only then.
+        """
+        if self.elapsed_seconds < self._quiet:
             return
         self._quiet *= 2
-        if who := missing():
-            _log.warning("waiting for %s for %.0f s; timeout after %.0f s", who, self.seconds, self._timeout)
+        if waited_for := describe_missing():
+            _log.warning(
+                "waiting for %s for %.0f s; timeout after %.0f s", waited_for, self.elapsed_seconds, self._timeout
+            )
 
 
-def poll_until(there: Callable[[], bool], timeout: float, missing: Callable[[], str]) -> bool:
-    """Look again and again until it is there, for at most ``timeout`` seconds. Whether it is.
+def poll_until(is_ready: Callable[[], bool], timeout: float, describe_missing: Callable[[], str]) -> bool:
+    """Call ``is_ready`` repeatedly until it returns true, for at most ``timeout`` seconds. Return whether it did.
 
-    ``missing`` tells who has not come, and while what: ``"rank 3 while writing"``; nothing if all have by now.
+    ``describe_missing`` returns which ranks are missing, and in which phase: ``"rank 3 while writing"``. It returns an
+    empty string if all have come by now.
     """
-    wait = Deadline(timeout)
-    while not there():
-        if wait.is_over:
+    deadline = Deadline(timeout)
+    while not is_ready():
+        if deadline.is_over:
             return False
-        wait.tell(missing)
-        time.sleep(min(_LONGEST_NAP, max(_SHORTEST_NAP, wait.seconds / 20)))
+        deadline.warn_if_slow(describe_missing)
+        time.sleep(min(_MAX_INTERVAL, max(_MIN_INTERVAL, deadline.elapsed_seconds / 20)))
     return True

@@ -1,16 +1,16 @@
-"""How the ranks of a process group come to a name for their conversations that no other group has used.
+"""Agreement of the ranks of a process group on a name for their sessions that no other group has used.
 
 The key-value store may outlive a process group: an elastic job makes its next group over the same store, under the same
-name and often of other ranks. What the group before has left there must be taken for nothing. So:
+name and often with different ranks. Keys that the previous group left in the store must be ignored. So:
 
 1. Every rank but rank 0 draws an id, and adds it to the arrivals in the store.
-2. Rank 0 draws the name. Whenever it looks for anything in the store, it also answers new arrivals: it puts the name
-   under each id.
-3. A rank takes the name that it finds under its own id. Only the rank 0 of the same group can have put it there.
+2. Rank 0 draws the name. Whenever it reads from the store, it also answers new arrivals: it stores the name under each
+   id.
+3. A rank takes the name that it finds under its own id. Only rank 0 of the same group can have stored it there.
 
-Ids of former groups are answered too, and nobody reads that. *No deadlock*: rank 0 waits for no arrival, only for the
-votes of all ranks, and answers while it does; it is missed in a vote who has not come. The others wait for the answer
-when they have something to tell, as they would wait for rank 0's decision.
+Ids of former groups are answered too, but nobody reads these answers. *No deadlock*: rank 0 does not wait for arrivals,
+only for the votes of all ranks, and it answers arrivals during that wait. A rank that does not come is reported as
+missing in a vote. The other ranks wait for the answer before they set a key, as they would wait for rank 0's decision.
 """
 
 from __future__ import annotations
@@ -30,103 +30,107 @@ from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import COORDINATOR_RANK, GRACE_SECONDS
 from holdfast.errors import RankTimeoutError
 
-#: The key that tells how many ids were ever added.
+#: The key of the number of ids that were ever added.
 _ARRIVALS = "arrivals"
 
 _PHASE = "meeting for the first time"
 
 
 class Rendezvous:
-    """What this rank knows of the name, and the numbers of its conversations under it."""
+    """The state of this rank in the agreement on the name, and the counter of its sessions."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._id = rank, size, secrets.token_hex(8)
         self._name = self._id if rank == COORDINATOR_RANK else None
         self._has_arrived = False
-        #: Whether nothing is left to do.
+        #: Whether no steps are left.
         self.is_over = False
         self._seen, self._unset, self._answered = 0, set[int](), 0
         self._numbers, self._lock = itertools.count(1), threading.Lock()
 
-    def next_number(self) -> int:
-        """The number of one more conversation: the n-th of each rank is the same one."""
+    def next_session_number(self) -> int:
+        """Return the number of the next session. The n-th session of each rank is the same one."""
         return next(self._numbers)
 
-    def look(self, store: DeadlineStore) -> str | None:
-        """Do what can be done without waiting for anybody. Returns the name, if it is known."""
-        if not self.is_over and self._lock.acquire(blocking=False):  # else another thread is at it
+    def poll_name(self, store: DeadlineStore) -> str | None:
+        """Take the steps that are possible without waiting for other ranks. Return the name if it is known."""
+        if not self.is_over and self._lock.acquire(blocking=False):  # otherwise another thread is doing it
             try:
-                (self._answer if self._rank == COORDINATOR_RANK else self._ask)(store)
+                (self._answer_arrivals if self._rank == COORDINATOR_RANK else self._request_name)(store)
             finally:
                 self._lock.release()
         return self._name
 
     def close(self) -> None:
-        """Answer nobody any more: the group was made again."""
+        """Answer no more arrivals, because a new process group has been made."""
         self.is_over = True
 
-    def _ask(self, store: DeadlineStore) -> None:
+    def _request_name(self, store: DeadlineStore) -> None:
+        """Add the own id to the arrivals, once, and take the name if it has been answered."""
         if not self._has_arrived:
-            store.set(_arrival(store.add(_ARRIVALS, 1)), self._id.encode())
+            store.set(_arrival_key(store.add(_ARRIVALS, 1)), self._id.encode())
             self._has_arrived = True
-        if store.check([_answer(self._id)]):
-            (name,) = store.get(_answer(self._id))
-            store.set(_known(name.decode(), self._rank))
-            store.forget(_answer(self._id))
+        if store.check([_answer_key(self._id)]):
+            (name,) = store.get(_answer_key(self._id))
+            store.set(_known_key(name.decode(), self._rank))
+            store.delete_keys(_answer_key(self._id))
             self._name, self.is_over = name.decode(), True
 
-    def _answer(self, store: DeadlineStore) -> None:
+    def _answer_arrivals(self, store: DeadlineStore) -> None:
+        """Store the name under the id of each new arrival."""
         count = store.add(_ARRIVALS, 0)
         self._unset.update(range(self._seen + 1, count + 1))
         self._seen = count
         for number in sorted(self._unset):
-            if store.check([_arrival(number)]):  # else it is about to be set, or never was
-                (arrived,) = store.get(_arrival(number))
-                store.set(_answer(arrived.decode()), self._id.encode())
+            if store.check([_arrival_key(number)]):  # otherwise it is about to be set, or never was
+                (arrival_id,) = store.get(_arrival_key(number))
+                store.set(_answer_key(arrival_id.decode()), self._id.encode())
                 self._unset.remove(number)
                 self._answered += 1
         if self._answered >= self._size - 1:
-            self.is_over = store.check([_known(self._id, rank) for rank in range(1, self._size)])
+            self.is_over = store.check([_known_key(self._id, rank) for rank in range(1, self._size)])
 
 
-def _arrival(number: int) -> str:
+def _arrival_key(number: int) -> str:
     return f"arrival/{number}"
 
 
-def _answer(arrived: str) -> str:
-    return f"answer/{arrived}"
+def _answer_key(arrival_id: str) -> str:
+    return f"answer/{arrival_id}"
 
 
-def _known(name: str, rank: int) -> str:
+def _known_key(name: str, rank: int) -> str:
     return f"known/{name}/{rank}"
 
 
-class ConversationStore(DeadlineStore):
-    """The keys of one conversation. Nothing is there before this rank knows its name."""
+class SessionStore(DeadlineStore):
+    """The keys of one session. They are all absent until this rank knows the name."""
 
-    def __init__(self, store: Store, aside: DaemonExecutor, seconds: float, meeting: Rendezvous, number: int) -> None:
-        super().__init__(store, aside, seconds)
-        self._shared, self._meeting, self._number = DeadlineStore(store, aside, seconds), meeting, number
+    def __init__(
+        self, store: Store, executor: DaemonExecutor, seconds: float, rendezvous: Rendezvous, number: int
+    ) -> None:
+        super().__init__(store, executor, seconds)
+        self._shared, self._rendezvous, self._number = DeadlineStore(store, executor, seconds), rendezvous, number
         self._prefix = ""
 
     def is_open(self) -> bool:
-        """Whether keys can be set without waiting for rank 0."""
-        return self._meeting.look(self._shared) is not None
+        """Return whether keys can be set without waiting for rank 0."""
+        return self._rendezvous.poll_name(self._shared) is not None
 
     def has_met_all(self) -> bool:
-        """Whether this rank knows the name, and rank 0 also that all others do."""
-        return self.is_open() and self._meeting.is_over
+        """Return whether this rank knows the name and, on rank 0, whether all other ranks do."""
+        return self.is_open() and self._rendezvous.is_over
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are present."""
         return self.is_open() and super().check(keys)
 
-    def _place(self, key: str) -> str:
-        """Where a key is in the store. Raises ``RankTimeoutError`` if rank 0 does not come to tell."""
-        self._prefix = self._prefix or self._learn_prefix()
+    def _full_key(self, key: str) -> str:
+        """Return a key with its prefix in the store. Raises ``RankTimeoutError`` if rank 0 does not answer."""
+        self._prefix = self._prefix or self._await_prefix()
         return self._prefix + key
 
-    def _learn_prefix(self) -> str:
+    def _await_prefix(self) -> str:
         if not poll_until(
             self.is_open, self._seconds + GRACE_SECONDS, lambda: f"rank {COORDINATOR_RANK} while {_PHASE}"
         ):
@@ -134,20 +138,20 @@ class ConversationStore(DeadlineStore):
                 f"rank {COORDINATOR_RANK} did not come within the timeout while {_PHASE}; "
                 "it is stuck or dead, or does not make the same calls in the same order"
             )
-        return f"{self._meeting.look(self._shared)}/{self._number}/"
+        return f"{self._rendezvous.poll_name(self._shared)}/{self._number}/"
 
 
-#: The meetings of this process by group, and the latest of each place in the store.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
+#: The rendezvous of this process by process group, and the latest for each prefix of keys.
+_rendezvous_by_group: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
 _latest: dict[str, Rendezvous] = {}
-_making = threading.Lock()
+_rendezvous_lock = threading.Lock()
 
 
-def rendezvous_of(group: dist.ProcessGroup, place: str) -> Rendezvous:
-    """The meeting of a process group, at a place in the store: the same for all that is said over that group."""
-    with _making:
-        if group not in _meetings:
-            if place in _latest:
-                _latest[place].close()
-            _meetings[group] = _latest[place] = Rendezvous(dist.get_rank(group), dist.get_world_size(group))
-        return _meetings[group]
+def rendezvous_of(group: dist.ProcessGroup, prefix: str) -> Rendezvous:
+    """Return the rendezvous of a process group whose keys have a prefix: one for all sessions over that group."""
+    with _rendezvous_lock:
+        if group not in _rendezvous_by_group:
+            if prefix in _latest:
+                _latest[prefix].close()
+            _rendezvous_by_group[group] = _latest[prefix] = Rendezvous(dist.get_rank(group), dist.get_world_size(group))
+        return _rendezvous_by_group[group]

@@ -1,8 +1,8 @@
-"""How the ranks of a job decide things together, with a deadline, and fail together.
+"""Decisions that all ranks of a job make together, with a deadline. If one rank fails, all ranks fail.
 
-One primitive: each rank does a piece of work that may fail and posts its outcome, rank 0 looks at all
-outcomes and decides, and every rank gets the decision or raises the same error. It runs over the key-value
-store of the default process group: no collective, any backend, and a rank that does not come is named.
+There is one primitive: each rank does some work that may fail, and posts its outcome. Rank 0 reads all outcomes and
+decides. Every rank gets the decision or raises the same error. It uses the key-value store of the default process
+group: no collectives, any backend, and a rank that does not come is named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.polling import Deadline, poll_until
-from holdfast.engine.comm.rendezvous import ConversationStore, rendezvous_of
+from holdfast.engine.comm.rendezvous import SessionStore, rendezvous_of
 from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import (
     COORDINATOR_RANK,
@@ -31,7 +31,7 @@ from holdfast.engine.comm.vote import (
     failed_key,
     format_ranks,
 )
-from holdfast.engine.plan.spec import digest_spec
+from holdfast.engine.plan.spec import digest_bytes
 from holdfast.errors import (
     HoldfastError,
     InvalidArgumentError,
@@ -41,69 +41,70 @@ from holdfast.errors import (
     RankTimeoutError,
 )
 
-#: Seconds between looks at whether a group is made.
-_LOOK = 0.25
+#: Seconds between two checks whether the process group has been made.
+_POLL_SECONDS = 0.25
 
 T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of a process group, and which of them this process is; alone when there is no group."""
+    """The ranks of a process group, and the own rank; a single rank if there is no group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.group = current_process_group(process_group)
+        self.process_group = current_process_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
         self._name = ""
-        self._aside: DaemonExecutor | None = None
+        self._executor: DaemonExecutor | None = None
         self._gloo: dist.ProcessGroup | None = None
-        if self.group is not None and dist.get_rank(self.group) < 0:
+        if self.process_group is not None and dist.get_rank(self.process_group) < 0:
             raise InvalidArgumentError(
                 "this rank is not in the process group that was passed; only its members save and load"
             )
-        if self.group is not None and dist.get_world_size(self.group) > 1:
-            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-            members = digest_spec(",".join(map(str, self.global_ranks())).encode(), 8).hex()
-            self._name = f"holdfast/{self.group.group_name}/{members}"
+        if self.process_group is not None and dist.get_world_size(self.process_group) > 1:
+            self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+            members = digest_bytes(",".join(map(str, self.global_ranks())).encode(), 8).hex()
+            self._name = f"holdfast/{self.process_group.group_name}/{members}"
             self._store = PrefixStore(self._name, _get_default_store())
-            self._aside = DaemonExecutor("holdfast store")
+            self._executor = DaemonExecutor("holdfast store")
 
     def global_ranks(self) -> list[int]:
-        """The global rank of each rank of the group."""
-        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        """Return the global rank of each rank of the group."""
+        return [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
 
-    def session(self, timeout: float) -> Session:
-        """A conversation about one save or load. The n-th session of each rank is the same conversation."""
-        if self.group is None or self._store is None or self._aside is None:
+    def open_session(self, timeout: float) -> Session:
+        """Return a session for one save or load. The n-th session of each rank is the same one."""
+        if self.process_group is None or self._store is None or self._executor is None:
             return Session(None, 0, 1, timeout)
-        meeting = rendezvous_of(self.group, self._name)
-        number = meeting.next_number()
-        store = ConversationStore(self._store, self._aside, timeout, meeting, number)
+        rendezvous = rendezvous_of(self.process_group, self._name)
+        number = rendezvous.next_session_number()
+        store = SessionStore(self._store, self._executor, timeout, rendezvous, number)
         with translate_store_errors("beginning"):
-            store.is_open()  # it is not yet, mostly; but the other ranks see that this one is there
+            store.is_open()  # mostly not yet, but this announces the rank to the others
         return Session(store, self.rank, self.size, timeout, number)
 
-    def gloo(self, seconds: float) -> dist.ProcessGroup:
-        """A group that moves CPU memory between these ranks: the group itself if it can, else one made once, by all.
+    def gloo_group(self, seconds: float) -> dist.ProcessGroup:
+        """Return a process group that can send CPU memory between these ranks.
 
-        Raises ``RankTimeoutError`` where they do not all come to make it within so many seconds.
+        It is the process group itself if that has gloo; otherwise all ranks make another one, once. Raises
+        ``RankTimeoutError`` if not all of them come to make it within ``seconds``.
         """
-        if self.group is None:
+        if self.process_group is None:
             raise InvalidArgumentError("there is no process group, and nothing to exchange")
         if self._gloo is None:
-            able = "cpu:gloo" in str(dist.get_backend_config(self.group))
-            self._gloo = self.group if able else _gloo_beside(self.global_ranks(), seconds)
+            has_gloo = "cpu:gloo" in str(dist.get_backend_config(self.process_group))
+            self._gloo = self.process_group if has_gloo else _make_gloo_group(self.global_ranks(), seconds)
         return self._gloo
 
 
 def current_process_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group given, else the default one, else ``None``."""
+    """Return the given process group, or the default one, or ``None`` if there is none."""
     if process_group is not None or not (dist.is_available() and dist.is_initialized()):
         return process_group
     return dist.group.WORLD
 
 
-def _gloo_beside(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
+def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
     make = partial(
         dist.new_group,
         global_ranks,
@@ -111,27 +112,27 @@ def _gloo_beside(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
         backend="gloo",
         use_local_synchronization=True,
     )
-    wait = Deadline(seconds + GRACE_SECONDS / 2)
-    aside = DaemonExecutor("holdfast group")
-    making = aside.begin(make)
+    deadline = Deadline(seconds + GRACE_SECONDS / 2)
+    executor = DaemonExecutor("holdfast group")
+    future = executor.submit(make)
     try:
-        while not making.done() and not wait.is_over:
-            concurrent.futures.wait([making], _LOOK)
-            wait.tell(lambda: "other ranks while making a group to exchange over")
-        made = making.result(0)
+        while not future.done() and not deadline.is_over:
+            concurrent.futures.wait([future], _POLL_SECONDS)
+            deadline.warn_if_slow(lambda: "other ranks while making a group to exchange over")
+        process_group = future.result(0)
     except (TimeoutError, RuntimeError) as error:
-        if wait.seconds < seconds:
+        if deadline.elapsed_seconds < seconds:
             raise
         raise RankTimeoutError("another rank did not come to make a group to exchange over") from error
-    if not isinstance(made, dist.ProcessGroup):
+    if not isinstance(process_group, dist.ProcessGroup):
         raise InvalidArgumentError("this rank is not in the process group that was passed")
-    return made
+    return process_group
 
 
 class Session:
-    """The votes of one save or load, in an order that is the same on every rank. ``number`` tells it from others.
+    """The votes of one save or load, in an order that is the same on every rank.
 
-    ``store`` holds what the ranks tell each other in it; a rank that is alone has none.
+    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none.
     """
 
     def __init__(self, store: DeadlineStore | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
@@ -139,115 +140,123 @@ class Session:
         self.store, self._votes = store, 0
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
-        """Do ``work`` here; ``decide`` on rank 0 over what all ranks' work gave; return both results.
+        """Do ``work`` on this rank, and ``decide`` on rank 0 over the results of all ranks. Return result and decision.
 
-        An error in anybody's work, or in the decision, is raised by every rank, naming the ranks it
-        happened on. Raises ``RankTimeoutError`` naming ranks that did not come within the timeout.
+        If work fails on any rank, or the decision fails, every rank raises the error, naming the ranks on which it
+        happened. Raises ``RankTimeoutError`` naming the ranks that did not come within the timeout.
         """
-        return self.begin(phase, work, encode, decide)()
+        return self.begin_vote(phase, work, encode, decide)()
 
-    def begin(
+    def begin_vote(
         self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide
     ) -> Callable[[], tuple[T, bytes]]:
-        """The first half of a vote: do ``work`` here, and tell the others. What is returned does the other half.
+        """Do the first half of a vote: do ``work`` and post the outcome.
 
-        A rank that is alone raises what goes wrong at once.
+        The returned function does the second half. A single rank raises errors at once.
         """
         if self.store is None:
             result = work()
             return lambda: (result, decide([encode(result)]))
         self._votes += 1
-        ballot = VoteRound(self.store, self._votes, self.size, phase)
-        attempt, mine, error = _attempt(work, encode)
+        vote_round = VoteRound(self.store, self._votes, self.size, phase)
+        attempt, outcome, error = _run_work(work, encode)
         with translate_store_errors(phase):
-            ballot.post(self.rank, mine)
-        settle = partial(self._settle, ballot, decide, attempt, error)
+            vote_round.post_outcome(self.rank, outcome)
+        finish = partial(self._finish_vote, vote_round, decide, attempt, error)
         if not isinstance(error, Exception | None):
-            settle()  # raises the interrupt, where it came
-        return settle
+            finish()  # raises the interrupt on the rank that got it
+        return finish
 
-    def _settle(
-        self, ballot: VoteRound, decide: Decide, attempt: tuple[T] | None, error: BaseException | None
+    def _finish_vote(
+        self, vote_round: VoteRound, decide: Decide, attempt: tuple[T] | None, error: BaseException | None
     ) -> tuple[T, bytes]:
-        lead = ballot.collect_and_decide if self.rank == COORDINATOR_RANK else ballot.follow
-        with translate_store_errors(ballot.phase):
-            # Who has waited in vain for others already need not wait as long again.
-            decision = lead(GRACE_SECONDS if isinstance(error, RankTimeoutError) else self.timeout, decide)
+        """Collect or await the decision. Return the own result and the decision, or raise the error."""
+        collect = vote_round.collect_and_decide if self.rank == COORDINATOR_RANK else vote_round.await_decision
+        with translate_store_errors(vote_round.phase):
+            # A rank that already timed out waits only for the grace period.
+            decision = collect(GRACE_SECONDS if isinstance(error, RankTimeoutError) else self.timeout, decide)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if decision.failure is not None:
-            raise decision.failure.rebuild() from error
+            raise decision.failure.to_error() from error
         if attempt is None:
-            raise RankFailedError(f"rank {self.rank} lost its own result while {ballot.phase}") from error
+            raise RankFailedError(f"rank {self.rank} lost its own result while {vote_round.phase}") from error
         return attempt[0], decision.payload
 
-    def check_others(self) -> None:
-        """Inside the work of a vote that ranks do together: raise where another has failed at it.
+    def raise_if_peer_failed(self) -> None:
+        """Raise an error if another rank has failed in the work of the current vote. Call it during that work.
 
-        ``RankTimeoutError`` where it has waited in vain for a third one, else ``PeerFailedError``.
+        Raises ``RankTimeoutError`` if the other rank timed out waiting for a third one, otherwise ``PeerFailedError``.
         """
         if self.store is None:
             return
-        with translate_store_errors("looking whether all go on"):
+        with translate_store_errors("checking for failures of other ranks"):
             key = failed_key(self._votes)
             failed = self.store.get(key) if self.store.check([key]) else None
         if failed == [RankTimeoutError.__name__.encode()]:
-            raise RankTimeoutError("another rank has waited in vain for what all do together")
+            raise RankTimeoutError("another rank timed out in work that all ranks do together")
         if failed:
-            raise PeerFailedError("another rank failed at what all do together")
+            raise PeerFailedError("another rank failed in work that all ranks do together")
 
-    def part(self) -> None:
-        """The last word: rank 0, in whose process the store may live, waits until all others have come to it, too."""
+    def leave(self) -> None:
+        """Leave the session.
+
+        Rank 0 waits for all other ranks first, because its process may host the key-value store.
+        """
         if self.store is None:
             return
         with suppress(dist.DistError, TimeoutError):
             self.store.set(f"parted/{self.rank}")
             if self.rank == COORDINATOR_RANK:
-                everyone = [f"parted/{rank}" for rank in range(self.size)]
-                poll_until(partial(self.store.check, everyone), self.timeout, partial(self._missing, everyone))
+                keys = [f"parted/{rank}" for rank in range(self.size)]
+                poll_until(partial(self.store.check, keys), self.timeout, partial(self._describe_missing, keys))
 
-    def _missing(self, keys: Sequence[str]) -> str:
-        """The ranks whose keys are not there."""
+    def _describe_missing(self, keys: Sequence[str]) -> str:
+        """Describe the ranks whose keys are missing."""
         absent = [] if self.store is None else [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return f"{format_ranks(absent)} while telling all ranks how it ended" if absent else ""
+        return f"{format_ranks(absent)} while reporting the outcome to all ranks" if absent else ""
 
-    def all(self, phase: str, work: Callable[[], T]) -> T:
+    def run_on_all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""
         return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
 
-    def begin_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
-        """As :meth:`all`, in two halves: what is returned tells whether all have succeeded."""
-        settle = self.begin(phase, work, lambda _: b"", lambda _: b"")
-        return lambda: settle()[0]
+    def begin_on_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
+        """Do the first half of :meth:`run_on_all`. The returned function waits until all ranks have done the work."""
+        finish = self.begin_vote(phase, work, lambda _: b"", lambda _: b"")
+        return lambda: finish()[0]
 
 
-def _attempt(
+def _run_work(
     work: Callable[[], T], encode: Callable[[T], bytes]
 ) -> tuple[tuple[T] | None, VoteOutcome, BaseException | None]:
     try:
         result = work()
         return (result,), VoteOutcome(encode(result)), None
-    except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
-        return None, VoteOutcome(failure=RankFailure.of(error)), error
+    except BaseException as error:  # noqa: BLE001 - the other ranks must learn of any error
+        return None, VoteOutcome(failure=RankFailure.from_error(error)), error
 
 
 @contextmanager
 def translate_store_errors(phase: str) -> Iterator[None]:
-    """Raise ``RankFailedError`` where the store is lost meanwhile, ``RankTimeoutError`` where it does not answer."""
-    where = f"it lives in rank {COORDINATOR_RANK}'s process, or under torchrun in its agent's"
+    """Raise ``RankFailedError`` if the store is lost meanwhile, ``RankTimeoutError`` if it does not answer."""
+    store_location = f"it runs in rank {COORDINATOR_RANK}'s process, or under torchrun in its agent's"
     try:
         yield
     except HoldfastError:
         raise
     except TimeoutError as error:
-        raise RankTimeoutError(f"the ranks' key-value store did not answer while {phase}; {where}: {error}") from error
+        raise RankTimeoutError(
+            f"the ranks' key-value store did not answer while {phase}; {store_location}: {error}"
+        ) from error
     except dist.DistError as error:
-        raise RankFailedError(f"the ranks' key-value store was lost while {phase}; {where}: {error}") from error
+        raise RankFailedError(
+            f"the ranks' key-value store was lost while {phase}; {store_location}: {error}"
+        ) from error
 
 
-def require_equal(what: str, said: Sequence[str]) -> str:
-    """What all ranks said of one thing. Raises ``RankMismatchError`` naming both sides."""
-    for rank, word in enumerate(said):
-        if word != said[0]:
-            raise RankMismatchError(f"ranks disagree about {what}: rank 0 has {said[0]}, rank {rank} has {word}")
-    return said[0]
+def require_equal(subject: str, values: Sequence[str]) -> str:
+    """Return the value that all ranks passed. Raises ``RankMismatchError`` naming both sides if they differ."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise RankMismatchError(f"ranks disagree about {subject}: rank 0 has {values[0]}, rank {rank} has {value}")
+    return values[0]

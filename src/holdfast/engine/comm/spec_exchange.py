@@ -1,4 +1,4 @@
-"""How ranks learn who holds what: each posts digests of its spec and its meshes, and what is distinct is told once."""
+"""Exchange of specs: each rank posts digests of its spec and its meshes, and each distinct one is sent once."""
 
 from __future__ import annotations
 
@@ -8,65 +8,67 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.spec import Meshes, Spec, decode_meshes, decode_spec, digest_spec
+from holdfast.engine.plan.spec import Meshes, Spec, decode_meshes, decode_spec, digest_bytes
 
 
 class SpecDigests(NamedTuple):
-    """16 bytes each for what a rank holds: equal on ranks that hold the same."""
+    """16 bytes each for the spec and the meshes of a rank; equal on ranks whose specs or meshes are equal."""
 
     spec: bytes
     meshes: bytes
 
 
 class SpecDirectory(msgspec.Struct, frozen=True):
-    """The number of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each."""
+    """The index of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each."""
 
     spec_of: list[int] = []
     table_of: list[int] = []
-    spec_tellers: list[int] = []
-    table_tellers: list[int] = []
+    spec_owner_ranks: list[int] = []
+    table_owner_ranks: list[int] = []
 
     @classmethod
-    def take(cls, posted: Sequence[SpecDigests]) -> SpecDirectory:
-        """Count what all ranks posted."""
-        spec_of, spec_tellers = deduplicate([one.spec for one in posted])
-        table_of, table_tellers = deduplicate([one.meshes for one in posted])
-        return cls(spec_of, table_of, spec_tellers, table_tellers)
+    def from_digests(cls, posted: Sequence[SpecDigests]) -> SpecDirectory:
+        """Build the directory from the digests of all ranks."""
+        spec_of, spec_owners = deduplicate([digests.spec for digests in posted])
+        table_of, table_owners = deduplicate([digests.meshes for digests in posted])
+        return cls(spec_of, table_of, spec_owners, table_owners)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all ranks hold the same, so that nobody has to be told anything."""
-        return len(self.spec_tellers) == 1 and len(self.table_tellers) == 1
+        """True if all ranks hold the same tensors, so that no specs need to be sent."""
+        return len(self.spec_owner_ranks) == 1 and len(self.table_owner_ranks) == 1
 
-    def told_by(self, rank: int, spec: Spec, meshes: Meshes) -> tuple[bytes, bytes]:
-        """What a rank has to tell."""
+    def encode_contribution(self, rank: int, spec: Spec, meshes: Meshes) -> tuple[bytes, bytes]:
+        """Return the spec and the meshes that a rank has to send; empty if another rank sends them."""
         return (
-            spec.encode() if rank in self.spec_tellers else b"",
-            meshes.encode() if rank in self.table_tellers else b"",
+            spec.encode() if rank in self.spec_owner_ranks else b"",
+            meshes.encode() if rank in self.table_owner_ranks else b"",
         )
 
-    def membership(self, told: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int]) -> GlobalSpec:
-        """Who holds what, from what all ranks told; of ranks that are alike, the first."""
+    def build_global_spec(
+        self, contributions: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int]
+    ) -> GlobalSpec:
+        """Merge the contributions of all ranks; of equal ones, that of the lowest rank counts."""
         return GlobalSpec(
-            [decode_spec(told[rank][0]) for rank in self.spec_tellers],
-            [decode_meshes(told[rank][1]) for rank in self.table_tellers],
+            [decode_spec(contributions[rank][0]) for rank in self.spec_owner_ranks],
+            [decode_meshes(contributions[rank][1]) for rank in self.table_owner_ranks],
             self.spec_of,
             self.table_of,
-            {number: place for place, number in enumerate(global_ranks)},
+            {global_rank: group_rank for group_rank, global_rank in enumerate(global_ranks)},
         )
 
 
-def deduplicate(said: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """The number of each word among the distinct ones, and the first that said each."""
+def deduplicate(values: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """Return the index of each value among the distinct ones, and the first rank that has each."""
     numbers: dict[bytes, int] = {}
-    first: list[int] = []
-    for rank, word in enumerate(said):
-        if word not in numbers:
-            numbers[word] = len(numbers)
-            first.append(rank)
-    return [numbers[word] for word in said], first
+    first_ranks: list[int] = []
+    for rank, value in enumerate(values):
+        if value not in numbers:
+            numbers[value] = len(numbers)
+            first_ranks.append(rank)
+    return [numbers[value] for value in values], first_ranks
 
 
 def digest_specs(spec: Spec, meshes: Meshes) -> SpecDigests:
-    """The digests of what this rank holds."""
-    return SpecDigests(digest_spec(spec.encode()), digest_spec(meshes.encode()))
+    """Return the digests of this rank's spec and meshes."""
+    return SpecDigests(digest_bytes(spec.encode()), digest_bytes(meshes.encode()))

@@ -1,7 +1,8 @@
-"""CRCs of many ranges at once, each moved to the end of a longer range: the XOR of them is that range's CRC.
+"""Combination of the CRCs of many ranges at once: each is extended to the end of a longer range, and XORed.
 
-The CRC of two neighbours is the first one's, moved over the bytes of the second, XOR the second's (CRC-64/NVME begins
-and ends with all ones, which cancel out). To move a CRC is linear: each of its bytes adds its own image.
+The CRC of two adjacent ranges is the CRC of the first, extended over the bytes of the second, XOR the CRC of the
+second. (CRC-64/NVME begins and ends with all ones, which cancel out.) Extending a CRC is linear: each of its bytes
+contributes independently.
 """
 
 from __future__ import annotations
@@ -13,47 +14,48 @@ from numpy.typing import NDArray
 
 from holdfast.ondisk.blocks import combine
 
-#: An unsigned number of 64 bits each.
+#: Unsigned 64-bit numbers.
 Numbers = NDArray[np.uint64]
 
-#: CRCs moved at a time: what they need stays in the processor's cache.
-_MANY = 8192
+#: CRCs extended at a time, so that the data stays in the processor's cache.
+_BATCH = 8192
 
-#: Bytes of a CRC, and values of a byte.
+#: The number of bytes of a CRC, and of values of a byte.
 _BYTES, _VALUES = 8, 256
 
 
 def extend_crcs(crcs: Numbers, distances: Numbers) -> Numbers:
-    """What each CRC becomes when as many bytes as its distance, all zero, follow, before the CRC of these is added."""
-    moved = crcs.copy()
-    for at in range(0, len(moved), _MANY):
-        _shift(moved[at : at + _MANY], distances[at : at + _MANY])
-    return moved
+    """Advance each CRC over ``distance`` zero bytes, as needed to XOR-combine CRCs of adjacent ranges."""
+    extended = crcs.copy()
+    for start in range(0, len(extended), _BATCH):
+        _shift_in_place(extended[start : start + _BATCH], distances[start : start + _BATCH])
+    return extended
 
 
-def _shift(crcs: Numbers, distances: Numbers) -> None:
-    """In place, by the powers of two that each distance is made of."""
+def _shift_in_place(crcs: Numbers, distances: Numbers) -> None:
+    """Advance each CRC by the powers of two that its distance consists of."""
     for bit in range(int(distances.max()).bit_length()):
-        (which,) = np.nonzero(distances >> np.uint64(bit) & np.uint64(1))
-        if len(which):
-            crcs[which] = _look_up(_shift_tables(bit), crcs[which])
+        (rows,) = np.nonzero(distances >> np.uint64(bit) & np.uint64(1))
+        if len(rows):
+            crcs[rows] = _look_up(_shift_tables(bit), crcs[rows])
 
 
-def _look_up(images: Numbers, crcs: Numbers) -> Numbers:
+def _look_up(tables: Numbers, crcs: Numbers) -> Numbers:
+    """Return the XOR of the table entries of all bytes of each CRC."""
     values = crcs.astype("<u8").view(np.uint8).reshape(-1, _BYTES)
-    moved = np.zeros_like(crcs)
-    for place in range(_BYTES):
-        moved ^= images[place][values[:, place]]
-    return moved
+    extended = np.zeros_like(crcs)
+    for byte_index in range(_BYTES):
+        extended ^= tables[byte_index][values[:, byte_index]]
+    return extended
 
 
 @lru_cache(maxsize=64)
 def _shift_tables(bit: int) -> Numbers:
-    """What each value of each byte of a CRC, the lowest byte first, becomes over ``2**bit`` bytes."""
-    images = np.zeros((_BYTES, _VALUES), np.uint64)
-    for place in range(_BYTES):
-        for number in range(8):
-            one = np.uint64(combine(1 << (8 * place + number), 0, 1 << bit))
-            images[place, 1 << number : 2 << number] = images[place, : 1 << number] ^ one
-    images.flags.writeable = False
-    return images
+    """Return the image of each value of each byte of a CRC, the lowest byte first, after ``2**bit`` zero bytes."""
+    tables = np.zeros((_BYTES, _VALUES), np.uint64)
+    for byte_index in range(_BYTES):
+        for bit_index in range(8):
+            image = np.uint64(combine(1 << (8 * byte_index + bit_index), 0, 1 << bit))
+            tables[byte_index, 1 << bit_index : 2 << bit_index] = tables[byte_index, : 1 << bit_index] ^ image
+    tables.flags.writeable = False
+    return tables

@@ -1,8 +1,8 @@
-"""What all ranks have hashed on its way to rank 0: told to it by each, or, where ranks are many, by way of groups.
+"""Gathering of the fragments of all ranks on rank 0: in one step, or in two steps if there are many ranks.
 
-Neighbours in rank are mostly neighbours in the tensors. So the first rank of a group folds what the group has hashed,
-and rank 0 gets about as much from each group as from one rank. Nobody waits for another inside of this: a vote that
-all have written comes first, and names who has not.
+Ranks with adjacent numbers mostly hold adjacent parts of tensors. So the first rank of a bucket of ranks merges their
+fragments, and rank 0 receives about as much from each bucket as from one rank. No rank waits for another here: a vote
+after which all have reported comes first, and names the ranks that have not.
 """
 
 from __future__ import annotations
@@ -24,110 +24,113 @@ from holdfast.engine.integrity.fragments import (
 from holdfast.engine.io.requests import Fragments
 from holdfast.errors import RankTimeoutError
 
-#: Most ranks that tell rank 0 each for itself.
+#: The most ranks that report to rank 0 directly.
 MAX_FLAT_RANKS = 64
 
 
 class HashedResult(NamedTuple):
-    """What a rank's work gave: what it hashed, and what else rank 0 is to know."""
+    """The result of a rank's work: its fragments, and a payload for rank 0."""
 
     fragments: Fragments
-    own: bytes = b""
+    payload: bytes = b""
 
 
-#: Rank 0's decision over the folded fragments of all ranks, and what else each of them told.
+#: Makes rank 0's decision over the merged fragments of all ranks, and the payload of each.
 DecideHashed = Callable[[Fragments, list[bytes]], bytes]
 
 
 def vote_with_fragments(session: Session, phase: str, work: Callable[[], HashedResult], decide: DecideHashed) -> bytes:
-    """Do ``work`` on every rank, and return what rank 0 decides over all that was hashed; as ``Session.vote``.
+    """Do ``work`` on every rank, and return rank 0's decision over all fragments, like ``Session.vote``.
 
-    Once in a session.
+    Only once in a session.
     """
     if session.store is None or session.size <= MAX_FLAT_RANKS:
-        return _directly(session, phase, work, decide)
-    return _by_groups(session, session.store, phase, work, decide)
+        return _vote_flat(session, phase, work, decide)
+    return _vote_in_buckets(session, session.store, phase, work, decide)
 
 
 def bucket_size(size: int) -> int:
-    """How many of so many ranks make a group: about as many as there are groups."""
+    """Return the number of ranks in a bucket: about the number of buckets."""
     return math.isqrt(size - 1) + 1
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0."""
+    """The message of a rank to rank 0."""
 
     fragments: bytes
-    own: bytes
+    payload: bytes
 
 
-def _directly(session: Session, phase: str, work: Callable[[], HashedResult], decide: DecideHashed) -> bytes:
+def _vote_flat(session: Session, phase: str, work: Callable[[], HashedResult], decide: DecideHashed) -> bytes:
     def encode(hashed: HashedResult) -> bytes:
-        return msgspec.msgpack.encode(_Report(encode_fragments(hashed.fragments), hashed.own))
+        return msgspec.msgpack.encode(_Report(encode_fragments(hashed.fragments), hashed.payload))
 
-    def decide_over(posted: list[bytes]) -> bytes:
+    def decide_on_reports(posted: list[bytes]) -> bytes:
         reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
-        return decide(decode_fragments(report.fragments for report in reports), [report.own for report in reports])
+        return decide(decode_fragments(report.fragments for report in reports), [report.payload for report in reports])
 
-    return session.vote(phase, work, encode, decide_over)[1]
+    return session.vote(phase, work, encode, decide_on_reports)[1]
 
 
-def _by_groups(
+def _vote_in_buckets(
     session: Session, store: DeadlineStore, phase: str, work: Callable[[], HashedResult], decide: DecideHashed
 ) -> bytes:
-    group, said = _RankBucket(session, store), list[bytes]()
+    bucket, payloads = _RankBucket(session, store), list[bytes]()
 
-    def tell() -> bytes:
+    def work_and_report() -> bytes:
         hashed = work()
-        group.tell(encode_fragments(hashed.fragments))
-        return hashed.own
+        bucket.publish_report(encode_fragments(hashed.fragments))
+        return hashed.payload
 
     def collect(posted: list[bytes]) -> bytes:
-        said.extend(posted)
+        payloads.extend(posted)
         return b""
 
     try:
-        session.vote(phase, tell, lambda own: own, collect)
+        session.vote(phase, work_and_report, lambda payload: payload, collect)
         _, decision = session.vote(
             "gathering CRCs",
-            group.folded,
-            lambda folded: folded,
-            lambda posted: decide(decode_fragments(posted), said),
+            bucket.merge_reports,
+            lambda merged: merged,
+            lambda posted: decide(decode_fragments(posted), payloads),
         )
     finally:
-        group.forget()
+        bucket.delete_report()
     return decision
 
 
 class _RankBucket:
-    """The neighbours of a rank, the first of which folds for all of them."""
+    """A rank and its neighbours; the first of them merges the fragments of all."""
 
     def __init__(self, session: Session, store: DeadlineStore) -> None:
-        many = bucket_size(session.size)
-        leader = session.rank - session.rank % many
+        ranks_per_bucket = bucket_size(session.size)
+        leader = session.rank - session.rank % ranks_per_bucket
         self._is_leader = session.rank == leader
-        self._own, self._store = _key(session.rank), store
-        self._all = [_key(rank) for rank in range(leader, min(leader + many, session.size))]
+        self._key, self._store = _report_key(session.rank), store
+        self._bucket_keys = [_report_key(rank) for rank in range(leader, min(leader + ranks_per_bucket, session.size))]
 
-    def tell(self, report: bytes) -> None:
-        """Let the group's leader know what this rank hashed."""
-        with translate_store_errors("telling what was hashed"):
-            self._store.set(self._own, report)
+    def publish_report(self, report: bytes) -> None:
+        """Store the fragments of this rank for the leader of the bucket."""
+        with translate_store_errors("reporting CRCs"):
+            self._store.set(self._key, report)
 
-    def folded(self) -> bytes:
-        """On the leader what the group hashed, all of which it has been told by now; nothing on others."""
+    def merge_reports(self) -> bytes:
+        """Return the merged fragments of the bucket on its leader, nothing on other ranks.
+
+        All ranks of the bucket have reported by now.
+        """
         if not self._is_leader:
             return b""
-        with translate_store_errors("gathering what was hashed"):
-            if not self._store.check(self._all):
-                raise RankTimeoutError("this rank came too late: others have given up waiting for it")
-            reports = self._store.get(*self._all)
-        return merge_adjacent_fragments(FragmentTable.told(reports)).report()
+        with translate_store_errors("gathering CRCs"):
+            if not self._store.check(self._bucket_keys):
+                raise RankTimeoutError("this rank came too late: other ranks have stopped waiting for it")
+            reports = self._store.get(*self._bucket_keys)
+        return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
 
-    def forget(self) -> None:
-        """Nobody needs to know any more."""
-        self._store.forget(self._own)
+    def delete_report(self) -> None:
+        """Delete the stored fragments of this rank."""
+        self._store.delete_keys(self._key)
 
 
-def _key(rank: int) -> str:
+def _report_key(rank: int) -> str:
     return f"hashed/{rank}"

@@ -1,4 +1,4 @@
-"""Compare ranges of files with their checksums: cut into pieces, read by several threads, put together."""
+"""Comparison of file ranges with their checksums: they are split into chunks, which several threads read."""
 
 from __future__ import annotations
 
@@ -17,58 +17,66 @@ from holdfast.storage.memory import BufferPool
 from holdfast.storage.reader_pool import ReaderPool
 
 
-class _Kind(NamedTuple):
-    """How a CRC is computed, and how those of neighbours become one: of the first, the second and its size."""
+class _ChecksumKind(NamedTuple):
+    """A kind of CRC: functions that compute it, and that combine two CRCs, given the size of the second range."""
 
     compute: Callable[[memoryview], int]
     combine: Callable[[int, int, int], int]
 
 
-_KINDS: Mapping[str, _Kind] = {"CRC-32": _Kind(zlib.crc32, combine_crc32), "CRC-64": _Kind(crc64, combine)}
+_KINDS: Mapping[str, _ChecksumKind] = {
+    "CRC-32": _ChecksumKind(zlib.crc32, combine_crc32),
+    "CRC-64": _ChecksumKind(crc64, combine),
+}
 
 
-class _Piece(NamedTuple):
-    """Bytes of a range, by its number."""
+class _RangeChunk(NamedTuple):
+    """Bytes of the range with this number."""
 
     number: int
     start: int
     stop: int
 
 
-def find_corrupt_ranges(sums: Sequence[RangeChecksum]) -> dict[int, CorruptCheckpointError]:
-    """Read ranges and compare them with their checksums. Return what is wrong with those that differ, by number."""
-    buffers, crcs, damage = BufferPool(CHUNK), dict.fromkeys(range(len(sums)), 0), dict[int, CorruptCheckpointError]()
-    pieces = [piece for number, one in enumerate(sums) for piece in _cut(number, one)]
+def find_corrupt_ranges(checksums: Sequence[RangeChecksum]) -> dict[int, CorruptCheckpointError]:
+    """Read ranges and compare them with their checksums. Return the errors of those that differ, by number."""
+    buffers, errors = BufferPool(CHUNK), dict[int, CorruptCheckpointError]()
+    crcs = dict.fromkeys(range(len(checksums)), 0)
+    chunks = [chunk for number, checksum in enumerate(checksums) for chunk in _split_range(number, checksum)]
     with ReaderPool() as readers:
-        found = run_in_threads(lambda piece: _compute(piece, sums[piece.number], readers, buffers), pieces)
-    for piece, crc in zip(pieces, found, strict=True):
+        results = run_in_threads(lambda chunk: _compute_crc(chunk, checksums[chunk.number], readers, buffers), chunks)
+    for chunk, crc in zip(chunks, results, strict=True):
         if isinstance(crc, CorruptCheckpointError):
-            damage.setdefault(piece.number, crc)
+            errors.setdefault(chunk.number, crc)
         else:
-            join = _KINDS[sums[piece.number].kind].combine
-            crcs[piece.number] = join(crcs[piece.number], crc, piece.stop - piece.start)
+            combine_pair = _KINDS[checksums[chunk.number].kind].combine
+            crcs[chunk.number] = combine_pair(crcs[chunk.number], crc, chunk.stop - chunk.start)
     for number, crc in crcs.items():
-        if crc != sums[number].crc:
-            damage.setdefault(number, _differs(sums[number]))
-    return damage
+        if crc != checksums[number].crc:
+            errors.setdefault(number, _mismatch_error(checksums[number]))
+    return errors
 
 
-def _cut(number: int, one: RangeChecksum) -> list[_Piece]:
-    return [_Piece(number, start, min(one.stop, start + CHUNK)) for start in range(one.start, one.stop, CHUNK)]
+def _split_range(number: int, checksum: RangeChecksum) -> list[_RangeChunk]:
+    return [
+        _RangeChunk(number, start, min(checksum.stop, start + CHUNK))
+        for start in range(checksum.start, checksum.stop, CHUNK)
+    ]
 
 
-def _compute(
-    piece: _Piece, one: RangeChecksum, readers: ReaderPool, buffers: BufferPool
+def _compute_crc(
+    chunk: _RangeChunk, checksum: RangeChecksum, readers: ReaderPool, buffers: BufferPool
 ) -> int | CorruptCheckpointError:
-    data = buffers.get()[: piece.stop - piece.start].data
+    data = buffers.get()[: chunk.stop - chunk.start].data
     try:
-        readers.read(one.file, piece.start, data)
-    except CorruptCheckpointError as error:  # the file is cut short
+        readers.read(checksum.file, chunk.start, data)
+    except CorruptCheckpointError as error:  # the file is truncated
         return error
-    return _KINDS[one.kind].compute(data)
+    return _KINDS[checksum.kind].compute(data)
 
 
-def _differs(one: RangeChecksum) -> CorruptCheckpointError:
+def _mismatch_error(checksum: RangeChecksum) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{one.file} is damaged: its bytes {one.start} to {one.stop}, {one.name}, do not match their {one.kind}"
+        f"{checksum.file} is corrupt: its bytes {checksum.start} to {checksum.stop}, {checksum.name}, "
+        f"do not match their {checksum.kind}"
     )

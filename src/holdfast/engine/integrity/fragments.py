@@ -1,6 +1,6 @@
-"""Fragments of many ranks as columns of numbers: told to others, and those that touch in a block made one.
+"""Fragments of many ranks as columns of numbers: their encoding, and the merging of those that are adjacent in a block.
 
-What assembles from folded fragments (:func:`holdfast.ondisk.blocks.assemble_crcs`) is what does from all of them.
+:func:`holdfast.ondisk.blocks.assemble_crcs` gives the same result for merged fragments as for the original ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment
 
 _ROW = np.dtype([("tensor", "<u4"), ("start", "<u8"), ("stop", "<u8"), ("crc", "<u8")])
 
-#: What a fragment takes when it is told.
-BYTES = _ROW.itemsize
+#: The size of an encoded fragment.
+FRAGMENT_BYTES = _ROW.itemsize
 
 _Flags = NDArray[np.bool_]
 
 
 class FragmentTable(NamedTuple):
-    """Fragments: of each, the number of its tensor, the range of its bytes, and their CRC."""
+    """Fragments as columns: the number of the tensor, the byte range, and the CRC of each."""
 
     tensor: NDArray[np.uint32]
     start: Numbers
@@ -32,25 +32,25 @@ class FragmentTable(NamedTuple):
     crc: Numbers
 
     @classmethod
-    def told(cls, reports: Iterable[bytes]) -> Self:
-        """What :meth:`report` of several ranks gave."""
+    def from_bytes(cls, reports: Iterable[bytes]) -> Self:
+        """Decode and concatenate the results of :meth:`to_bytes` of several ranks."""
         rows = np.frombuffer(b"".join(reports), _ROW)
         columns: list[Any] = [np.ascontiguousarray(rows[name]) for name in cls._fields]
         return cls(*columns)
 
-    def report(self) -> bytes:
-        """For another rank: 28 bytes each."""
+    def to_bytes(self) -> bytes:
+        """Encode the fragments, 28 bytes each."""
         rows = np.empty(len(self.tensor), _ROW)
         for name, column in zip(self._fields, self, strict=True):
             rows[name] = column
         return rows.tobytes()
 
-    def take(self, which: NDArray[np.intp] | _Flags) -> Self:
-        """Some of them."""
-        return type(self)(self.tensor[which], self.start[which], self.stop[which], self.crc[which])
+    def select_rows(self, selection: NDArray[np.intp] | _Flags) -> Self:
+        """Return some of the rows."""
+        return type(self)(self.tensor[selection], self.start[selection], self.stop[selection], self.crc[selection])
 
-    def fragments(self) -> Fragments:
-        """Fragments by tensor."""
+    def to_fragments(self) -> Fragments:
+        """Return the fragments by tensor."""
         result: Fragments = {}
         for tensor, *fragment in zip(*(column.tolist() for column in self), strict=True):
             result.setdefault(tensor, []).append(Fragment(*fragment))
@@ -58,52 +58,52 @@ class FragmentTable(NamedTuple):
 
 
 def encode_fragments(fragments: Mapping[int, Iterable[Fragment]]) -> bytes:
-    """Fragments for another rank: 28 bytes each."""
-    rows = [(tensor, *fragment) for tensor, known in fragments.items() for fragment in known]
+    """Encode fragments, 28 bytes each."""
+    rows = [(tensor, *fragment) for tensor, tensor_fragments in fragments.items() for fragment in tensor_fragments]
     return np.array(rows, dtype=_ROW).tobytes()
 
 
 def decode_fragments(reports: Iterable[bytes]) -> Fragments:
-    """The fragments that ranks reported, folded."""
-    return merge_adjacent_fragments(FragmentTable.told(reports)).fragments()
+    """Decode and merge the fragments of all ranks."""
+    return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_fragments()
 
 
 def merge_adjacent_fragments(rows: FragmentTable) -> FragmentTable:
-    """As few fragments as can be, in order: each is told once, and those that touch inside a block are one.
+    """Sort fragments, drop duplicates, and merge adjacent ones within a block.
 
-    A block in which some overlap, or have the same range but another CRC, is left as it is.
+    A block in which fragments overlap, or have the same range but different CRCs, is left as it is.
     """
-    rows = _in_order(rows)
+    rows = _sort_unique(rows)
     if not len(rows.tensor):
         return rows
-    first = np.flatnonzero(~_joins(rows))
+    first = np.flatnonzero(~_continues_previous(rows))
     last = np.append(first[1:], len(rows.tensor)) - 1
     ends = np.repeat(rows.stop[last], last - first + 1)
     crcs = np.bitwise_xor.reduceat(extend_crcs(rows.crc, ends - rows.stop), first)
     return FragmentTable(rows.tensor[first], rows.start[first], rows.stop[last], crcs)
 
 
-def _in_order(rows: FragmentTable) -> FragmentTable:
-    """By tensor and range, each once."""
-    rows = rows.take(np.lexsort((rows.start, rows.tensor)))
-    if not _equal(rows.tensor, rows.start).any():
+def _sort_unique(rows: FragmentTable) -> FragmentTable:
+    """Sort rows by tensor and range, and drop duplicates."""
+    rows = rows.select_rows(np.lexsort((rows.start, rows.tensor)))
+    if not _equal_to_next(rows.tensor, rows.start).any():
         return rows
-    rows = rows.take(np.lexsort((rows.crc, rows.stop, rows.start, rows.tensor)))
-    return rows.take(~np.append(_equal(*rows), False))
+    rows = rows.select_rows(np.lexsort((rows.crc, rows.stop, rows.start, rows.tensor)))
+    return rows.select_rows(~np.append(_equal_to_next(*rows), False))
 
 
-def _equal(*columns: NDArray[np.uint32] | Numbers) -> _Flags:
-    """Whether each row but the last is as the one after it."""
+def _equal_to_next(*columns: NDArray[np.uint32] | Numbers) -> _Flags:
+    """Return, for each row but the last, whether it equals the next one."""
     flags: _Flags = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])
     return flags
 
 
-def _joins(rows: FragmentTable) -> _Flags:
-    """Whether each row goes on in the same block where the one before it ends."""
-    together = _equal(rows.tensor, rows.start // np.uint64(BLOCK_BYTES))
-    joins = np.append(False, together & (rows.start[1:] == rows.stop[:-1]))
-    overlaps = together & (rows.start[1:] < rows.stop[:-1])
+def _continues_previous(rows: FragmentTable) -> _Flags:
+    """Return, for each row, whether it begins in the same block where the previous one ends."""
+    in_same_block = _equal_to_next(rows.tensor, rows.start // np.uint64(BLOCK_BYTES))
+    joins = np.append(False, in_same_block & (rows.start[1:] == rows.stop[:-1]))
+    overlaps = in_same_block & (rows.start[1:] < rows.stop[:-1])
     if overlaps.any():
-        block = np.append(0, np.cumsum(~together))
+        block = np.append(0, np.cumsum(~in_same_block))
         joins &= ~np.isin(block, block[1:][overlaps])
     return joins

@@ -1,4 +1,4 @@
-"""Proof that ranks which hold the same run hold the same bytes, before they share the writing of it."""
+"""Comparison of replicas: ranks that hold the same shard compare its bytes before they share the writing of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from holdfast.engine.integrity.sampling import SampledRange, sample_everything, sample_some
-from holdfast.engine.io.requests import PartOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf, run_in_threads
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.engine.plan.save_plan import ReplicatedShard, SavePlan
-from holdfast.engine.plan.spec import digest_spec
+from holdfast.engine.plan.spec import digest_bytes
 from holdfast.ondisk.blocks import combine_crcs, crc64
 
-#: Bytes that one thread hashes before it takes more.
-_JOB = 16 * CHUNK
+#: Bytes that one thread hashes at a time.
+_BATCH_BYTES = 16 * CHUNK
 
-#: How many tensors an error names.
+#: The most tensors that an error message names.
 _SHOWN = 5
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -28,95 +28,112 @@ _decode_digests = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
 _decode_details = msgspec.msgpack.Decoder(dict[bytes, list[tuple[int, int]]]).decode
 
 
-def digest_replicas(plan: SavePlan, part_of: PartOf, save: int) -> bytes:
-    """24 bytes for each set of holders that this rank is in, over their parts: all at save 0, then some of each."""
-    return _encode({_key(holders): _digest(replicas, part_of, save) for holders, replicas in plan.replicas.items()})
+def digest_replicas(plan: SavePlan, shard_of: ShardOf, save: int) -> bytes:
+    """Return 24 bytes for each set of holders that this rank is in: a digest over their shards.
 
-
-def have_equal_replicas(posted: Sequence[bytes]) -> bool:
-    """Whether all ranks' digests are equal wherever they hold the same."""
-    known: dict[bytes, bytes] = {}
-    return all(
-        known.setdefault(key, digest) == digest for raw in posted for key, digest in _decode_digests(raw).items()
+    It covers all bytes at save 0, later a sample.
+    """
+    return _encode(
+        {_holders_key(holders): _digest_shards(replicas, shard_of, save) for holders, replicas in plan.replicas.items()}
     )
 
 
-def replica_details(plan: SavePlan, part_of: PartOf) -> bytes:
-    """The tensor and CRC of every replicated part, to find out which differ."""
+def have_equal_replicas(posted: Sequence[bytes]) -> bool:
+    """Return whether the digests of all ranks are equal for each set of holders."""
+    digests: dict[bytes, bytes] = {}
+    return all(
+        digests.setdefault(key, digest) == digest for raw in posted for key, digest in _decode_digests(raw).items()
+    )
+
+
+def replica_details(plan: SavePlan, shard_of: ShardOf) -> bytes:
+    """Return the number and the CRC of every replicated shard, encoded, to find those that differ."""
     return _encode(
         {
-            _key(holders): [(replica.tensor, _crc(part_of(replica.tensor), 0, replica.nbytes)) for replica in replicas]
+            _holders_key(holders): [
+                (replica.tensor, _shard_crc(shard_of(replica.tensor), 0, replica.nbytes)) for replica in replicas
+            ]
             for holders, replicas in plan.replicas.items()
         }
     )
 
 
 def describe_mismatch(plan: SavePlan, posted: Sequence[bytes]) -> str:
-    """The message that names the tensors that differ, and the ranks. Tensors have one number in every rank's plan."""
+    """Return a message that names the tensors that differ, and the ranks.
+
+    Tensors have the same number in every rank's plan.
+    """
     reports = [_decode_details(raw) for raw in posted]
     for key in dict.fromkeys(key for report in reports for key in report):
-        said = {rank: report[key] for rank, report in enumerate(reports) if key in report}
-        first = next(iter(said))
-        differing = [i for i, mine in enumerate(said[first]) if any(crcs[i] != mine for crcs in said.values())]
+        crcs_by_rank = {rank: report[key] for rank, report in enumerate(reports) if key in report}
+        first = next(iter(crcs_by_rank))
+        differing = [
+            i for i, crc in enumerate(crcs_by_rank[first]) if any(crcs[i] != crc for crcs in crcs_by_rank.values())
+        ]
         if differing:
-            ranks = [rank for rank, crcs in said.items() if crcs[differing[0]] != said[first][differing[0]]]
-            names = [plan.tensors[said[first][i][0]] for i in differing]
-            return _message(names, first, ranks)
+            ranks = [
+                rank for rank, crcs in crcs_by_rank.items() if crcs[differing[0]] != crcs_by_rank[first][differing[0]]
+            ]
+            names = [plan.tensors[crcs_by_rank[first][i][0]] for i in differing]
+            return _mismatch_message(names, first, ranks)
     return "replicated tensors changed on some rank while they were being saved; save between steps. Nothing was saved"
 
 
-def _message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int]) -> str:
+def _mismatch_message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int]) -> str:
     shown = ", ".join(f"{group} tensor {name!r}" for group, name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"ranks hold different values of {shown}{more}: rank {first} and rank {', '.join(map(str, ranks))} differ. "
-        "Either the replicas have diverged, or these are different tensors under one name (parts of one tensor must "
+        "Either the replicas have diverged, or these are different tensors under one name (shards of one tensor must "
         "be a DTensor; stages of a pipeline need names of their own). Nothing was saved"
     )
 
 
-def _key(holders: tuple[int, ...]) -> bytes:
-    """8 bytes for a set of ranks, of which there may be thousands."""
-    return digest_spec(np.array(holders, dtype="<u4").tobytes(), 8)
+def _holders_key(holders: tuple[int, ...]) -> bytes:
+    """Return 8 bytes that identify a set of ranks, of which there may be thousands."""
+    return digest_bytes(np.array(holders, dtype="<u4").tobytes(), 8)
 
 
-def _digest(replicas: Sequence[ReplicatedShard], part_of: PartOf, save: int) -> bytes:
+def _digest_shards(replicas: Sequence[ReplicatedShard], shard_of: ShardOf, save: int) -> bytes:
     ranges = sample_everything(replicas) if save == 0 else sample_some(replicas, save)
-    crcs = run_in_threads(partial(crc_of_shard, part_of=part_of), _jobs(ranges))
-    return digest_spec(np.array(crcs, dtype="<u8").tobytes(), 16)
+    crcs = run_in_threads(partial(crc_of_ranges, shard_of=shard_of), _batch_ranges(ranges))
+    return digest_bytes(np.array(crcs, dtype="<u8").tobytes(), 16)
 
 
-def _jobs(ranges: Iterable[SampledRange]) -> Iterator[list[SampledRange]]:
-    """Ranges in turn, about as many bytes of them together as one thread hashes at a time."""
-    job, size = list[SampledRange](), 0
-    for one in ranges:
-        job.append(one)
-        size += one.stop - one.start
-        if size >= _JOB:
-            yield job
-            job, size = [], 0
-    if job:
-        yield job
+def _batch_ranges(ranges: Iterable[SampledRange]) -> Iterator[list[SampledRange]]:
+    """Group ranges, in order, into batches of about as many bytes as one thread hashes at a time."""
+    batch, size = list[SampledRange](), 0
+    for sampled_range in ranges:
+        batch.append(sampled_range)
+        size += sampled_range.stop - sampled_range.start
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def crc_of_shard(ranges: Iterable[SampledRange], part_of: PartOf) -> int:
-    """The CRC of ranges one after another. Those on an accelerator come from there together: each copy waits for it."""
+def crc_of_ranges(ranges: Iterable[SampledRange], shard_of: ShardOf) -> int:
+    """Return the CRC of concatenated ranges.
+
+    Ranges on an accelerator are copied from there together, as each copy waits for the device.
+    """
     crc, size = 0, 0
     waiting: list[torch.Tensor] = []
     for tensor, start, stop in ranges:
-        part = part_of(tensor)
-        remote = part.remote(start, stop)
-        if waiting and (remote is None or remote.device != waiting[0].device or size > CHUNK):
+        shard = shard_of(tensor)
+        device_bytes = shard.view_on_device(start, stop)
+        if waiting and (device_bytes is None or device_bytes.device != waiting[0].device or size > CHUNK):
             crc, size = crc64(torch.cat(waiting).cpu().numpy(), crc), 0
             waiting.clear()
-        if remote is None:
-            crc = part.crc(start, stop, crc)
+        if device_bytes is None:
+            crc = shard.compute_crc(start, stop, crc)
         else:
-            waiting.append(remote)
+            waiting.append(device_bytes)
             size += stop - start
     return crc64(torch.cat(waiting).cpu().numpy(), crc) if waiting else crc
 
 
-def _crc(part: TensorBytes, start: int, stop: int) -> int:
-    cuts = [(at, min(stop, at + CHUNK)) for at in range(start, stop, CHUNK)]
-    return combine_crcs((part.crc(low, high), high - low) for low, high in cuts)
+def _shard_crc(shard: TensorBytes, start: int, stop: int) -> int:
+    chunks = [(low, min(stop, low + CHUNK)) for low in range(start, stop, CHUNK)]
+    return combine_crcs((shard.compute_crc(low, high), high - low) for low, high in chunks)

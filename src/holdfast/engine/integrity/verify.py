@@ -1,4 +1,4 @@
-"""Verification of what was read: each rank checks the blocks that it read whole, all together check the rest."""
+"""Verification of bytes that were read: each rank checks blocks that it read whole, all ranks together the others."""
 
 from __future__ import annotations
 
@@ -15,93 +15,95 @@ from holdfast.ondisk.files import TensorInfo
 
 
 class VerifiedTensors(Protocol):
-    """What verification asks of a checkpoint's reader."""
+    """The part of a checkpoint's reader that verification needs."""
 
     @property
     def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """The tensors, by group and name."""
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRC of each block, or ``None``."""
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRC of each block, or ``None``."""
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[tuple[Source, int, int, int]]:
-        """File, offset, start and stop of each range that holds part of a tensor."""
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[tuple[Source, int, int, int]]:
+        """Return file, offset, start and stop of each range that contains bytes of a tensor."""
 
 
 class ChecksumVerifier:
-    """The expected CRCs of a checkpoint's tensors; ``numbered`` are their keys, by number."""
+    """The expected CRCs of a checkpoint's tensors; ``numbered`` has their keys by number."""
 
     def __init__(self, source: VerifiedTensors, numbered: Sequence[tuple[str, str]]) -> None:
         self._source, self._numbered = source, numbered
 
-    def check_own(self, found: Fragments) -> Fragments:
-        """Verify blocks that this rank read whole. Returns the fragments of all others, to be checked together."""
+    def verify_local(self, fragments_by_tensor: Fragments) -> Fragments:
+        """Verify blocks that this rank read whole. Return the other fragments, to be verified across ranks."""
         partial: Fragments = {}
-        for _, error in self.damage(found, partial):
+        for _, error in self.find_corrupt_blocks(fragments_by_tensor, partial):
             raise error
         return partial
 
-    def damage(self, found: Fragments, partial: Fragments) -> Iterator[tuple[int, CorruptCheckpointError]]:
-        """The blocks read whole that are not what was saved, by tensor; other fragments go into ``partial``."""
-        for tensor, fragments in found.items():
-            crcs = self._crcs(tensor)
+    def find_corrupt_blocks(
+        self, fragments_by_tensor: Fragments, partial: Fragments
+    ) -> Iterator[tuple[int, CorruptCheckpointError]]:
+        """Yield errors of corrupt blocks that were read whole, by tensor; add other fragments to ``partial``."""
+        for tensor, fragments in fragments_by_tensor.items():
+            crcs = self._expected_crcs(tensor)
             if crcs is None:
                 continue
-            nbytes = self._nbytes(tensor)
+            nbytes = self._tensor_bytes(tensor)
             for fragment in fragments:
                 block = fragment.start // BLOCK_BYTES
                 if (fragment.start, fragment.stop) != block_range(block, nbytes):
                     partial.setdefault(tensor, []).append(fragment)
                 elif fragment.crc != crcs[block]:
-                    yield tensor, self._damaged(tensor, block)
+                    yield tensor, self._corrupt_error(tensor, block)
 
-    def check_shared(self, partial: Fragments) -> None:
-        """Verify blocks of which several ranks read parts. Those that the parts do not tile are read again, whole."""
+    def verify_across_ranks(self, partial: Fragments) -> None:
+        """Verify blocks of which several ranks read parts. If the parts do not tile a block, read it again."""
         for tensor, fragments in partial.items():
-            expected = self._crcs(tensor)
-            said: dict[tuple[int, int], int] = {}
+            expected = self._expected_crcs(tensor)
+            crc_by_range: dict[tuple[int, int], int] = {}
             for start, stop, crc in fragments:
-                if said.setdefault((start, stop), crc) != crc:
-                    raise self._damaged(tensor, start // BLOCK_BYTES)
-            assembled = assemble_crcs(fragments, self._nbytes(tensor))
+                if crc_by_range.setdefault((start, stop), crc) != crc:
+                    raise self._corrupt_error(tensor, start // BLOCK_BYTES)
+            assembled = assemble_crcs(fragments, self._tensor_bytes(tensor))
             for block in sorted({fragment.start // BLOCK_BYTES for fragment in fragments}):
                 whole = assembled[block]
-                found = self._read_again(tensor, block) if whole is None else whole
-                if expected is not None and expected[block] != found:
-                    raise self._damaged(tensor, block)
+                crc = self._crc_from_storage(tensor, block) if whole is None else whole
+                if expected is not None and expected[block] != crc:
+                    raise self._corrupt_error(tensor, block)
 
-    def check_block(self, tensor: int, block: int) -> None:
+    def verify_block(self, tensor: int, block: int) -> None:
         """Read one block and verify it."""
-        expected = self._crcs(tensor)
-        if expected is not None and expected[block] != self._read_again(tensor, block):
-            raise self._damaged(tensor, block)
+        expected = self._expected_crcs(tensor)
+        if expected is not None and expected[block] != self._crc_from_storage(tensor, block):
+            raise self._corrupt_error(tensor, block)
 
-    def cover(self, keys: Iterable[tuple[str, str]]) -> bool:
-        """Whether all of these tensors have CRCs."""
-        return all(self._source.crcs(*key) is not None for key in keys)
+    def has_all_crcs(self, keys: Iterable[tuple[str, str]]) -> bool:
+        """Return whether all of these tensors have CRCs."""
+        return all(self._source.block_crcs(*key) is not None for key in keys)
 
-    def _crcs(self, tensor: int) -> Sequence[int] | None:
-        return self._source.crcs(*self._numbered[tensor])
+    def _expected_crcs(self, tensor: int) -> Sequence[int] | None:
+        return self._source.block_crcs(*self._numbered[tensor])
 
-    def _nbytes(self, tensor: int) -> int:
+    def _tensor_bytes(self, tensor: int) -> int:
         group, name = self._numbered[tensor]
         return self._source.groups[group][name].nbytes
 
-    def _damaged(self, tensor: int, block: int) -> CorruptCheckpointError:
+    def _corrupt_error(self, tensor: int, block: int) -> CorruptCheckpointError:
         group, name = self._numbered[tensor]
-        start, stop = block_range(block, self._nbytes(tensor))
-        file = self._source.extents(group, name, start, stop)[0][0]
+        start, stop = block_range(block, self._tensor_bytes(tensor))
+        file = self._source.find_extents(group, name, start, stop)[0][0]
         return CorruptCheckpointError(
-            f"{group} tensor {name!r} in {file} is damaged: its bytes {start} to {stop} do not match their CRC"
+            f"{group} tensor {name!r} in {file} is corrupt: its bytes {start} to {stop} do not match their CRC"
         )
 
-    def _read_again(self, tensor: int, block: int) -> int:
-        start, stop = block_range(block, self._nbytes(tensor))
-        pieces = []
-        for file, offset, first, last in self._source.extents(*self._numbered[tensor], start, stop):
-            with SourceReader([file]) as opened:
-                for at in range(0, last - first, CHUNK):
-                    data = bytearray(min(CHUNK, last - first - at))
-                    opened.read(0, offset + at, memoryview(data))
-                    pieces.append((crc64(data), len(data)))
-        return combine_crcs(pieces)
+    def _crc_from_storage(self, tensor: int, block: int) -> int:
+        start, stop = block_range(block, self._tensor_bytes(tensor))
+        crcs = []
+        for file, offset, first, last in self._source.find_extents(*self._numbered[tensor], start, stop):
+            with SourceReader([file]) as reader:
+                for start_in_extent in range(0, last - first, CHUNK):
+                    data = bytearray(min(CHUNK, last - first - start_in_extent))
+                    reader.read(0, offset + start_in_extent, memoryview(data))
+                    crcs.append((crc64(data), len(data)))
+        return combine_crcs(crcs)

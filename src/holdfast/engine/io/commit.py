@@ -1,6 +1,6 @@
-"""Rank 0's part of a save: a hidden folder with files of the right size, and its publication under the final name.
+"""Rank 0's part of a save: a staging directory with files of the final size, and its publication.
 
-A folder with its final name is complete: it appears by one rename, after everything in it is durable.
+A directory with its final name is complete: it appears by one rename, after everything in it is durable.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from holdfast.storage.directories import DirectoryLock
 #: ``{path inside the checkpoint: contents}``.
 SmallFiles = Mapping[str, bytes]
 
-#: Makes the manifest of the files that it is given.
-Describe = Callable[[dict[str, FileRecord]], Manifest]
+#: Builds the manifest of the given files.
+MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
 
-#: How often an overwrite begins again where others change what it overwrites.
+#: The most attempts to replace a checkpoint while other processes change it.
 _ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
 class ReplacePolicy:
-    """How a checkpoint is replaced: it is ``replaced`` before it is ``removed``, hidden names both.
+    """The paths and the check for replacing a checkpoint.
 
-    ``check`` raises ``TagExistsError`` where what is in a folder is to keep the name.
+    The old checkpoint is renamed to ``displaced_path``, and to ``removal_path`` when it is deleted; both names are
+    hidden. ``check_replaceable`` raises ``TagExistsError`` if the checkpoint in a directory must keep its name.
     """
 
-    replaced: Path
-    removed: Path
-    check: Callable[[Path], None]
+    displaced_path: Path
+    removal_path: Path
+    check_replaceable: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
 class StagingDirectory:
-    """A save in progress: a hidden folder, and the plan of what will be in it."""
+    """The hidden directory of a save in progress, and the plan of the files in it."""
 
     folder: Path
     plan: SavePlan
 
-    def open(self) -> DirectoryLock:
-        """Create the folder, and its data files at their final sizes; nothing is left of it on failure.
+    def create_directory(self) -> DirectoryLock:
+        """Create the directory, and its data files with their final sizes. After a failure nothing is left of it.
 
-        The lock is to be held until the save has ended: it tells others that the save lives.
+        The returned lock must be held until the save has ended: it shows other processes that the save is in progress.
         """
         posix.make_durable_directory(self.folder.parent)
         directories.check_space(self.folder.parent, sum(file.size for file in self.plan.files))
@@ -66,106 +67,116 @@ class StagingDirectory:
                 posix.make_parents(self.folder, file.path)
                 posix.allocate_space(self.folder / file.path, file.size)
         except BaseException:
-            self.discard()
+            self.remove_directory()
             if lock is not None:
                 lock.close()
             raise
         return lock
 
-    def complete(self, fragments: Fragments, small: SmallFiles, describe: Describe) -> Manifest:
-        """Write what is missing in the folder, whose data is durable, and make all of it durable.
+    def finalize(self, fragments: Fragments, small_files: SmallFiles, make_manifest: MakeManifest) -> Manifest:
+        """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
 
-        ``fragments`` is what all ranks hashed. Raises ``RankMismatchError`` where that leaves a gap in a tensor.
+        ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
         """
         records = dict(self._finish_data(fragments))
         indexes = {index_path(group): build_index(files) for group, files in self.plan.groups.items() if len(files) > 1}
-        for name, data in sorted({**indexes, **small}.items()):
+        for name, data in sorted({**indexes, **small_files}.items()):
             posix.make_parents(self.folder, name)
             posix.write_small(self.folder / name, data)
             records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
-        described = describe(dict(sorted(records.items())))
-        posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(described))
+        finished = make_manifest(dict(sorted(records.items())))
+        posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
         for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
             posix.fsync_directory(self.folder / folder)
-        return described
+        return finished
 
     def publish(self, final: Path) -> None:
-        """Give the folder its final name. Raises ``TagExistsError`` where that is taken."""
+        """Rename the directory to its final name. Raises ``TagExistsError`` if that exists."""
         directories.rename_noreplace(self.folder, final)
 
-    def overwrite(self, final: Path, how: ReplacePolicy) -> None:
-        """Give the folder its final name, whoever has it. Others may overwrite or remove the same checkpoint."""
+    def publish_replacing(self, final: Path, policy: ReplacePolicy) -> None:
+        """Rename the directory to its final name, and replace a checkpoint of that name.
+
+        Other processes may replace or remove the same checkpoint meanwhile.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
-            how.check(final)
+            policy.check_replaceable(final)
             try:
                 if posix.path_exists(final):
-                    directories.exchange_directories(self.folder, final, how.replaced)
-                    self._give_back(final, how)
+                    directories.exchange_directories(self.folder, final, policy.displaced_path)
+                    self._undo_replace(final, policy)
                 else:
                     directories.rename_noreplace(self.folder, final)
             except (TagExistsError, StorageError) as error:
-                changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
-                if not changed or attempt == _ATTEMPTS:
+                is_changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
+                if not is_changed or attempt == _ATTEMPTS:
                     raise
-                _drop_displaced(final, how)
+                _drop_displaced(final, policy)
             else:
                 return
 
-    def _give_back(self, final: Path, how: ReplacePolicy) -> None:
-        """What took the name after the last look, and is to keep it, has it again; the draft is one again."""
+    def _undo_replace(self, final: Path, policy: ReplacePolicy) -> None:
+        """Swap back if a checkpoint that must keep the name took it after the check.
+
+        Then that one has its name again, and this directory is a staging directory again.
+        """
         try:
-            how.check(how.replaced)
+            policy.check_replaceable(policy.displaced_path)
         except TagExistsError:
-            directories.exchange_directories(how.replaced, final, self.folder)
+            directories.exchange_directories(policy.displaced_path, final, self.folder)
             raise
         except StorageError:
-            return  # the draft has the name by now: what cannot be told of the other does not undo that
+            return  # this directory has the name by now, which an unreadable old checkpoint does not undo
 
-    def discard(self) -> None:
-        """Remove the folder, after a failure; what cannot be removed stays hidden."""
+    def remove_directory(self) -> None:
+        """Remove the directory after a failure. If that is not possible it stays hidden."""
         with suppress(StorageError):
             directories.remove_tree(self.folder)
 
     def _finish_data(self, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
-        """Write the headers, which hold the CRCs of all blocks."""
-        number = itertools.count()
+        """Write the headers, which contain the CRCs of all blocks."""
+        numbers = itertools.count()
         for file in self.plan.files:
             crcs = []
             for entry in file.entries.values():
-                tensor = next(number)
+                tensor = next(numbers)
                 group, name = self.plan.tensors[tensor]
                 crcs.append(block_crcs(fragments.get(tensor, []), entry.nbytes, f"{group} tensor {name!r}"))
-            header = file.header(itertools.chain(*crcs))
+            header = file.build_header(itertools.chain(*crcs))
             with BufferedWriter(self.folder / file.path) as writer:
                 writer.write(0, memoryview(header))
                 writer.sync()
             crc = blocks.crc64(header)
-            yield file.path, FileRecord(file.size, f"{_is_complete(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+            yield file.path, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
 
 
-def block_crcs(found: Sequence[Fragment], nbytes: int, what: str) -> list[int]:
-    """The CRC of each block of a tensor from what all ranks hashed. Raises ``RankMismatchError`` naming a gap."""
-    crcs = blocks.assemble_crcs(found, nbytes)
-    whole = [crc for crc in crcs if crc is not None]
-    if len(whole) != len(crcs):
+def block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:
+    """Return the CRC of each block of a tensor from the fragments of all ranks.
+
+    Raises ``RankMismatchError`` naming a gap.
+    """
+    crcs = blocks.assemble_crcs(fragments, nbytes)
+    complete_crcs = [crc for crc in crcs if crc is not None]
+    if len(complete_crcs) != len(crcs):
         start, stop = blocks.block_range(crcs.index(None), nbytes)
         raise RankMismatchError(
-            f"{what}: no rank saved all of bytes {start} to {stop}; some rank of its mesh did not pass it to the save"
+            f"{tensor_text}: no rank saved all of bytes {start} to {stop}; "
+            "some rank of its mesh did not pass it to the save"
         )
-    return whole
+    return complete_crcs
 
 
-def _drop_displaced(final: Path, how: ReplacePolicy) -> None:
-    """What was put aside goes, if anything was, but only where another has taken its name: else it is all there is."""
+def _drop_displaced(final: Path, policy: ReplacePolicy) -> None:
+    """Delete the displaced checkpoint, but only if another one has its name by now; otherwise it is the only copy."""
     with suppress(StorageError):
         if posix.path_exists(final):
-            directories.remove_directory(how.replaced, how.removed)
+            directories.remove_directory(policy.displaced_path, policy.removal_path)
 
 
-def _is_complete(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
-    """The CRC of a file from those of its header and of its tensors' blocks."""
-    pieces = [(header_crc, file.data_start)]
-    for entry, row in zip(file.entries.values(), crcs, strict=True):
-        spans = (blocks.block_range(block, entry.nbytes) for block in range(len(row)))
-        pieces += [(crc, stop - start) for crc, (start, stop) in zip(row, spans, strict=True)]
-    return blocks.combine_crcs(pieces)
+def _file_crc(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
+    """Combine the CRCs of a file's header and of its tensors' blocks into the CRC of the file."""
+    crcs_and_lengths = [(header_crc, file.data_start)]
+    for entry, block_row in zip(file.entries.values(), crcs, strict=True):
+        spans = (blocks.block_range(block, entry.nbytes) for block in range(len(block_row)))
+        crcs_and_lengths += [(crc, stop - start) for crc, (start, stop) in zip(block_row, spans, strict=True)]
+    return blocks.combine_crcs(crcs_and_lengths)

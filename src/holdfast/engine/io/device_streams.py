@@ -1,11 +1,11 @@
-"""Order between copies of ours and what the caller has enqueued on accelerators.
+"""Synchronization of copies with the work that the caller has enqueued on accelerators.
 
-Kernels run later than the calls that enqueue them, on streams of the caller's choice. Copies run in threads of ours,
-and a thread that is new copies on a stream that waits for none of those. So whatever reads or fills tensors first lets
-their devices finish, on all streams; and what has filled them does so again, as a copy into a tensor that is not
-contiguous ends in a kernel, which the caller's streams would not wait for.
+Kernels run later than the calls that enqueue them, on streams that the caller chooses. Copies run in holdfast's own
+threads, and a new thread copies on a stream that waits for none of these. So code that reads or fills tensors first
+waits until their devices are done, on all streams. Code that has filled them waits again: a copy into a tensor that is
+not contiguous ends in a kernel, for which the caller's streams would not wait.
 
-Events that the copying threads wait for would do with less waiting. They have yet to be tried on a device.
+Events for which the copying threads wait would need less waiting. They have not been tried on a device yet.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class Accelerator(Protocol):
     """The part of ``torch.accelerator`` that is needed."""
 
     def current_accelerator(self) -> torch.device | None:
-        """The kind of accelerator that torch was built for."""
+        """Return the kind of accelerator that torch was built for."""
 
     def synchronize(self, device: torch.device, /) -> None:
-        """Wait until a device has done what is enqueued on any of its streams."""
+        """Wait until a device has finished the work on all its streams."""
 
 
-class OnDevice(Protocol):
-    """Something that lies on a device."""
+class HasDevice(Protocol):
+    """An object on a device."""
 
     @property
     def device(self) -> torch.device:
-        """Which."""
+        """The device."""
 
 
-def synchronize_devices(tensors: Iterable[OnDevice], accelerator: Accelerator = torch.accelerator) -> None:
-    """Wait until the accelerators that hold any of the tensors have done all that is enqueued on them."""
-    known = accelerator.current_accelerator()
-    if known is None:
+def synchronize_devices(tensors: Iterable[HasDevice], accelerator: Accelerator = torch.accelerator) -> None:
+    """Wait until the accelerators that hold any of the tensors have finished all enqueued work."""
+    current = accelerator.current_accelerator()
+    if current is None:
         return
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        if device.type == known.type:  # others order their copies by themselves
+        if device.type == current.type:  # other devices order their copies by themselves
             accelerator.synchronize(device)

@@ -1,7 +1,7 @@
-"""Bytes from one rank to another, with an eye on the clock and on the other ranks.
+"""Point-to-point exchange of bytes between ranks, with a timeout and a check for failed ranks.
 
-Sends and receives go over a gloo group; between two ranks they meet in the order in which both make them. They are
-waited for aside, so that a rank which others have left, or which hears that another failed, does not hang.
+Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. A daemon thread
+waits for them, so that a rank does not hang if its peer has left or another rank has failed.
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ from holdfast.engine.comm.session import Session
 from holdfast.errors import RankFailedError, RankTimeoutError
 from holdfast.storage.memory import Bytes
 
-#: Seconds between looks at whether another rank has failed.
-_LOOK = 0.25
+#: Seconds between two checks whether another rank has failed.
+_POLL_SECONDS = 0.25
 
-#: Who waits for the exchange has a deadline, and the group none that comes before.
+#: The wait has its own deadline; the process group must not time out earlier.
 _FOREVER = timedelta(days=365)
 
 
 class SentBytes(NamedTuple):
-    """Bytes on their way to or from a rank."""
+    """A send to a rank, or a receive from it, in progress."""
 
     work: dist.Work
     peer: int
 
 
-#: Sends and receives on their way.
+#: Sends and receives in progress.
 Works = Sequence[SentBytes]
 
 
 class P2PExchange:
-    """One rank's end of the exchange of one save or load."""
+    """One rank's part in the exchange of one save or load."""
 
     def __init__(self, group: dist.ProcessGroup, session: Session) -> None:
         self.rank = session.rank
         self._group, self._session = group, session
-        self._aside = DaemonExecutor("holdfast wire")
+        self._executor = DaemonExecutor("holdfast p2p")
         self._awaited = self.rank
 
-    def send(self, data: Bytes, to: int) -> SentBytes:
-        """Begin to send. ``data`` must stay as it is until the work is done."""
-        work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._session.number, group_dst=to)
-        return self._begun(work, to)
+    def send(self, data: Bytes, receiver: int) -> SentBytes:
+        """Start to send. ``data`` must not change until the work is done."""
+        work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._session.number, group_dst=receiver)
+        return self._require_work(work, receiver)
 
-    def receive(self, into: Bytes, source: int) -> SentBytes:
-        """Begin to receive as many bytes as ``into`` has."""
-        work = dist.irecv(torch.from_numpy(into), group=self._group, tag=self._session.number, group_src=source)
-        return self._begun(work, source)
+    def receive(self, buffer: Bytes, sender: int) -> SentBytes:
+        """Start to receive as many bytes as ``buffer`` has."""
+        work = dist.irecv(torch.from_numpy(buffer), group=self._group, tag=self._session.number, group_src=sender)
+        return self._require_work(work, sender)
 
     @staticmethod
-    def _begun(work: dist.Work | None, peer: int) -> SentBytes:
+    def _require_work(work: dist.Work | None, peer: int) -> SentBytes:
         if work is None:
-            raise RankFailedError(f"nothing can be exchanged with rank {peer} over this process group")
+            raise RankFailedError(f"this process group cannot exchange data with rank {peer}")
         return SentBytes(work, peer)
 
     def wait(self, works: Works) -> None:
-        """Until all of these are done.
+        """Wait until all sends and receives are done.
 
-        Raises ``PeerFailedError`` when another rank has failed, ``RankTimeoutError`` after the session's
-        timeout, ``RankFailedError`` when a connection breaks.
+        Raises ``PeerFailedError`` if another rank has failed, ``RankTimeoutError`` after the session's timeout,
+        ``RankFailedError`` if a connection breaks.
         """
-        done = self._aside.begin(partial(self._wait_for, works))
-        wait = Deadline(self._session.timeout)
+        future = self._executor.submit(partial(self._wait_for_all, works))
+        deadline = Deadline(self._session.timeout)
         while True:
             try:
-                return done.result(_LOOK)
+                return future.result(_POLL_SECONDS)
             except TimeoutError:
-                self._session.check_others()
-                wait.tell(lambda: f"rank {self._awaited} while exchanging parts of tensors")
-                if wait.is_over:
+                self._session.raise_if_peer_failed()
+                deadline.warn_if_slow(lambda: f"rank {self._awaited} while exchanging shards of tensors")
+                if deadline.is_over:
                     raise RankTimeoutError(
-                        "another rank did not send or take its part of the exchange within the timeout"
+                        "another rank did not send or receive its part of the exchange within the timeout"
                     ) from None
 
-    def _wait_for(self, works: Works) -> None:
+    def _wait_for_all(self, works: Works) -> None:
         try:
             for sent in works:
                 self._awaited = sent.peer
@@ -97,4 +97,4 @@ class P2PExchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._aside.close()
+        self._executor.close()

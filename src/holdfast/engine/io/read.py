@@ -1,82 +1,98 @@
-"""Reading: byte ranges straight into the tensors, hashed while they are still in the processor's cache."""
+"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from holdfast.engine.io.read_order import rotate_by_rank
-from holdfast.engine.io.requests import Fragments, Moved, SinkOf, ignore_progress, merge_fragments, run_in_threads
+from holdfast.engine.io.requests import (
+    Fragments,
+    OnBytesMoved,
+    SinkOf,
+    ignore_progress,
+    merge_fragments,
+    run_in_threads,
+)
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.ondisk.blocks import Fragment, crc64
-from holdfast.storage.direct_reader import DirectFile
+from holdfast.storage.direct_reader import DirectReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 
 
-def read_pieces(
-    files: Sequence[Source], pieces: Sequence[FileRange], sink_of: SinkOf, moved: Moved = ignore_progress
+def read_file_ranges(
+    files: Sequence[Source], file_ranges: Sequence[FileRange], sink_of: SinkOf, on_moved: OnBytesMoved = ignore_progress
 ) -> Fragments:
-    """Read pieces of files that no other rank reads into this rank's parts of tensors; return what it hashed.
+    """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
 
-    Beside the tensors it needs a few buffers, whatever their size.
+    Apart from the tensors it needs a few buffers of fixed size.
     """
-    with SourceReader(files, DirectFile()) as opened:
-        return _read_all(opened, _chunks(pieces), sink_of, moved)
+    with SourceReader(files, DirectReaderFactory()) as reader:
+        return _read_all(reader, _sorted_chunks(file_ranges), sink_of, on_moved)
 
 
-def read_common(
-    files: Sequence[Source], pieces: Sequence[FileRange], rank: int, sink_of: SinkOf, moved: Moved = ignore_progress
+def read_host_shared(
+    files: Sequence[Source],
+    file_ranges: Sequence[FileRange],
+    rank: int,
+    sink_of: SinkOf,
+    on_moved: OnBytesMoved = ignore_progress,
 ) -> Fragments:
-    """The same for pieces that other ranks of the host read, too: what one reads, all find in the page cache."""
-    with SourceReader(files) as opened:
-        return _read_all(opened, rotate_by_rank(_chunks(pieces), rank), sink_of, moved)
+    """Read file ranges that other ranks of the host read, too.
+
+    Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
+    """
+    with SourceReader(files) as reader:
+        return _read_all(reader, rotate_by_rank(_sorted_chunks(file_ranges), rank), sink_of, on_moved)
 
 
-def _chunks(pieces: Sequence[FileRange]) -> list[IoChunk]:
-    return list(tensor_chunks(sorted(pieces, key=lambda piece: (piece.file, piece.offset))))
+def _sorted_chunks(file_ranges: Sequence[FileRange]) -> list[IoChunk]:
+    return list(tensor_chunks(sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))))
 
 
-def _read_all(opened: SourceReader, chunks: Iterable[IoChunk], sink_of: SinkOf, moved: Moved) -> Fragments:
+def _read_all(reader: SourceReader, chunks: Iterable[IoChunk], sink_of: SinkOf, on_moved: OnBytesMoved) -> Fragments:
     buffers = BufferPool(CHUNK)
 
-    def work(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-        fragments = _read(chunk, sink_of, buffers, opened)
-        moved(chunk.size)
+    def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
+        fragments = _read_chunk(chunk, sink_of, buffers, reader)
+        on_moved(chunk.size)
         return fragments
 
-    return merge_fragments(run_in_threads(work, chunks))
+    return merge_fragments(run_in_threads(read_one, chunks))
 
 
-def _read(chunk: IoChunk, sink_of: SinkOf, buffers: BufferPool, opened: SourceReader) -> list[tuple[int, Fragment]]:
-    in_place = _view(chunk.pieces[0], sink_of) if len(chunk.pieces) == 1 else None
+def _read_chunk(
+    chunk: IoChunk, sink_of: SinkOf, buffers: BufferPool, reader: SourceReader
+) -> list[tuple[int, Fragment]]:
+    in_place = _view_sink(chunk.file_ranges[0], sink_of) if len(chunk.file_ranges) == 1 else None
     if in_place is not None:
-        return [_read_in_place(chunk, in_place, opened)]
-    return _read_apart(chunk, sink_of, buffers.get()[: chunk.size], opened)
+        return [_read_in_place(chunk, in_place, reader)]
+    return _read_buffered(chunk, sink_of, buffers.get()[: chunk.size], reader)
 
 
-def _read_in_place(chunk: IoChunk, into: Bytes, opened: SourceReader) -> tuple[int, Fragment]:
+def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple[int, Fragment]:
     crc = 0
-    for filled in opened.read_in_parts(chunk.file, chunk.offset, into.data):
+    for filled in reader.read_in_chunks(chunk.file, chunk.offset, buffer.data):
         crc = crc64(filled, crc)
-    return _fragment(chunk.pieces[0], crc)
+    return _make_fragment(chunk.file_ranges[0], crc)
 
 
-def _read_apart(chunk: IoChunk, sink_of: SinkOf, data: Bytes, opened: SourceReader) -> list[tuple[int, Fragment]]:
-    """Read into a buffer, and hand each piece to its sink."""
-    opened.read(chunk.file, chunk.offset, data.data)
-    found = []
-    for piece in chunk.pieces:
-        at = piece.offset - chunk.offset
-        part = data[at : at + piece.stop - piece.start]
-        sink_of(piece.tensor).write(piece.local, part)
-        found.append(_fragment(piece, crc64(part)))
-    return found
+def _read_buffered(chunk: IoChunk, sink_of: SinkOf, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
+    """Read into a buffer, and write each file range to its sink."""
+    reader.read(chunk.file, chunk.offset, data.data)
+    fragments = []
+    for file_range in chunk.file_ranges:
+        start = file_range.offset - chunk.offset
+        range_bytes = data[start : start + file_range.stop - file_range.start]
+        sink_of(file_range.tensor).write(file_range.local, range_bytes)
+        fragments.append(_make_fragment(file_range, crc64(range_bytes)))
+    return fragments
 
 
-def _fragment(piece: FileRange, crc: int) -> tuple[int, Fragment]:
-    return piece.tensor, Fragment(piece.start, piece.stop, crc)
+def _make_fragment(file_range: FileRange, crc: int) -> tuple[int, Fragment]:
+    return file_range.tensor, Fragment(file_range.start, file_range.stop, crc)
 
 
-def _view(piece: FileRange, sink_of: SinkOf) -> Bytes | None:
-    return sink_of(piece.tensor).view(piece.local, piece.local + piece.stop - piece.start)
+def _view_sink(file_range: FileRange, sink_of: SinkOf) -> Bytes | None:
+    return sink_of(file_range.tensor).view(file_range.local, file_range.local + file_range.stop - file_range.start)

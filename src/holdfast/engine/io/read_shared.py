@@ -1,4 +1,4 @@
-"""Reading what many ranks need: one reads it, keeps its own, and passes the rest on."""
+"""Reading of bytes that many ranks need: one rank reads them, keeps its part, and sends the others theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.engine.io.read_order import rotate_by_rank
 from holdfast.engine.io.requests import (
     THREADS,
     Fragments,
-    Moved,
+    OnBytesMoved,
     SinkOf,
     ignore_progress,
     merge_fragments,
@@ -27,178 +27,188 @@ from holdfast.engine.io.tensor_bytes import ByteSink
 from holdfast.engine.io.write_stripes import MAX_IN_FLIGHT, hash_fragments
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.load_plan import BroadcastChunk
-from holdfast.engine.plan.routes import Crossing, OwnedStripe, RemoteStripe, ShardContribution
+from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.blocks import Fragment
 from holdfast.storage.memory import BufferPool, Bytes
 
-_Found = list[tuple[int, Fragment]]
+_ReadResult = list[tuple[int, Fragment]]
 
 
 def read_stripes(
-    files: Sequence[Source], stripes: Sequence[OwnedStripe], rank: int, sink_of: SinkOf, moved: Moved = ignore_progress
+    files: Sequence[Source],
+    stripes: Sequence[OwnedStripe],
+    rank: int,
+    sink_of: SinkOf,
+    on_moved: OnBytesMoved = ignore_progress,
 ) -> Fragments:
-    """Read stripes whole, as other ranks do, keep this rank's cut of each, and return what was hashed."""
+    """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed."""
     buffers = BufferPool(STRIPE)
-    with SourceReader(files) as opened:
+    with SourceReader(files) as reader:
 
-        def work(stripe: OwnedStripe) -> _Found:
-            size = count_bytes(stripe.pieces)
+        def read_one(stripe: OwnedStripe) -> _ReadResult:
+            size = count_bytes(stripe.file_ranges)
             data = buffers.get()[:size]
-            found = _read(stripe.pieces, data, opened)
-            for cut, place in stripe.cuts:
-                _keep(cut, place, data, sink_of(stripe.pieces[0].tensor))
-            moved(size)
-            return found
+            fragments = _read_ranges(stripe.file_ranges, data, reader)
+            for contribution, stripe_slice in stripe.contributions:
+                _copy_contribution(contribution, stripe_slice, data, sink_of(stripe.file_ranges[0].tensor))
+            on_moved(size)
+            return fragments
 
-        return _uncombined(run_in_threads(work, rotate_by_rank(stripes, rank)))
+        return _group_by_tensor(run_in_threads(read_one, rotate_by_rank(stripes, rank)))
 
 
-def _uncombined(found: Sequence[_Found]) -> Fragments:
-    """Fragments by tensor, not combined: those of ranks that read other stripes must fit together."""
+def _group_by_tensor(results: Sequence[_ReadResult]) -> Fragments:
+    """Group fragments by tensor. They are not combined: those of ranks that read other stripes must fit together."""
     result: Fragments = {}
-    for tensor, fragment in (item for items in found for item in items):
+    for tensor, fragment in (item for items in results for item in items):
         result.setdefault(tensor, []).append(fragment)
     return result
 
 
 def read_shared(
     files: Sequence[Source],
-    items: Sequence[Crossing | BroadcastChunk],
+    items: Sequence[StripeTask | BroadcastChunk],
     sink_of: SinkOf,
-    wire: P2PExchange,
-    moved: Moved = ignore_progress,
+    p2p: P2PExchange,
+    on_moved: OnBytesMoved = ignore_progress,
 ) -> Fragments:
-    """Read what this rank is the reader of and pass it on, take in what others read; return what was hashed here.
+    """Read the items that this rank owns and send them; receive the others. Return the fragments hashed by this rank.
 
-    A rank that cannot read goes on passing bytes, of whatever value, before it raises, so that none waits for it.
+    A rank that cannot read still sends bytes, with arbitrary values, before it raises, so that no other rank waits.
     """
-    flying: deque[_ReadInFlight] = deque()
+    in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
-        opened = stack.enter_context(SourceReader(files))
+        reader = stack.enter_context(SourceReader(files))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        relay = _Relay(opened, sink_of, wire, pool, moved)
+        relay = _Relay(reader, sink_of, p2p, pool, on_moved)
         for item in items:
-            if len(flying) == MAX_IN_FLIGHT:
-                relay.land(flying.popleft())
-            flying.append(relay.launch(item))
-        while flying:
-            relay.land(flying.popleft())
+            if len(in_flight) == MAX_IN_FLIGHT:
+                relay.finish_item(in_flight.popleft())
+            in_flight.append(relay.start_item(item))
+        while in_flight:
+            relay.finish_item(in_flight.popleft())
         for error in relay.errors:
             raise error
-        return merge_fragments(relay.found)
+        return merge_fragments(relay.fragments)
 
 
-def _to_read(item: Crossing | BroadcastChunk, rank: int) -> Sequence[FileRange]:
-    """The pieces that this rank reads for an item."""
+def _ranges_to_read(item: StripeTask | BroadcastChunk, rank: int) -> Sequence[FileRange]:
+    """Return the file ranges that this rank reads for an item."""
     if isinstance(item, OwnedStripe):
-        return item.pieces
-    return item.chunk.pieces if isinstance(item, BroadcastChunk) and item.owner == rank else ()
+        return item.file_ranges
+    return item.chunk.file_ranges if isinstance(item, BroadcastChunk) and item.owner == rank else ()
 
 
-def _read(pieces: Sequence[FileRange], data: Bytes, opened: SourceReader) -> _Found:
-    """Read the pieces of a stripe one after another into ``data``."""
-    found: _Found = []
-    at = 0
-    for piece in pieces:
-        into = data[at : at + piece.stop - piece.start]
-        opened.read(piece.file, piece.offset, into.data)
-        found += hash_fragments(piece, into)
-        at += len(into)
-    return found
+def _read_ranges(file_ranges: Sequence[FileRange], data: Bytes, reader: SourceReader) -> _ReadResult:
+    """Read the file ranges of a stripe one after another into ``data``."""
+    fragments: _ReadResult = []
+    filled = 0
+    for file_range in file_ranges:
+        buffer = data[filled : filled + file_range.stop - file_range.start]
+        reader.read(file_range.file, file_range.offset, buffer.data)
+        fragments += hash_fragments(file_range, buffer)
+        filled += len(buffer)
+    return fragments
 
 
 @dataclass
 class _ReadInFlight:
-    """An item on its way into ``data``: read here, or sent by another rank."""
+    """An item on its way into ``data``: read by this rank, or sent by another."""
 
-    item: Crossing | BroadcastChunk
+    item: StripeTask | BroadcastChunk
     data: Bytes
-    reading: Future[_Found] | None = None
+    reading: Future[_ReadResult] | None = None
     works: Works = ()
 
 
 @dataclass
 class _Relay:
-    """Reads, passes on, takes in. ``found`` is what was hashed; ``errors`` is what went wrong with reading."""
+    """Reads, sends and receives items. ``fragments`` are those hashed by this rank; ``errors`` are those of reading."""
 
-    opened: SourceReader
+    reader: SourceReader
     sink_of: SinkOf
-    wire: P2PExchange
+    p2p: P2PExchange
     pool: ThreadPoolExecutor
-    moved: Moved
-    found: list[_Found] = field(default_factory=list)
+    on_moved: OnBytesMoved
+    fragments: list[_ReadResult] = field(default_factory=list)
     errors: list[HoldfastError] = field(default_factory=list)
 
-    def launch(self, item: Crossing | BroadcastChunk) -> _ReadInFlight:
-        """Begin to read, or to receive."""
-        pieces = _to_read(item, self.wire.rank)
-        data = self._room(item)
-        if pieces:
-            return _ReadInFlight(item, data, self.pool.submit(_read, pieces, data, self.opened))
-        source = item.owner if isinstance(item, BroadcastChunk | RemoteStripe) else self.wire.rank
-        return _ReadInFlight(item, data, works=[self.wire.receive(data, source)])
+    def start_item(self, item: StripeTask | BroadcastChunk) -> _ReadInFlight:
+        """Start to read or to receive an item."""
+        file_ranges = _ranges_to_read(item, self.p2p.rank)
+        data = self._get_destination(item)
+        if file_ranges:
+            return _ReadInFlight(item, data, self.pool.submit(_read_ranges, file_ranges, data, self.reader))
+        sender = item.owner if isinstance(item, BroadcastChunk | RemoteStripe) else self.p2p.rank
+        return _ReadInFlight(item, data, works=[self.p2p.receive(data, sender)])
 
-    def land(self, flight: _ReadInFlight) -> None:
-        """What was begun is done: pass it on, or take it in."""
-        if flight.reading is not None:
+    def finish_item(self, item_in_flight: _ReadInFlight) -> None:
+        """Wait for an item. Send it if it was read here, and write it into this rank's shard."""
+        if item_in_flight.reading is not None:
             try:
-                self.found.append(flight.reading.result())
+                self.fragments.append(item_in_flight.reading.result())
             except HoldfastError as error:
                 self.errors.append(error)
-            flight.works = list(self._pass_on(flight.item, flight.data))
-        self.wire.wait(flight.works)
-        self._take_in(flight.item, flight.data)
-        self.moved(len(flight.data))
+            item_in_flight.works = list(self._send_item(item_in_flight.item, item_in_flight.data))
+        self.p2p.wait(item_in_flight.works)
+        self._store_item(item_in_flight.item, item_in_flight.data)
+        self.on_moved(len(item_in_flight.data))
 
-    def _room(self, item: Crossing | BroadcastChunk) -> Bytes:
-        """Where an item goes: in place where it can, else into memory of its own."""
+    def _get_destination(self, item: StripeTask | BroadcastChunk) -> Bytes:
+        """Return the memory for an item: the shard itself if possible, otherwise a new buffer."""
         if isinstance(item, OwnedStripe):
-            return np.empty(sum(piece.stop - piece.start for piece in item.pieces), np.uint8)
+            return np.empty(sum(file_range.stop - file_range.start for file_range in item.file_ranges), np.uint8)
         if isinstance(item, RemoteStripe):
-            size, view = item.cut.size, self._view(item.tensor, item.cut.local, item.cut.size)
+            size = item.contribution.size
+            view = self._view_shard(item.tensor, item.contribution.local, size)
         else:
-            size, (first, *others) = item.chunk.size, item.chunk.pieces
-            view = None if others else self._view(first.tensor, first.local, size)
+            size, (first, *others) = item.chunk.size, item.chunk.file_ranges
+            view = None if others else self._view_shard(first.tensor, first.local, size)
         return np.empty(size, np.uint8) if view is None else view
 
-    def _view(self, tensor: int, local: int, size: int) -> Bytes | None:
+    def _view_shard(self, tensor: int, local: int, size: int) -> Bytes | None:
         return self.sink_of(tensor).view(local, local + size)
 
-    def _pass_on(self, item: Crossing | BroadcastChunk, data: Bytes) -> Iterator[SentBytes]:
+    def _send_item(self, item: StripeTask | BroadcastChunk, data: Bytes) -> Iterator[SentBytes]:
         if isinstance(item, BroadcastChunk):
-            yield from (self.wire.send(data, rank) for rank in item.holders if rank != self.wire.rank)
+            yield from (self.p2p.send(data, rank) for rank in item.holders if rank != self.p2p.rank)
         elif isinstance(item, OwnedStripe):
-            for cut, place in item.cuts:
-                others = [rank for rank in cut.holders if rank != self.wire.rank]
+            for contribution, stripe_slice in item.contributions:
+                others = [rank for rank in contribution.holders if rank != self.p2p.rank]
                 if others:
-                    mine = np.empty(cut.size, np.uint8)
-                    place.take(data, mine)
-                    yield from (self.wire.send(mine, rank) for rank in others)
+                    outgoing = np.empty(contribution.size, np.uint8)
+                    stripe_slice.copy_out(data, outgoing)
+                    yield from (self.p2p.send(outgoing, rank) for rank in others)
 
-    def _take_in(self, item: Crossing | BroadcastChunk, data: Bytes) -> None:
+    def _store_item(self, item: StripeTask | BroadcastChunk, data: Bytes) -> None:
         if isinstance(item, OwnedStripe):
-            for cut, place in item.cuts:
-                if self.wire.rank in cut.holders:
-                    _keep(cut, place, data, self.sink_of(item.pieces[0].tensor))
+            for contribution, stripe_slice in item.contributions:
+                if self.p2p.rank in contribution.holders:
+                    _copy_contribution(contribution, stripe_slice, data, self.sink_of(item.file_ranges[0].tensor))
         elif isinstance(item, RemoteStripe):
-            self._put(item.tensor, item.cut.local, data)
+            self._write_shard(item.tensor, item.contribution.local, data)
         else:
-            for piece in item.chunk.pieces:
-                at = piece.offset - item.chunk.offset
-                self._put(piece.tensor, piece.local, data[at : at + piece.stop - piece.start])
+            for file_range in item.chunk.file_ranges:
+                start = file_range.offset - item.chunk.offset
+                self._write_shard(
+                    file_range.tensor, file_range.local, data[start : start + file_range.stop - file_range.start]
+                )
 
-    def _put(self, tensor: int, local: int, data: Bytes) -> None:
-        """Unless it is there already."""
-        view = self._view(tensor, local, len(data))
+    def _write_shard(self, tensor: int, local: int, data: Bytes) -> None:
+        """Write bytes into a shard, unless they were read in place."""
+        view = self._view_shard(tensor, local, len(data))
         if view is None or view.ctypes.data != data.ctypes.data:
             self.sink_of(tensor).write(local, data)
 
 
-def _keep(cut: ShardContribution, place: StripeSlice, stripe: Bytes, sink: ByteSink) -> None:
-    view = sink.view(cut.local, cut.local + cut.size)
-    data = np.empty(cut.size, np.uint8) if view is None else view
-    place.take(stripe, data)
+def _copy_contribution(
+    contribution: ShardContribution, stripe_slice: StripeSlice, stripe: Bytes, sink: ByteSink
+) -> None:
+    """Copy a shard's part of a stripe into the shard."""
+    view = sink.view(contribution.local, contribution.local + contribution.size)
+    data = np.empty(contribution.size, np.uint8) if view is None else view
+    stripe_slice.copy_out(stripe, data)
     if view is None:
-        sink.write(cut.local, data)
+        sink.write(contribution.local, data)

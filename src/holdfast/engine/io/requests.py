@@ -1,4 +1,4 @@
-"""What writing and reading have in common: fragments of tensors, pieces and chunks, and worker threads."""
+"""Shared code of writing and reading: fragments of tensors, callbacks, and worker threads."""
 
 from __future__ import annotations
 
@@ -18,62 +18,64 @@ Fragments = dict[int, list[Fragment]]
 
 
 class ByteProvider(Protocol):
-    """Where the bytes of a tensor come from."""
+    """A source of the bytes of a tensor."""
 
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
 
 
-#: This rank's part of tensor number n.
-PartOf = Callable[[int], TensorBytes]
+#: Returns this rank's shard of tensor number n.
+ShardOf = Callable[[int], TensorBytes]
 
-#: Where the bytes of tensor number n come from.
-OriginOf = Callable[[int], ByteProvider]
+#: Returns the source of the bytes of tensor number n.
+ProviderOf = Callable[[int], ByteProvider]
 
-#: Where the bytes of tensor number n go.
+#: Returns the destination of the bytes of tensor number n.
 SinkOf = Callable[[int], ByteSink]
 
-#: Is told how many bytes have just been moved; from several threads.
-Moved = Callable[[int], None]
+#: Called with the number of bytes that have just been moved; from several threads.
+OnBytesMoved = Callable[[int], None]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def ignore_progress(nbytes: int) -> None:
-    """Nobody wants to know what has been moved."""
+    """Ignore the number of bytes moved."""
     del nbytes
 
 
 def run_in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """``work`` on every item by a few threads; the first error stops the rest and is raised."""
+    """Call ``work`` on every item in a few threads. The first error stops the others and is raised."""
     items = list(items)
     if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
         return [work(item) for item in items]
-    # Not a ThreadPoolExecutor: that takes no work once the main thread has ended, and saves may still be under way.
-    todo, lock = iter(enumerate(items)), threading.Lock()
+    # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and saves may still be running.
+    pending, lock = iter(enumerate(items)), threading.Lock()
     done: dict[int, R] = {}
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def work_until_empty() -> None:
         while not errors:
             with lock:
-                following = next(todo, None)
-            if following is None:
+                next_item = next(pending, None)
+            if next_item is None:
                 return
             try:
-                done[following[0]] = work(following[1])
+                done[next_item[0]] = work(next_item[1])
             except BaseException as error:  # noqa: BLE001 - raised below, by the thread that waits
                 errors.append(error)
 
-    threads = [threading.Thread(target=run, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))]
-    _run_to_the_end(threads, errors)
+    threads = [
+        threading.Thread(target=work_until_empty, name="holdfast", daemon=True) for _ in range(min(THREADS, len(items)))
+    ]
+    _start_and_join(threads, errors)
     if errors:
         raise errors[0]
     return [done[number] for number in range(len(items))]
 
 
-def _run_to_the_end(threads: Sequence[threading.Thread], errors: list[BaseException]) -> None:
+def _start_and_join(threads: Sequence[threading.Thread], errors: list[BaseException]) -> None:
     """Start threads, and wait for those that could be started."""
     try:
         for thread in threads:
@@ -82,11 +84,11 @@ def _run_to_the_end(threads: Sequence[threading.Thread], errors: list[BaseExcept
         errors.append(error)
     for thread in threads:
         if thread.ident is not None:
-            _join(thread, errors)
+            _join_thread(thread, errors)
 
 
-def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
-    """Wait for a thread, also when interrupted: what it works on must not be closed under it."""
+def _join_thread(thread: threading.Thread, errors: list[BaseException]) -> None:
+    """Wait for a thread, even when interrupted: the files that it works on must not be closed meanwhile."""
     while thread.is_alive():
         try:
             thread.join()
@@ -94,16 +96,16 @@ def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
             errors.append(interruption)
 
 
-def merge_fragments(found: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:
-    """Fragments by tensor, neighbours in one block combined."""
+def merge_fragments(results: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:
+    """Group fragments by tensor, and combine adjacent ones of one block."""
     result: Fragments = {}
-    for tensor, fragment in sorted(item for items in found for item in items):
-        known = result.setdefault(tensor, [])
-        if known and known[-1].stop == fragment.start and fragment.start % BLOCK_BYTES:
-            last = known[-1]
-            known[-1] = Fragment(
+    for tensor, fragment in sorted(item for items in results for item in items):
+        tensor_fragments = result.setdefault(tensor, [])
+        if tensor_fragments and tensor_fragments[-1].stop == fragment.start and fragment.start % BLOCK_BYTES:
+            last = tensor_fragments[-1]
+            tensor_fragments[-1] = Fragment(
                 last.start, fragment.stop, combine(last.crc, fragment.crc, fragment.stop - fragment.start)
             )
         else:
-            known.append(fragment)
+            tensor_fragments.append(fragment)
     return result

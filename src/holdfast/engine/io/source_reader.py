@@ -1,4 +1,4 @@
-"""Reading from files, and from what reads like a file: by ranges of bytes, by several threads."""
+"""Reading of byte ranges from files and file-like sources by several threads."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ from holdfast.storage.closing import ClosingMixin
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
 
-#: The most bytes that are read at once to pick some out of them.
-_SLAB = 4 * 2**20
+#: The most bytes that are read at once if only some of them are needed.
+_MAX_SPAN = 4 * 2**20
 
-#: So many bytes are read at once whatever is wanted of them; of more, at least one in so many must be.
+#: A read of up to ``_SMALL`` bytes may contain any number of needed ones; of more, at least one in ``_SPARSE`` must be.
 _SMALL, _SPARSE = 64 * 2**10, 4
 
 _Elements = npt.NDArray[Any]
 
 
 class SourceReader(ClosingMixin):
-    """What is read from, by number; a context manager that closes all files at its end."""
+    """A reader of sources by number. As a context manager it closes all files at its end."""
 
-    def __init__(self, sources: Sequence[Source], opened: Callable[[Path], BufferedReader] = BufferedReader) -> None:
-        """``opened`` says how files are read."""
-        self._sources, self._readers = sources, ReaderPool(opened)
+    def __init__(self, sources: Sequence[Source], open_file: Callable[[Path], BufferedReader] = BufferedReader) -> None:
+        """Create the reader. ``open_file`` opens a file."""
+        self._sources, self._readers = sources, ReaderPool(open_file)
 
     def read(self, number: int, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset`` bytes on, both whole elements. Raises ``CorruptCheckpointError`` where a file ends."""
+        """Fill ``into`` with the bytes from ``offset`` on. Offset and length are whole elements.
+
+        Raises ``CorruptCheckpointError`` if the file ends before.
+        """
         source = self._sources[number]
         if isinstance(source, ChunkedSource):
-            _read_woven(source, offset, into, self._readers)
+            _read_chunked(source, offset, into, self._readers)
         elif isinstance(source, InMemorySource):
             into[:] = source.data[offset : offset + len(into)]
         else:
             self._readers.read(source, offset, into)
 
-    def read_in_parts(self, number: int, offset: int, into: memoryview) -> Iterator[memoryview]:
-        """The same; gives each part of ``into``, in order, when it has just been filled."""
+    def read_in_chunks(self, number: int, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Read like :meth:`read`, and yield each part of ``into``, in order, as soon as it has been filled."""
         source = self._sources[number]
         if isinstance(source, Path):
-            yield from self._readers.read_in_parts(source, offset, into)
+            yield from self._readers.read_in_chunks(source, offset, into)
         else:
             self.read(number, offset, into)
             yield into
@@ -64,43 +67,43 @@ class SourceReader(ClosingMixin):
         self._readers.close()
 
 
-def _read_woven(woven: ChunkedSource, offset: int, into: memoryview, readers: ReaderPool) -> None:
-    if len(woven.parts) == 1 and is_row_major(woven.shape, woven.parts[0].place.strides, woven.width):
-        place = woven.parts[0].place
-        readers.read(place.file, place.offset + offset, into)
+def _read_chunked(source: ChunkedSource, offset: int, into: memoryview, readers: ReaderPool) -> None:
+    if len(source.chunks) == 1 and is_row_major(source.shape, source.chunks[0].location.strides, source.width):
+        location = source.chunks[0].location
+        readers.read(location.file, location.offset + offset, into)
         return
-    elements = np.frombuffer(into, f"u{woven.width}")
+    elements = np.frombuffer(into, f"u{source.width}")
     done = 0
-    for box in boxes_of_range(woven.shape, offset // woven.width, (offset + len(into)) // woven.width):
+    for box in boxes_of_range(source.shape, offset // source.width, (offset + len(into)) // source.width):
         size = math.prod(box.shape)
-        for part in woven.parts:
-            _read_common(part, box, elements[done : done + size].reshape(box.shape), readers)
+        for chunk in source.chunks:
+            _read_overlap(chunk, box, elements[done : done + size].reshape(box.shape), readers)
         done += size
 
 
-def _read_common(part: SourceChunk, box: IndexBox, out: _Elements, readers: ReaderPool) -> None:
-    """Read what a part has of a box."""
-    starts = tuple(map(max, part.box.offset, box.offset))
-    stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*part.box, *box, strict=True))
+def _read_overlap(chunk: SourceChunk, box: IndexBox, out: _Elements, readers: ReaderPool) -> None:
+    """Read the elements of a box that are in a chunk."""
+    starts = tuple(map(max, chunk.box.offset, box.offset))
+    stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*chunk.box, *box, strict=True))
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return
     inside = tuple(slice(a - c, b - c) for a, b, c in zip(starts, stops, box.offset, strict=True))
-    skipped = (a - b for a, b in zip(starts, part.box.offset, strict=True))
-    offset = part.place.offset + sum(map(operator.mul, skipped, part.place.strides))
-    _read_strided(part.place._replace(offset=offset), out[inside] if inside else out, readers)
+    skipped = (a - b for a, b in zip(starts, chunk.box.offset, strict=True))
+    offset = chunk.location.offset + sum(map(operator.mul, skipped, chunk.location.strides))
+    _read_strided(chunk.location._replace(offset=offset), out[inside] if inside else out, readers)
 
 
-def _read_strided(place: StridedLocation, out: _Elements, readers: ReaderPool) -> None:
-    """Read elements that lie apart, in as few reads as is quick."""
-    reach = [(size - 1) * stride for size, stride in zip(out.shape, place.strides, strict=True)]
+def _read_strided(location: StridedLocation, out: _Elements, readers: ReaderPool) -> None:
+    """Read elements that are not contiguous, in as few reads as is fast."""
+    reach = [(size - 1) * stride for size, stride in zip(out.shape, location.strides, strict=True)]
     span = sum(reach) + out.itemsize
-    if span > _SLAB or span > max(_SMALL, _SPARSE * out.nbytes):
+    if span > _MAX_SPAN or span > max(_SMALL, _SPARSE * out.nbytes):
         axis = max(range(out.ndim), key=reach.__getitem__)
         half = out.shape[axis] // 2
         low, high = np.split(out, [half], axis)
-        _read_strided(place, low, readers)
-        _read_strided(place._replace(offset=place.offset + half * place.strides[axis]), high, readers)
+        _read_strided(location, low, readers)
+        _read_strided(location._replace(offset=location.offset + half * location.strides[axis]), high, readers)
         return
-    raw = np.empty(span, np.uint8)
-    readers.read(place.file, place.offset, raw.data)
-    np.copyto(out, np.ndarray(out.shape, out.dtype, raw.data, 0, place.strides))
+    span_bytes = np.empty(span, np.uint8)
+    readers.read(location.file, location.offset, span_bytes.data)
+    np.copyto(out, np.ndarray(out.shape, out.dtype, span_bytes.data, 0, location.strides))

@@ -1,6 +1,6 @@
-"""What tensors are read from, beside plain ranges of files: boxes that lie in several files, or in another order.
+"""Sources of tensors other than plain file ranges: boxes that are in several files, or not in row-major order.
 
-Such a tensor is described so that it reads like a file that holds nothing else, whole and row-major.
+Such a tensor is described so that it can be read like a file that contains only this tensor, in row-major order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.engine.plan.ranges import IndexBox
 
 
 class StridedLocation(NamedTuple):
-    """Where a box lies in a file. Its element (i, j, …) is at ``offset + i * strides[0] + j * strides[1] + …``.
+    """The location of a box in a file: element (i, j, …) is at ``offset + i * strides[0] + j * strides[1] + …``.
 
     ``strides`` are in bytes, and none is negative.
     """
@@ -27,43 +27,43 @@ class StridedLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A box of a tensor, which is looked for when it is first read. ``find`` raises ``CorruptCheckpointError``.
+    """A box of a tensor, which is located when it is first read. ``locate`` raises ``CorruptCheckpointError``.
 
-    It is ``near`` an offset of a file, for those who read in order.
+    ``order_hint`` is a file and an approximate offset, for reading in order.
     """
 
     box: IndexBox
-    find: Callable[[], StridedLocation]
-    near: tuple[Path, int]
+    locate: Callable[[], StridedLocation]
+    order_hint: tuple[Path, int]
 
     @cached_property
-    def place(self) -> StridedLocation:
-        """Where it lies."""
-        return self.find()
+    def location(self) -> StridedLocation:
+        """The location in a file."""
+        return self.locate()
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedSource:
-    """A tensor of ``shape``, with elements of ``width`` bytes, that is made up of boxes."""
+    """A tensor of ``shape``, with elements of ``width`` bytes, that consists of boxes."""
 
     shape: tuple[int, ...]
     width: int
-    parts: tuple[SourceChunk, ...]
+    chunks: tuple[SourceChunk, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class InMemorySource:
-    """Bytes that are here already."""
+    """Bytes that are already in memory."""
 
     data: bytes
 
 
-#: What is read from by ranges of bytes.
+#: Anything that byte ranges are read from.
 Source = Path | ChunkedSource | InMemorySource
 
 
 def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The strides in bytes of elements that lie one after another."""
+    """Return the strides in bytes of contiguous elements in row-major order."""
     strides = []
     for size in reversed(shape):
         strides.append(width)
@@ -72,8 +72,9 @@ def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
 
 
 def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> bool:
-    """Whether elements with such strides lie one after another. A dimension of one index may have any stride."""
+    """Return whether elements with such strides are contiguous. A dimension of one index may have any stride."""
     expected = row_major_strides(shape, width)
     return 0 in shape or all(
-        size == 1 or one == other for size, one, other in zip(shape, strides, expected, strict=True)
+        size == 1 or stride == expected_stride
+        for size, stride, expected_stride in zip(shape, strides, expected, strict=True)
     )

@@ -1,6 +1,6 @@
-"""Staging: what this rank will write is copied into memory of ours, so that training may go on while it is written.
+"""Staging: the bytes that this rank writes are copied into a buffer, so that training can continue during the write.
 
-Some of it may be copied later: what does not change until a certain moment. That it did not is proven by hashes.
+Tensors that do not change until a certain moment may be copied later. Hashes detect if they have changed nevertheless.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.requests import PartOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf, run_in_threads
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write_stripes import assemble_stripes
@@ -23,130 +23,151 @@ from holdfast.errors import TornSnapshotError
 from holdfast.ondisk.blocks import crc64
 from holdfast.storage.memory import Bytes
 
-#: Of the chunks that are copied later, so many are hashed at the call, others each time; that takes about 5 ms.
+#: The number of deferred chunks that are hashed at the call, different ones at each save; it takes about 5 ms.
 SAMPLED_CHUNKS = 12
 
 
 @dataclass(frozen=True)
 class DeferredCopies:
-    """Which tensors, by number, are copied later, and how many of their chunks are watched; others each ``turn``."""
+    """The tensors, by number, that are copied later, and the number of their chunks to sample.
+
+    The sample depends on ``save_number``.
+    """
 
     tensors: frozenset[int] = frozenset()
-    watched: int = SAMPLED_CHUNKS
-    turn: int = 0
+    sampled_chunks: int = SAMPLED_CHUNKS
+    save_number: int = 0
 
 
 @dataclass(frozen=True)
 class _StagedChunk:
-    """A chunk, and where it goes in the arena. ``crc``: what it was at the call, where it is watched."""
+    """A chunk, and its place in the arena. ``crc`` is its CRC at the call if it is sampled."""
 
     chunk: IoChunk
-    into: Bytes
+    destination: Bytes
     crc: int | None = None
 
 
 class StagedTensors:
-    """Pieces whose bytes are all in one memory, where ``local`` counts from its start."""
+    """File ranges whose bytes are all in one buffer; ``local`` is the offset there."""
 
     def __init__(
-        self, pieces: Sequence[FileRange], memory: Bytes, later: Sequence[_StagedChunk], source: PartOf
+        self, file_ranges: Sequence[FileRange], memory: Bytes, deferred: Sequence[_StagedChunk], source: ShardOf
     ) -> None:
-        self.pieces, self._memory = pieces, TensorBytes(torch.from_numpy(memory))
-        self._later, self._source = later, source
+        self.file_ranges, self._memory = file_ranges, TensorBytes(torch.from_numpy(memory))
+        self._deferred, self._source = deferred, source
 
-    def part_of(self, tensor: int) -> TensorBytes:
-        """Where the bytes of any tensor are."""
+    def shard_of(self, tensor: int) -> TensorBytes:
+        """Return the buffer, which has the bytes of all tensors."""
         del tensor
         return self._memory
 
-    def complete(self, names: Sequence[tuple[str, str]]) -> None:
-        """Copy what was left for later. Raises ``TornSnapshotError`` where it is seen to have changed since the call."""
-        run_in_threads(lambda placed: _copy(placed, self._source), self._later)
-        watched = [placed for placed in self._later if placed.crc is not None]
-        for placed, same in zip(watched, run_in_threads(self._is_as_it_was, watched), strict=True):
-            if not same:
-                raise _torn([names[piece.tensor] for piece in placed.chunk.pieces])
+    def copy_deferred(self, names: Sequence[tuple[str, str]]) -> None:
+        """Copy the deferred chunks. Raises ``TornSnapshotError`` if a sampled one has changed since the call."""
+        run_in_threads(lambda staged: _copy_chunk(staged, self._source), self._deferred)
+        sampled = [staged for staged in self._deferred if staged.crc is not None]
+        for staged, is_unchanged in zip(sampled, run_in_threads(self._is_unchanged, sampled), strict=True):
+            if not is_unchanged:
+                raise _torn_error([names[file_range.tensor] for file_range in staged.chunk.file_ranges])
 
-    def _is_as_it_was(self, placed: _StagedChunk) -> bool:
-        return placed.crc == crc64(placed.into) == _crc(placed.chunk, self._source)
+    def _is_unchanged(self, staged: _StagedChunk) -> bool:
+        """Return whether a sampled chunk, and the copy of it, are as at the call."""
+        return staged.crc == crc64(staged.destination) == _chunk_crc(staged.chunk, self._source)
 
 
 def stage_tensors(
-    plan: SavePlan, part_of: PartOf, arena: Arena, wire: P2PExchange | None, later: DeferredCopies
+    plan: SavePlan, shard_of: ShardOf, arena: Arena, p2p: P2PExchange | None, deferred: DeferredCopies
 ) -> StagedTensors:
-    """Copy this rank's pieces, and put together the stripes that it owns.
+    """Copy this rank's file ranges, and assemble the stripes that it owns.
 
-    Only the tensors in ``later`` are still needed afterwards, until the copy is complete.
+    Only the ``deferred`` tensors are still needed afterwards, until :meth:`StagedTensors.copy_deferred` has returned.
     """
-    left = list(tensor_chunks(piece for piece in plan.pieces if piece.tensor in later.tensors))
-    chunks = list(tensor_chunks(piece for piece in plan.pieces if piece.tensor not in later.tensors))
-    stripes = [piece for crossing in plan.crossings if isinstance(crossing, OwnedStripe) for piece in crossing.pieces]
-    total = sum(chunk.size for chunk in (*left, *chunks)) + sum(piece.stop - piece.start for piece in stripes)
-    memory = arena.room(total)
-    places = _places(memory)
-    for_later = [_StagedChunk(chunk, places(chunk.size)) for chunk in left]
-    now = [_StagedChunk(chunk, places(chunk.size)) for chunk in chunks]
-    run_in_threads(lambda placed: _copy(placed, part_of), now)
-    for_later = _watch(for_later, later, part_of)
-    staged = list(_moved((*for_later, *now), memory))
-    if wire is not None:
-        for piece, stripe in assemble_stripes(plan.crossings, part_of, wire):
-            into = places(len(stripe))
-            np.copyto(into, stripe)
-            staged.append(piece._replace(local=_start(into, memory)))
-    staged.sort(key=lambda piece: (piece.file, piece.offset))
-    return StagedTensors(staged, memory, for_later, part_of)
+    deferred_chunks = list(
+        tensor_chunks(file_range for file_range in plan.file_ranges if file_range.tensor in deferred.tensors)
+    )
+    chunks = list(
+        tensor_chunks(file_range for file_range in plan.file_ranges if file_range.tensor not in deferred.tensors)
+    )
+    stripes = [
+        file_range for task in plan.stripe_tasks if isinstance(task, OwnedStripe) for file_range in task.file_ranges
+    ]
+    total = sum(chunk.size for chunk in (*deferred_chunks, *chunks)) + sum(
+        file_range.stop - file_range.start for file_range in stripes
+    )
+    memory = arena.reserve_bytes(total)
+    allocate = _make_allocator(memory)
+    staged_deferred = [_StagedChunk(chunk, allocate(chunk.size)) for chunk in deferred_chunks]
+    eager = [_StagedChunk(chunk, allocate(chunk.size)) for chunk in chunks]
+    run_in_threads(lambda staged: _copy_chunk(staged, shard_of), eager)
+    staged_deferred = _sample_chunks(staged_deferred, deferred, shard_of)
+    staged_ranges = list(_staged_ranges((*staged_deferred, *eager), memory))
+    if p2p is not None:
+        for file_range, stripe in assemble_stripes(plan.stripe_tasks, shard_of, p2p):
+            destination = allocate(len(stripe))
+            np.copyto(destination, stripe)
+            staged_ranges.append(file_range._replace(local=_offset_in(destination, memory)))
+    staged_ranges.sort(key=lambda file_range: (file_range.file, file_range.offset))
+    return StagedTensors(staged_ranges, memory, staged_deferred, shard_of)
 
 
-def _places(memory: Bytes) -> Callable[[int], Bytes]:
-    """Hands out the memory, from its start on."""
-    taken = 0
+def _make_allocator(memory: Bytes) -> Callable[[int], Bytes]:
+    """Return a function that hands out the buffer from its start on."""
+    used = 0
 
-    def place(nbytes: int) -> Bytes:
-        nonlocal taken
-        taken += nbytes
-        return memory[taken - nbytes : taken]
+    def allocate_bytes(nbytes: int) -> Bytes:
+        nonlocal used
+        used += nbytes
+        return memory[used - nbytes : used]
 
-    return place
-
-
-def _start(into: Bytes, memory: Bytes) -> int:
-    return into.ctypes.data - memory.ctypes.data
+    return allocate_bytes
 
 
-def _moved(every: Iterable[_StagedChunk], memory: Bytes) -> Iterator[FileRange]:
-    """The pieces of chunks, as they lie in the memory."""
-    for placed in every:
-        start = _start(placed.into, memory) - placed.chunk.offset
-        yield from (piece._replace(local=start + piece.offset) for piece in placed.chunk.pieces)
+def _offset_in(destination: Bytes, memory: Bytes) -> int:
+    return destination.ctypes.data - memory.ctypes.data
 
 
-def _copy(placed: _StagedChunk, part_of: PartOf) -> None:
-    for piece in placed.chunk.pieces:
-        at = piece.offset - placed.chunk.offset
-        part_of(piece.tensor).copy_out(piece.local, placed.into[at : at + piece.stop - piece.start])
+def _staged_ranges(staged_chunks: Iterable[_StagedChunk], memory: Bytes) -> Iterator[FileRange]:
+    """Yield the file ranges of chunks, with their offsets in the buffer."""
+    for staged in staged_chunks:
+        start = _offset_in(staged.destination, memory) - staged.chunk.offset
+        yield from (file_range._replace(local=start + file_range.offset) for file_range in staged.chunk.file_ranges)
 
 
-def _watch(every: Sequence[_StagedChunk], later: DeferredCopies, part_of: PartOf) -> list[_StagedChunk]:
-    """Hash the chunks to be watched as they are now."""
-    stride = max(1, -(-len(every) // later.watched))
-    watched = range(later.turn % stride, len(every), stride)
-    crcs = run_in_threads(lambda number: _crc(every[number].chunk, part_of), watched)
-    known = dict(zip(watched, crcs, strict=True))
-    return [_StagedChunk(placed.chunk, placed.into, known.get(number)) for number, placed in enumerate(every)]
+def _copy_chunk(staged: _StagedChunk, shard_of: ShardOf) -> None:
+    for file_range in staged.chunk.file_ranges:
+        start = file_range.offset - staged.chunk.offset
+        shard_of(file_range.tensor).copy_out(
+            file_range.local, staged.destination[start : start + file_range.stop - file_range.start]
+        )
 
 
-def _torn(names: Sequence[tuple[str, str]]) -> TornSnapshotError:
+def _sample_chunks(
+    staged_chunks: Sequence[_StagedChunk], deferred: DeferredCopies, shard_of: ShardOf
+) -> list[_StagedChunk]:
+    """Hash the sampled chunks as they are now."""
+    stride = max(1, -(-len(staged_chunks) // deferred.sampled_chunks))
+    sampled = range(deferred.save_number % stride, len(staged_chunks), stride)
+    crcs = run_in_threads(lambda number: _chunk_crc(staged_chunks[number].chunk, shard_of), sampled)
+    crc_by_number = dict(zip(sampled, crcs, strict=True))
+    return [
+        _StagedChunk(staged.chunk, staged.destination, crc_by_number.get(number))
+        for number, staged in enumerate(staged_chunks)
+    ]
+
+
+def _torn_error(names: Sequence[tuple[str, str]]) -> TornSnapshotError:
     group, name = names[0]
-    which = f"{group} tensor {name!r}" + (f" or one of {len(names) - 1} beside it" if names[1:] else "")
+    tensor_text = f"{group} tensor {name!r}" + (f" or one of {len(names) - 1} next to it" if names[1:] else "")
     return TornSnapshotError(
-        f"{which} changed while it was copied, by something other than a step of an optimizer (a write to .data, a "
-        'kernel, a graph); save with staging="eager". Nothing was saved'
+        f"{tensor_text} changed while it was copied, by something other than a step of an optimizer "
+        '(a write to .data, a kernel, a graph); save with staging="eager". Nothing was saved'
     )
 
 
-def _crc(chunk: IoChunk, part_of: PartOf) -> int:
+def _chunk_crc(chunk: IoChunk, shard_of: ShardOf) -> int:
     crc = 0
-    for piece in chunk.pieces:
-        crc = part_of(piece.tensor).crc(piece.local, piece.local + piece.stop - piece.start, crc)
+    for file_range in chunk.file_ranges:
+        crc = shard_of(file_range.tensor).compute_crc(
+            file_range.local, file_range.local + file_range.stop - file_range.start, crc
+        )
     return crc

@@ -1,4 +1,4 @@
-"""Writing what lies in one piece here: chunks of a file are filled, hashed, and written by a few threads."""
+"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from holdfast.engine.io.requests import (
     ByteProvider,
     Fragments,
-    Moved,
-    OriginOf,
+    OnBytesMoved,
+    ProviderOf,
     ignore_progress,
     merge_fragments,
     run_in_threads,
@@ -24,49 +24,55 @@ from holdfast.storage.memory import BufferPool, Bytes
 _SLICE = 256 * 2**10
 
 
-def write_pieces(
+def write_file_ranges(
     files: Sequence[Path],
-    pieces: Sequence[FileRange],
-    part_of: OriginOf,
-    moved: Moved = ignore_progress,
-    opened: Callable[[Path], FileWriter] = DirectWriter,
+    file_ranges: Sequence[FileRange],
+    provider_of: ProviderOf,
+    on_moved: OnBytesMoved = ignore_progress,
+    open_writer: Callable[[Path], FileWriter] = DirectWriter,
 ) -> Fragments:
-    """Write this rank's pieces into files that exist, make them durable, and return what it hashed.
+    """Write this rank's file ranges into existing files, make them durable, and return the fragments that it hashed.
 
-    Beside the tensors it needs a few buffers, whatever their size. ``opened`` says how the files are written.
+    Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
     """
     buffers = BufferPool(CHUNK + SECTOR_BYTES)
     with ExitStack() as stack:
-        writers = {file: stack.enter_context(opened(files[file])) for file in sorted({piece.file for piece in pieces})}
+        writers = {
+            file: stack.enter_context(open_writer(files[file]))
+            for file in sorted({file_range.file for file_range in file_ranges})
+        }
 
-        def work(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-            fragments = _write(chunk, part_of, buffers.get(), writers[chunk.file])
-            moved(chunk.size)
+        def write_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
+            fragments = _write_chunk(chunk, provider_of, buffers.get(), writers[chunk.file])
+            on_moved(chunk.size)
             return fragments
 
-        found = run_in_threads(work, file_chunks(pieces))
+        results = run_in_threads(write_one, file_chunks(file_ranges))
         for writer in writers.values():
             writer.sync()
-    return merge_fragments(found)
+    return merge_fragments(results)
 
 
-def _write(chunk: IoChunk, part_of: OriginOf, buffer: Bytes, writer: FileWriter) -> list[tuple[int, Fragment]]:
+def _write_chunk(
+    chunk: IoChunk, provider_of: ProviderOf, buffer: Bytes, writer: FileWriter
+) -> list[tuple[int, Fragment]]:
     lead = filled = chunk.offset % SECTOR_BYTES
-    found = []
-    for piece in chunk.pieces:
-        size = piece.stop - piece.start
-        into = buffer[filled : filled + size]
-        found.append((piece.tensor, Fragment(piece.start, piece.stop, _fill(into, part_of(piece.tensor), piece.local))))
+    fragments = []
+    for file_range in chunk.file_ranges:
+        size = file_range.stop - file_range.start
+        buffer_slice = buffer[filled : filled + size]
+        crc = _copy_and_hash(buffer_slice, provider_of(file_range.tensor), file_range.local)
+        fragments.append((file_range.tensor, Fragment(file_range.start, file_range.stop, crc)))
         filled += size
     writer.write(chunk.offset, buffer[lead:filled].data)
-    return found
+    return fragments
 
 
-def _fill(into: Bytes, part: ByteProvider, start: int) -> int:
+def _copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:
     """Copy bytes of a tensor, and hash each slice while it is still in the processor's nearest cache."""
     crc = 0
-    for at in range(0, len(into), _SLICE):
-        filled = into[at : at + _SLICE]
-        part.copy_out(start + at, filled)
+    for done in range(0, len(buffer_slice), _SLICE):
+        filled = buffer_slice[done : done + _SLICE]
+        provider.copy_out(start + done, filled)
         crc = crc64(filled, crc)
     return crc

@@ -1,4 +1,4 @@
-"""Writing what lies in many small runs on many ranks: each stripe is put together by its owner, and written whole."""
+"""Writing of stripes, of which many ranks hold many small ranges: the owner assembles a stripe and writes it whole."""
 
 from __future__ import annotations
 
@@ -13,166 +13,176 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.engine.io.p2p import P2PExchange, Works
-from holdfast.engine.io.requests import THREADS, Fragments, Moved, PartOf, ignore_progress, merge_fragments
+from holdfast.engine.io.requests import THREADS, Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.engine.plan.routes import Crossing, OwnedStripe, RemoteStripe, ShardContribution
+from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, crc64
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
 from holdfast.storage.memory import Bytes, aligned_buffer
 
-#: Stripes that a rank has under way between ranks at a time; as many may be on their way to storage.
+#: Stripes that a rank exchanges with others at a time; as many more may be on their way to storage.
 MAX_IN_FLIGHT = 3
 
 
 def write_stripes(
     files: Sequence[Path],
-    crossings: Sequence[Crossing],
-    part_of: PartOf,
-    wire: P2PExchange,
-    moved: Moved = ignore_progress,
+    tasks: Sequence[StripeTask],
+    shard_of: ShardOf,
+    p2p: P2PExchange,
+    on_moved: OnBytesMoved = ignore_progress,
 ) -> Fragments:
-    """Pass on what others put together, put together and write what this rank owns, and return what it hashed.
+    """Send contributions, assemble and write the stripes that this rank owns, and return the fragments that it hashed.
 
-    A rank that cannot write goes on passing bytes to the others before it raises, so that none waits for it.
+    A rank that cannot write still sends its contributions before it raises, so that no other rank waits for it.
     """
-    shelf = _BufferPool()
-    written: list[Future[list[tuple[int, Fragment]]]] = []
+    buffers = _StripeBuffers()
+    futures: list[Future[list[tuple[int, Fragment]]]] = []
     with ExitStack() as stack:
-        owned = [crossing for crossing in crossings if isinstance(crossing, OwnedStripe)]
-        numbers = sorted({piece.file for crossing in owned for piece in crossing.pieces})
+        owned = [task for task in tasks if isinstance(task, OwnedStripe)]
+        numbers = sorted({file_range.file for task in owned for file_range in task.file_ranges})
         writers = {file: stack.enter_context(DirectWriter(files[file])) for file in numbers}
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        for pieces, stripe in _assemble_all(crossings, part_of, wire, shelf):
-            written.append(pool.submit(_write, pieces, stripe, writers, shelf, moved))
-        found = [future.result() for future in written]
+        for file_ranges, stripe in _assemble_all(tasks, shard_of, p2p, buffers):
+            futures.append(pool.submit(_write_stripe, file_ranges, stripe, writers, buffers, on_moved))
+        results = [future.result() for future in futures]
         for writer in writers.values():
             writer.sync()
-    return merge_fragments(found)
+    return merge_fragments(results)
 
 
 def assemble_stripes(
-    crossings: Sequence[Crossing], part_of: PartOf, wire: P2PExchange
+    tasks: Sequence[StripeTask], shard_of: ShardOf, p2p: P2PExchange
 ) -> Iterator[tuple[FileRange, Bytes]]:
-    """The pieces of the stripes that this rank owns, in the order of the plan, valid until the next one is asked for.
+    """Yield the file ranges of the stripes that this rank owns, in the order of the plan.
 
-    A stripe has several pieces where its tensor is stored as several.
+    The bytes are valid until the next one is requested. A stripe has several file ranges if its tensor is stored as
+    several.
     """
-    shelf = _BufferPool()
-    for pieces, buffer in _assemble_all(crossings, part_of, wire, shelf):
-        stripe = _inside(buffer, pieces)
-        yield from ((piece, _cut_out(stripe, piece)) for piece in pieces)
-        shelf.put_back(buffer)
+    buffers = _StripeBuffers()
+    for file_ranges, buffer in _assemble_all(tasks, shard_of, p2p, buffers):
+        stripe = _stripe_view(buffer, file_ranges)
+        yield from ((file_range, _slice_range(stripe, file_range)) for file_range in file_ranges)
+        buffers.return_buffer(buffer)
 
 
-class _BufferPool:
-    """A few aligned buffers, each to be taken and put back."""
+class _StripeBuffers:
+    """A few aligned buffers that are taken and returned."""
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
-        self._unmade = 2 * MAX_IN_FLIGHT
+        self._unallocated = 2 * MAX_IN_FLIGHT
 
-    def take(self) -> Bytes:
-        """A buffer; waits for one when all are in use."""
-        if self._unmade and self._free.empty():
-            self._unmade -= 1
+    def take_buffer(self) -> Bytes:
+        """Return a free buffer; wait for one if all are in use."""
+        if self._unallocated and self._free.empty():
+            self._unallocated -= 1
             return aligned_buffer(STRIPE + SECTOR_BYTES)
         return self._free.get()
 
-    def put_back(self, buffer: Bytes) -> None:
-        """The buffer may be used again."""
+    def return_buffer(self, buffer: Bytes) -> None:
+        """Make a buffer available again."""
         self._free.put(buffer)
 
 
 @dataclass
 class _InFlightStripe:
-    """A stripe on its way: what this rank sends, or what it waits for to put together in ``buffer``."""
+    """A stripe in progress: this rank sends its contribution, or assembles the stripe in ``buffer``."""
 
     works: Works
-    pieces: Sequence[FileRange] = ()
+    file_ranges: Sequence[FileRange] = ()
     buffer: Bytes | None = None
-    arriving: list[tuple[StripeSlice, Bytes]] = field(default_factory=list)
+    incoming: list[tuple[StripeSlice, Bytes]] = field(default_factory=list)
 
 
 def _assemble_all(
-    crossings: Sequence[Crossing], part_of: PartOf, wire: P2PExchange, shelf: _BufferPool
+    tasks: Sequence[StripeTask], shard_of: ShardOf, p2p: P2PExchange, buffers: _StripeBuffers
 ) -> Iterator[tuple[Sequence[FileRange], Bytes]]:
-    """The stripes that this rank owns, in buffers of the shelf; on the way it sends what others need."""
-    flying: deque[_InFlightStripe] = deque()
-    for crossing in crossings:
-        if len(flying) == MAX_IN_FLIGHT:
-            yield from _wait_for_stripe(flying.popleft(), wire)
-        if isinstance(crossing, OwnedStripe):
-            flying.append(_assemble(crossing, part_of, wire, shelf.take()))
+    """Yield the stripes that this rank owns, each in one of the buffers; meanwhile send what other ranks need."""
+    in_flight: deque[_InFlightStripe] = deque()
+    for task in tasks:
+        if len(in_flight) == MAX_IN_FLIGHT:
+            yield from _wait_for_stripe(in_flight.popleft(), p2p)
+        if isinstance(task, OwnedStripe):
+            in_flight.append(_start_assembly(task, shard_of, p2p, buffers.take_buffer()))
         else:
-            flying.append(_pass_on(crossing, part_of, wire))
-    while flying:
-        yield from _wait_for_stripe(flying.popleft(), wire)
+            in_flight.append(_start_sending(task, shard_of, p2p))
+    while in_flight:
+        yield from _wait_for_stripe(in_flight.popleft(), p2p)
 
 
-def _wait_for_stripe(flight: _InFlightStripe, wire: P2PExchange) -> Iterator[tuple[Sequence[FileRange], Bytes]]:
-    wire.wait(flight.works)
-    if flight.buffer is not None:
-        for place, data in flight.arriving:
-            place.put(data, _inside(flight.buffer, flight.pieces))
-        yield flight.pieces, flight.buffer
+def _wait_for_stripe(
+    stripe_in_flight: _InFlightStripe, p2p: P2PExchange
+) -> Iterator[tuple[Sequence[FileRange], Bytes]]:
+    p2p.wait(stripe_in_flight.works)
+    if stripe_in_flight.buffer is not None:
+        for stripe_slice, data in stripe_in_flight.incoming:
+            stripe_slice.copy_in(data, _stripe_view(stripe_in_flight.buffer, stripe_in_flight.file_ranges))
+        yield stripe_in_flight.file_ranges, stripe_in_flight.buffer
 
 
-def _pass_on(crossing: RemoteStripe, part_of: PartOf, wire: P2PExchange) -> _InFlightStripe:
-    return _InFlightStripe([wire.send(_bytes_of(part_of(crossing.tensor), crossing.cut), crossing.owner)])
+def _start_sending(task: RemoteStripe, shard_of: ShardOf, p2p: P2PExchange) -> _InFlightStripe:
+    return _InFlightStripe([p2p.send(_contribution_bytes(shard_of(task.tensor), task.contribution), task.owner)])
 
 
-def _assemble(crossing: OwnedStripe, part_of: PartOf, wire: P2PExchange, buffer: Bytes) -> _InFlightStripe:
-    pieces = crossing.pieces
-    works, arriving = [], []
-    for cut, place in crossing.cuts:
-        if cut.source == wire.rank:
-            place.put(_bytes_of(part_of(pieces[0].tensor), cut), _inside(buffer, pieces))
+def _start_assembly(task: OwnedStripe, shard_of: ShardOf, p2p: P2PExchange, buffer: Bytes) -> _InFlightStripe:
+    file_ranges = task.file_ranges
+    works, incoming = [], []
+    for contribution, stripe_slice in task.contributions:
+        if contribution.sender == p2p.rank:
+            stripe_slice.copy_in(
+                _contribution_bytes(shard_of(file_ranges[0].tensor), contribution), _stripe_view(buffer, file_ranges)
+            )
             continue
-        data = np.empty(cut.size, np.uint8)
-        works.append(wire.receive(data, cut.source))
-        arriving.append((place, data))
-    return _InFlightStripe(works, pieces, buffer, arriving)
+        data = np.empty(contribution.size, np.uint8)
+        works.append(p2p.receive(data, contribution.sender))
+        incoming.append((stripe_slice, data))
+    return _InFlightStripe(works, file_ranges, buffer, incoming)
 
 
-def _bytes_of(part: TensorBytes, cut: ShardContribution) -> Bytes:
-    data = part.view(cut.local, cut.local + cut.size)
+def _contribution_bytes(shard: TensorBytes, contribution: ShardContribution) -> Bytes:
+    data = shard.view(contribution.local, contribution.local + contribution.size)
     if data is None:
-        data = np.empty(cut.size, np.uint8)
-        part.copy_out(cut.local, data)
+        data = np.empty(contribution.size, np.uint8)
+        shard.copy_out(contribution.local, data)
     return data
 
 
-def _inside(buffer: Bytes, pieces: Sequence[FileRange]) -> Bytes:
-    """Where a stripe lies in its buffer: as far from a page's start as in the file."""
-    lead = pieces[0].offset % SECTOR_BYTES
-    return buffer[lead : lead + max(piece.local + piece.stop - piece.start for piece in pieces)]
+def _stripe_view(buffer: Bytes, file_ranges: Sequence[FileRange]) -> Bytes:
+    """Return the stripe in its buffer: it begins as far from a page's start as in the file."""
+    lead = file_ranges[0].offset % SECTOR_BYTES
+    size = max(file_range.local + file_range.stop - file_range.start for file_range in file_ranges)
+    return buffer[lead : lead + size]
 
 
-def _cut_out(stripe: Bytes, piece: FileRange) -> Bytes:
-    return stripe[piece.local : piece.local + piece.stop - piece.start]
+def _slice_range(stripe: Bytes, file_range: FileRange) -> Bytes:
+    return stripe[file_range.local : file_range.local + file_range.stop - file_range.start]
 
 
-def _write(
-    pieces: Sequence[FileRange], buffer: Bytes, writers: Mapping[int, DirectWriter], shelf: _BufferPool, moved: Moved
+def _write_stripe(
+    file_ranges: Sequence[FileRange],
+    buffer: Bytes,
+    writers: Mapping[int, DirectWriter],
+    buffers: _StripeBuffers,
+    on_moved: OnBytesMoved,
 ) -> list[tuple[int, Fragment]]:
     try:
-        stripe = _inside(buffer, pieces)
-        found: list[tuple[int, Fragment]] = []
-        for piece in pieces:
-            data = _cut_out(stripe, piece)
-            writers[piece.file].write(piece.offset, _same_page_offset(data, piece).data)
-            moved(len(data))
-            found += hash_fragments(piece, data)
-        return found
+        stripe = _stripe_view(buffer, file_ranges)
+        fragments: list[tuple[int, Fragment]] = []
+        for file_range in file_ranges:
+            data = _slice_range(stripe, file_range)
+            writers[file_range.file].write(file_range.offset, _same_page_offset(data, file_range).data)
+            on_moved(len(data))
+            fragments += hash_fragments(file_range, data)
+        return fragments
     finally:
-        shelf.put_back(buffer)
+        buffers.return_buffer(buffer)
 
 
-def _same_page_offset(data: Bytes, piece: FileRange) -> Bytes:
-    """The bytes as far from a page's start as they go in the file: a copy, for those that were not."""
-    lead = piece.offset % SECTOR_BYTES
+def _same_page_offset(data: Bytes, file_range: FileRange) -> Bytes:
+    """Return bytes that begin as far from a page's start as in the file: a copy if necessary."""
+    lead = file_range.offset % SECTOR_BYTES
     if data.ctypes.data % SECTOR_BYTES == lead:
         return data
     copy = aligned_buffer(lead + len(data))[lead:]
@@ -180,10 +190,10 @@ def _same_page_offset(data: Bytes, piece: FileRange) -> Bytes:
     return copy
 
 
-def hash_fragments(piece: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
-    """The fragments of a piece that may reach over several blocks."""
-    at = piece.start
-    while at < piece.stop:
-        stop = min(piece.stop, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield piece.tensor, Fragment(at, stop, crc64(data[at - piece.start : stop - piece.start]))
-        at = stop
+def hash_fragments(file_range: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
+    """Yield the fragments of a file range that may span several blocks."""
+    start = file_range.start
+    while start < file_range.stop:
+        stop = min(file_range.stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield file_range.tensor, Fragment(start, stop, crc64(data[start - file_range.start : stop - file_range.start]))
+        start = stop

@@ -1,4 +1,4 @@
-"""Ranges of bytes in files: which bytes of a tensor are where in a file, and the chunks that they are moved in."""
+"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks in which they are moved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CHUNK = 4 * 2**20
 
 
 class FileRange(NamedTuple):
-    """Bytes ``[start, stop)`` of tensor number ``tensor``, to be written or read by this rank.
+    """Bytes ``[start, stop)`` of tensor number ``tensor`` that this rank writes or reads.
 
-    ``local`` is where they start in this rank's part of the tensor, ``offset`` in file number ``file``.
+    ``local`` is the offset of these bytes in this rank's shard, and ``offset`` their offset in file number ``file``.
     """
 
     tensor: int
@@ -24,60 +24,67 @@ class FileRange(NamedTuple):
     file: int
     offset: int
 
-    def cut(self, skip: int, size: int) -> FileRange:
-        """``size`` bytes of it, after the first ``skip``."""
+    def slice_bytes(self, skip: int, size: int) -> FileRange:
+        """Return ``size`` bytes of this range, after the first ``skip`` bytes."""
         return FileRange(
             self.tensor, self.start + skip, self.start + skip + size, self.local + skip, self.file, self.offset + skip
         )
 
 
-def count_bytes(pieces: Iterable[FileRange]) -> int:
-    """The size of pieces together."""
-    return sum(piece.stop - piece.start for piece in pieces)
+def count_bytes(file_ranges: Iterable[FileRange]) -> int:
+    """Return the total size of ranges in bytes."""
+    return sum(file_range.stop - file_range.start for file_range in file_ranges)
 
 
 class IoChunk(NamedTuple):
-    """A contiguous range of one file of at most :data:`CHUNK` bytes, and the pieces that it consists of."""
+    """A contiguous range of one file, at most :data:`CHUNK` bytes long, and the file ranges that it consists of."""
 
     file: int
     offset: int
     size: int
-    pieces: Sequence[FileRange]
+    file_ranges: Sequence[FileRange]
 
 
-def file_chunks(pieces: Iterable[FileRange]) -> Iterator[IoChunk]:
-    """Chunks cut at multiples of :data:`CHUNK` in the file: for direct writes."""
-    return _group(_cut(pieces, lambda piece: piece.offset), lambda piece: piece.offset % CHUNK == 0)
+def file_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
+    """Return chunks split at multiples of :data:`CHUNK` in the file: for direct writes."""
+    return _group_adjacent(
+        _split_at_boundaries(file_ranges, lambda file_range: file_range.offset),
+        lambda file_range: file_range.offset % CHUNK == 0,
+    )
 
 
-def tensor_chunks(pieces: Iterable[FileRange]) -> Iterator[IoChunk]:
-    """Chunks cut at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
-    return _group(_cut(pieces, lambda piece: piece.start), lambda _: False)
+def tensor_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
+    """Return chunks split at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
+    return _group_adjacent(_split_at_boundaries(file_ranges, lambda file_range: file_range.start), lambda _: False)
 
 
-def _cut(pieces: Iterable[FileRange], position: Callable[[FileRange], int]) -> Iterator[FileRange]:
-    """Pieces that cross neither a multiple of ``CHUNK`` by ``position`` nor a block of their tensor."""
-    for piece in pieces:
-        rest = piece
-        while rest.start < rest.stop:
-            size = min(rest.stop - rest.start, BLOCK_BYTES - rest.start % BLOCK_BYTES, CHUNK - position(rest) % CHUNK)
-            yield rest if size == rest.stop - rest.start else rest.cut(0, size)
-            rest = rest.cut(size, rest.stop - rest.start - size)
+def _split_at_boundaries(file_ranges: Iterable[FileRange], position: Callable[[FileRange], int]) -> Iterator[FileRange]:
+    """Yield ranges that cross no multiple of ``CHUNK`` by ``position``, and no block boundary of their tensor."""
+    for file_range in file_ranges:
+        remaining = file_range
+        while remaining.start < remaining.stop:
+            size = min(
+                remaining.stop - remaining.start,
+                BLOCK_BYTES - remaining.start % BLOCK_BYTES,
+                CHUNK - position(remaining) % CHUNK,
+            )
+            yield remaining if size == remaining.stop - remaining.start else remaining.slice_bytes(0, size)
+            remaining = remaining.slice_bytes(size, remaining.stop - remaining.start - size)
 
 
-def _group(pieces: Iterable[FileRange], fresh: Callable[[FileRange], bool]) -> Iterator[IoChunk]:
-    """Neighbours in a file together; a ``fresh`` piece begins a chunk of its own."""
+def _group_adjacent(file_ranges: Iterable[FileRange], starts_chunk: Callable[[FileRange], bool]) -> Iterator[IoChunk]:
+    """Group ranges that are adjacent in a file. A range for which ``starts_chunk`` is true begins a new chunk."""
     current: list[FileRange] = []
     file = offset = size = 0
-    for piece in pieces:
-        nbytes = piece.stop - piece.start
-        follows = piece.file == file and piece.offset == offset + size and size + nbytes <= CHUNK
-        if current and (not follows or fresh(piece)):
+    for file_range in file_ranges:
+        nbytes = file_range.stop - file_range.start
+        follows = file_range.file == file and file_range.offset == offset + size and size + nbytes <= CHUNK
+        if current and (not follows or starts_chunk(file_range)):
             yield IoChunk(file, offset, size, current)
             current = []
         if not current:
-            file, offset, size = piece.file, piece.offset, 0
-        current.append(piece)
+            file, offset, size = file_range.file, file_range.offset, 0
+        current.append(file_range)
         size += nbytes
     if current:
         yield IoChunk(file, offset, size, current)

@@ -1,4 +1,7 @@
-"""Who reads which bytes, and who passes them on: a pure function of what all ranks want and the number of this one."""
+"""The plan of a load: which ranks read which bytes, and send them to which ranks.
+
+It is a pure function of the tensors that all ranks load and of the own rank.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from holdfast.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, te
 from holdfast.engine.plan.global_spec import GlobalTensor
 from holdfast.engine.plan.partition import partition_tensor, split_evenly
 from holdfast.engine.plan.routes import (
-    Crossing,
     Locate,
     OwnedStripe,
     StripeRoutes,
+    StripeTask,
     contiguous_requests,
     is_striped,
     local_stripes,
@@ -22,7 +25,7 @@ from holdfast.engine.plan.shards import local_shard
 
 
 class BroadcastChunk(NamedTuple):
-    """A chunk that rank ``owner`` reads and passes on to all ``holders``, whose parts have it at the same place."""
+    """A chunk that rank ``owner`` reads and sends to all ``holders``. It is at the same place in all their shards."""
 
     owner: int
     holders: tuple[int, ...]
@@ -31,80 +34,85 @@ class BroadcastChunk(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """One rank's share of the reading.
+    """The share of the reading of one rank.
 
-    ``pieces`` go straight into its parts, as do those in ``common``, which other ranks read, too; of the stripes in
-    ``alone`` it takes what is its own; ``shared`` is read by one rank and passed on, in an order that is the same on
-    all ranks.
+    ``file_ranges`` are read straight into its shards. So are those in ``host_shared``, which other ranks read, too.
+    Each stripe in ``local_stripes`` is read whole, and the rank keeps its own part of it. Each item of ``exchanged`` is
+    read by one rank and sent to the others; their order is the same on all ranks.
     """
 
-    pieces: list[FileRange] = field(default_factory=list)
-    common: list[FileRange] = field(default_factory=list)
-    alone: list[OwnedStripe] = field(default_factory=list)
-    shared: list[Crossing | BroadcastChunk] = field(default_factory=list)
+    file_ranges: list[FileRange] = field(default_factory=list)
+    host_shared: list[FileRange] = field(default_factory=list)
+    local_stripes: list[OwnedStripe] = field(default_factory=list)
+    exchanged: list[StripeTask | BroadcastChunk] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank reads or takes in."""
-        stripes = sum(count_bytes(stripe.pieces) for stripe in self.alone)
+        """The bytes that this rank reads or receives."""
+        stripes = sum(count_bytes(stripe.file_ranges) for stripe in self.local_stripes)
         return (
-            count_bytes(self.pieces) + count_bytes(self.common) + stripes + sum(_nbytes(item) for item in self.shared)
+            count_bytes(self.file_ranges)
+            + count_bytes(self.host_shared)
+            + stripes
+            + sum(_count_item_bytes(item) for item in self.exchanged)
         )
 
 
-#: Where the bytes of tensor number n lie.
+#: Returns the function that locates bytes of tensor number n in files.
 LocateTensor = Callable[[int], Locate]
 
 
-def plan_load(held: Mapping[int, GlobalTensor], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
-    """The plan of ``rank`` for the tensors wanted, by number. With ``exchange`` each byte is read by one rank only.
+def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
+    """Return the plan of ``rank`` for tensors by number. With ``exchange`` each byte is read by one rank only.
 
     Tensors and files must have the same numbers on all ranks.
     """
     plan, routes = LoadPlan(), StripeRoutes(rank)
     copies: dict[tuple[int, ...], list[FileRange]] = {}
-    for tensor, wanted in sorted(held.items()):
-        coordinate = wanted.coordinate(rank)
+    for number, tensor in sorted(tensors.items()):
+        coordinate = tensor.coordinate_of(rank)
         if coordinate is None:
             continue
-        if is_striped(wanted):
+        if is_striped(tensor):
             if exchange:
-                plan.shared += routes.crossings(wanted, locate(tensor))
+                plan.exchanged += routes.route_tensor(tensor, locate(number))
             else:
-                plan.alone += local_stripes(wanted, rank, locate(tensor))
+                plan.local_stripes += local_stripes(tensor, rank, locate(number))
             continue
-        holders = wanted.holders(coordinate)
-        mine = local_shard(wanted.info, wanted.division, coordinate)
-        copies.setdefault(holders, []).extend(contiguous_requests(mine, locate(tensor)))
-    plan.pieces = copies.pop((rank,), [])
-    for holders, pieces in copies.items():
+        holders = tensor.holder_ranks(coordinate)
+        shard = local_shard(tensor.info, tensor.division, coordinate)
+        copies.setdefault(holders, []).extend(contiguous_requests(shard, locate(number)))
+    plan.file_ranges = copies.pop((rank,), [])
+    for holders, file_ranges in copies.items():
         if exchange:
-            plan.shared += _copied(holders, pieces)
+            plan.exchanged += _broadcast_chunks(holders, file_ranges)
         else:
-            plan.common += pieces
-    plan.shared.sort(key=_order)
+            plan.host_shared += file_ranges
+    plan.exchanged.sort(key=_first_byte)
     return plan
 
 
-def _copied(holders: tuple[int, ...], pieces: Sequence[FileRange]) -> Iterator[BroadcastChunk]:
-    ordered = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
-    for place, owner in enumerate(holders):
+def _broadcast_chunks(holders: tuple[int, ...], file_ranges: Sequence[FileRange]) -> Iterator[BroadcastChunk]:
+    ordered = sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))
+    for index, owner in enumerate(holders):
         share = [
-            piece for piece in split_evenly(ordered, place, len(holders), partition_tensor) if piece.start < piece.stop
+            file_range
+            for file_range in split_evenly(ordered, index, len(holders), partition_tensor)
+            if file_range.start < file_range.stop
         ]
         yield from (BroadcastChunk(owner, holders, chunk) for chunk in tensor_chunks(share))
 
 
-def _nbytes(item: Crossing | BroadcastChunk) -> int:
+def _count_item_bytes(item: StripeTask | BroadcastChunk) -> int:
     if isinstance(item, BroadcastChunk):
         return item.chunk.size
-    return count_bytes(item.pieces) if isinstance(item, OwnedStripe) else item.cut.size
+    return count_bytes(item.file_ranges) if isinstance(item, OwnedStripe) else item.contribution.size
 
 
-def _order(item: Crossing | BroadcastChunk) -> tuple[int, int]:
-    """By the first byte, which is in no other item."""
+def _first_byte(item: StripeTask | BroadcastChunk) -> tuple[int, int]:
+    """Return the tensor and the offset of the first byte, which is in no other item."""
     if isinstance(item, BroadcastChunk):
-        return item.chunk.pieces[0].tensor, item.chunk.pieces[0].start
+        return item.chunk.file_ranges[0].tensor, item.chunk.file_ranges[0].start
     if isinstance(item, OwnedStripe):
-        return item.pieces[0].tensor, item.pieces[0].start
+        return item.file_ranges[0].tensor, item.file_ranges[0].start
     return item.tensor, item.start

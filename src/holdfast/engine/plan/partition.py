@@ -1,4 +1,4 @@
-"""How ranks that hold the same bytes divide the work on them: equal shares, large neighbouring pieces."""
+"""Division of the I/O among ranks that hold the same bytes: equal shares of large, adjacent ranges."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from collections.abc import Callable, Sequence
 
 from holdfast.engine.plan.file_ranges import FileRange
 
-#: Where a piece is, in bytes.
+#: Returns the position of a range, in bytes.
 Position = Callable[[FileRange], int]
 
-#: Holders of one run do not split it into pieces smaller than this, in bytes; whole sectors.
+#: Holders of one range do not split it into ranges smaller than this, in bytes. A multiple of the sector size.
 MIN_SHARE = 2**20
 
 
-def partition_file(piece: FileRange) -> int:
-    """By its place in the file, for direct writes."""
-    return piece.offset
+def partition_file(file_range: FileRange) -> int:
+    """Return the offset in the file. Use it as a position for direct writes."""
+    return file_range.offset
 
 
-def partition_tensor(piece: FileRange) -> int:
-    """By its place in the tensor, so that no element is cut wherever it lies in a file."""
-    return piece.start
+def partition_tensor(file_range: FileRange) -> int:
+    """Return the offset in the tensor. With it as a position, no element is split, wherever it is stored in a file."""
+    return file_range.start
 
 
 def split_evenly(
-    pieces: Sequence[FileRange], part: int, parts: int, position: Position = partition_file
+    file_ranges: Sequence[FileRange], index: int, count: int, position: Position = partition_file
 ) -> Sequence[FileRange]:
-    """The ``part``-th of ``parts`` shares of some pieces: neighbours in their files, about equally many bytes.
+    """Return share number ``index`` of ``count`` shares: ranges adjacent in their files, about equally many bytes.
 
-    A cut inside a piece leaves at least :data:`MIN_SHARE` bytes on both sides and falls on a multiple of it by
+    A boundary inside a range leaves at least :data:`MIN_SHARE` bytes on both sides and falls on a multiple of it by
     ``position``.
     """
-    if parts == 1 or not pieces:
-        return pieces
-    ends = list(itertools.accumulate(piece.stop - piece.start for piece in pieces))
-    low, high = (_cut(pieces, ends, one, parts, position) for one in (part, part + 1))
+    if count == 1 or not file_ranges:
+        return file_ranges
+    ends = list(itertools.accumulate(file_range.stop - file_range.start for file_range in file_ranges))
+    low, high = (_find_cut(file_ranges, ends, boundary, count, position) for boundary in (index, index + 1))
     first = bisect.bisect_right(ends, low)
     result = []
-    for piece, end in zip(pieces[first:], ends[first:], strict=True):
-        size = piece.stop - piece.start
+    for file_range, end in zip(file_ranges[first:], ends[first:], strict=True):
+        size = file_range.stop - file_range.start
         start = end - size
         if start >= high:
             break
         skip, keep = max(low - start, 0), min(high - start, size)
-        result.append(piece.cut(skip, keep - skip))
+        result.append(file_range.slice_bytes(skip, keep - skip))
     return result
 
 
-def _cut(pieces: Sequence[FileRange], ends: Sequence[int], part: int, parts: int, position: Position) -> int:
-    """Where the shares before ``part`` end, in bytes over all pieces."""
-    ideal = ends[-1] * part // parts
-    at = bisect.bisect_right(ends, ideal)
-    if at == len(pieces):
+def _find_cut(file_ranges: Sequence[FileRange], ends: Sequence[int], index: int, count: int, position: Position) -> int:
+    """Return the end of the shares before number ``index``, in bytes over all ranges."""
+    ideal = ends[-1] * index // count
+    number = bisect.bisect_right(ends, ideal)
+    if number == len(file_ranges):
         return ends[-1]
-    size = pieces[at].stop - pieces[at].start
-    start = ends[at] - size
-    first = position(pieces[at])
-    inside = (first + ideal - start) // MIN_SHARE * MIN_SHARE - first
-    if inside < MIN_SHARE:
+    size = file_ranges[number].stop - file_ranges[number].start
+    start = ends[number] - size
+    range_position = position(file_ranges[number])
+    cut_in_range = (range_position + ideal - start) // MIN_SHARE * MIN_SHARE - range_position
+    if cut_in_range < MIN_SHARE:
         return start
-    return start + inside if size - inside >= MIN_SHARE else ends[at]
+    return start + cut_in_range if size - cut_in_range >= MIN_SHARE else ends[number]

@@ -1,4 +1,4 @@
-"""How tensors are divided among ranks: meshes and placements, as in DTensor, and the flat shards of FSDP1."""
+"""Divisions of tensors among ranks: meshes and placements as in DTensor, and the flat shards of FSDP1."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from typing import TypeGuard
 
 import msgspec
 
-#: The place of a part among the parts of a tensor: one number for each mesh dimension that divides it.
+#: The index of a shard among the shards of a tensor: one number for each mesh dimension that divides the tensor.
 Coordinate = tuple[int, ...]
 
 
 class MeshShape(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
-    """Ranks in rows and columns: ``ranks`` is the mesh, flattened row-major."""
+    """A mesh of ranks. ``ranks`` are in row-major order."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 class Replicated(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """Every rank along this mesh dimension holds the same."""
+    """A placement in which every rank along this mesh dimension holds the same data."""
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """Dimension ``dim`` is cut as ``torch.chunk`` cuts. ``split`` is the factor of a ``_StridedShard``; 1 is none."""
+    """A placement that splits dimension ``dim`` as ``torch.chunk`` does.
+
+    ``split`` is the factor of a ``_StridedShard``; 1 for a plain ``Shard``.
+    """
 
     dim: int
     split: int = 1
 
 
 class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The tensor lies, flattened, at element ``offset`` of something longer that is cut every ``length`` elements."""
+    """A placement of a tensor that is part of a flattened parameter.
+
+    The tensor begins at element ``offset`` of the flat parameter, which is split every ``length`` elements.
+    """
 
     offset: int
     length: int
@@ -40,57 +46,58 @@ class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 Placement = Replicated | Sharded | FlatSharded
 
-#: How a tensor is divided, whoever holds the parts: number of parts and placement of each mesh dimension that divides.
+#: Division of a tensor, without ranks: the number of shards and the placement of each mesh dimension that divides it.
 Division = tuple[tuple[int, Sharded | FlatSharded], ...]
 
 
 class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
-    """Where the parts of a tensor are."""
+    """A mesh, and the placement of a tensor on each of its dimensions."""
 
     mesh: MeshShape
     placements: tuple[Placement, ...]
 
     @property
     def division(self) -> Division:
-        """What divides the tensor; replicating dimensions, and those of one rank, do not."""
+        """The mesh dimensions that divide the tensor; without those that replicate and those of one rank."""
         axes = zip(self.mesh.shape, self.placements, strict=True)
-        return tuple((size, placement) for size, placement in axes if _divides(placement, size))
+        return tuple((size, placement) for size, placement in axes if _is_dividing(placement, size))
 
 
-def _divides(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded]:
+def _is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded]:
+    """Return whether a placement over ``size`` ranks divides a tensor."""
     return isinstance(placement, FlatSharded) or (isinstance(placement, Sharded) and size > 1)
 
 
 @lru_cache(maxsize=4096)
-def is_supported(layout: PlacementLayout) -> PlacementLayout:
-    """The first of the layouts that are equal to this one: caches find it without comparing thousands of ranks."""
+def intern_layout(layout: PlacementLayout) -> PlacementLayout:
+    """Return the first layout equal to this one, so that caches find it without comparing thousands of ranks."""
     return layout
 
 
 @lru_cache(maxsize=4096)
-def holding_coordinates(layout: PlacementLayout) -> Mapping[Coordinate, tuple[int, ...]]:
-    """The ranks, ascending, that hold each part."""
-    divides = list(map(_divides, layout.placements, layout.mesh.shape))
-    found: dict[Coordinate, list[int]] = {}
-    for place, rank in enumerate(layout.mesh.ranks):
-        whole = unravel_index(place, layout.mesh.shape)
-        part = tuple(at for at, dividing in zip(whole, divides, strict=True) if dividing)
-        found.setdefault(part, []).append(rank)
-    return {part: tuple(sorted(ranks)) for part, ranks in found.items()}
+def ranks_by_coordinate(layout: PlacementLayout) -> Mapping[Coordinate, tuple[int, ...]]:
+    """Return the ranks, ascending, that hold each shard."""
+    is_dividing = list(map(_is_dividing, layout.placements, layout.mesh.shape))
+    holders: dict[Coordinate, list[int]] = {}
+    for index, rank in enumerate(layout.mesh.ranks):
+        mesh_index = unravel_index(index, layout.mesh.shape)
+        coordinate = tuple(at for at, dividing in zip(mesh_index, is_dividing, strict=True) if dividing)
+        holders.setdefault(coordinate, []).append(rank)
+    return {coordinate: tuple(sorted(ranks)) for coordinate, ranks in holders.items()}
 
 
 @lru_cache(maxsize=4096)
-def shard_index(layout: PlacementLayout, rank: int) -> Coordinate | None:
-    """The part that ``rank`` holds; ``None`` where it is not in the mesh."""
-    return next((part for part, ranks in holding_coordinates(layout).items() if rank in ranks), None)
+def coordinate_of_rank(layout: PlacementLayout, rank: int) -> Coordinate | None:
+    """Return the coordinate of the shard that ``rank`` holds; ``None`` if it is not in the mesh."""
+    return next((coordinate for coordinate, ranks in ranks_by_coordinate(layout).items() if rank in ranks), None)
 
 
 @lru_cache(maxsize=4096)
-def all_coordinates(mesh: MeshShape) -> tuple[int, ...]:
-    """The ranks of a mesh, ascending."""
+def sorted_ranks(mesh: MeshShape) -> tuple[int, ...]:
+    """Return the ranks of a mesh, ascending."""
     return tuple(sorted(mesh.ranks))
 
 
-def unravel_index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The indices of element ``place`` of an array of ``shape``, in row-major order."""
-    return tuple(place // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))
+def unravel_index(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of element ``place`` of an array of ``shape``, in row-major order."""
+    return tuple(index // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))

@@ -1,4 +1,4 @@
-"""Runs: contiguous ranges of a tensor in row-major order, and the boxes of indices that they are."""
+"""Contiguous ranges of a tensor in row-major order, and the boxes of indices that make up a range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ElementRange(NamedTuple):
-    """A contiguous range ``[start, stop)``."""
+    """A contiguous range ``[start, stop)`` of elements or bytes."""
 
     start: int
     stop: int
@@ -21,26 +21,26 @@ class IndexBox(NamedTuple):
     shape: tuple[int, ...]
 
 
-def merge_ranges(runs: Iterable[ElementRange]) -> Iterator[ElementRange]:
-    """Neighbouring runs as one; empty ones left out."""
+def merge_ranges(ranges: Iterable[ElementRange]) -> Iterator[ElementRange]:
+    """Merge adjacent ranges, and drop empty ones."""
     current: ElementRange | None = None
-    for run in runs:
-        if run.start == run.stop:
+    for current_range in ranges:
+        if current_range.start == current_range.stop:
             continue
-        if current is not None and current.stop == run.start:
-            current = ElementRange(current.start, run.stop)
+        if current is not None and current.stop == current_range.start:
+            current = ElementRange(current.start, current_range.stop)
             continue
         if current is not None:
             yield current
-        current = run
+        current = current_range
     if current is not None:
         yield current
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[IndexBox]:
-    """The boxes that make up elements ``[start, stop)`` of a tensor of ``shape``, in row-major order.
+    """Yield the boxes that make up elements ``[start, stop)`` of a tensor of ``shape``, in row-major order.
 
-    At most two for each dimension but the last; the way back from a run to indices of a tensor.
+    There are at most two boxes for each dimension except the last.
     """
     if start >= stop:
         return

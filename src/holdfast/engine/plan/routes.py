@@ -1,7 +1,7 @@
-"""Which rank handles which stripe, and which bytes go between ranks for it. Pure functions.
+"""Assignment of stripes to ranks, and the bytes that ranks exchange for each stripe. Pure functions.
 
-Every rank goes through the stripes that concern it in one and the same order, so that sends and receives
-between two ranks meet, and the oldest stripe in flight never waits for a younger one.
+Every rank works through its stripes in the same order as all others. So sends and receives between two ranks match,
+and the oldest stripe in flight never waits for a younger one.
 """
 
 from __future__ import annotations
@@ -17,116 +17,124 @@ from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.engine.plan.stripes import StripeSlice, is_narrow, split_into_stripes, stripe_slice
 
-#: Where bytes ``[start, stop)`` of a tensor lie in files; ``local`` of the pieces counts from ``start``.
+#: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.
 Locate = Callable[[int, int], Sequence[FileRange]]
 
 
-def is_striped(held: GlobalTensor) -> bool:
-    """Whether a tensor goes through stripes, judged by its first part, which has the longest runs."""
-    return bool(held.division) and is_narrow(local_shard(held.info, held.division, (0,) * len(held.division)))
+def is_striped(tensor: GlobalTensor) -> bool:
+    """Return whether a tensor is moved in stripes: whether its first shard, which has the longest ranges, is narrow."""
+    return bool(tensor.division) and is_narrow(local_shard(tensor.info, tensor.division, (0,) * len(tensor.division)))
 
 
-def contiguous_requests(mine: LocalShard, locate: Locate) -> Iterator[FileRange]:
-    """The runs of a part, as they lie in files."""
+def contiguous_requests(shard: LocalShard, locate: Locate) -> Iterator[FileRange]:
+    """Yield the ranges of a shard as ranges of files."""
     local = 0
-    for start, stop in mine.runs():
-        pieces = locate(start, stop)
-        yield from (piece._replace(local=piece.local + local) for piece in pieces) if local else pieces
+    for start, stop in shard.iter_ranges():
+        file_ranges = locate(start, stop)
+        yield from (
+            (file_range._replace(local=file_range.local + local) for file_range in file_ranges)
+            if local
+            else file_ranges
+        )
         local += stop - start
 
 
 class ShardContribution(NamedTuple):
-    """What goes through a stripe of one part: ``size`` bytes from ``local`` on in the part.
+    """The part of a shard that is in a stripe: ``size`` bytes from offset ``local`` of the shard.
 
-    ``holders`` have them, and ``source`` is the nearest of these to the stripe's owner.
+    ``holders`` have these bytes, and ``sender`` is the one that is nearest to the stripe's owner.
     """
 
     holders: tuple[int, ...]
-    source: int
+    sender: int
     local: int
     size: int
 
 
 class OwnedStripe(NamedTuple):
-    """A stripe that this rank puts together or takes apart: where it lies in files, and in it the cuts of all parts."""
+    """A stripe that this rank assembles or distributes: its ranges of files, and the contributions of all shards."""
 
-    pieces: Sequence[FileRange]
-    cuts: tuple[tuple[ShardContribution, StripeSlice], ...]
+    file_ranges: Sequence[FileRange]
+    contributions: tuple[tuple[ShardContribution, StripeSlice], ...]
 
 
 class RemoteStripe(NamedTuple):
-    """A stripe that rank ``owner`` handles, with the cut of this rank's part."""
+    """A stripe that rank ``owner`` handles, with the contribution of this rank's shard."""
 
     tensor: int
     start: int
     owner: int
-    cut: ShardContribution
+    contribution: ShardContribution
 
 
-Crossing = OwnedStripe | RemoteStripe
+StripeTask = OwnedStripe | RemoteStripe
 
 
 class StripeRoutes:
-    """The stripes that concern one rank. Ranks that hold the same tensors deal their stripes out in turn.
+    """The stripes that concern one rank. Ranks that hold the same tensors own their stripes in turn.
 
-    ``holders`` tells the ranks that play a part for a part of a tensor.
+    ``holders`` returns the ranks that take part for a shard.
     """
 
     def __init__(
-        self, rank: int, holders: Callable[[GlobalTensor, Coordinate], tuple[int, ...]] = GlobalTensor.holders
+        self, rank: int, holders: Callable[[GlobalTensor, Coordinate], tuple[int, ...]] = GlobalTensor.holder_ranks
     ) -> None:
         self._rank, self._holders = rank, holders
-        self._dealt: dict[tuple[int, ...], int] = {}
+        self._assigned: dict[tuple[int, ...], int] = {}
 
-    def crossings(self, held: GlobalTensor, locate: Locate) -> Iterator[Crossing]:
-        """The stripes of a tensor that this rank owns, and those that its part has bytes in.
+    def route_tensor(self, tensor: GlobalTensor, locate: Locate) -> Iterator[StripeTask]:
+        """Yield the stripes of a tensor that this rank owns, and those that contain bytes of its shard.
 
-        To be asked for tensors in the order of their numbers, which all ranks know them by.
+        Call it for tensors in the order of their numbers, which are the same on all ranks.
         """
-        coordinate = held.coordinate(self._rank)
+        coordinate = tensor.coordinate_of(self._rank)
         if coordinate is None:
             return
-        mine, peers = local_shard(held.info, held.division, coordinate), self._holders(held, coordinate)
-        candidates = held.everyone()
-        for stripe in split_into_stripes(mine.shape):
-            owner = self._deal(candidates)
+        shard, peers = local_shard(tensor.info, tensor.division, coordinate), self._holders(tensor, coordinate)
+        candidates = tensor.all_ranks()
+        for stripe in split_into_stripes(shard.shape):
+            owner = self._next_owner(candidates)
             if owner == self._rank:
-                yield OwnedStripe(locate(*stripe), tuple(self._all_cuts(held, stripe)))
-            elif (cut := _cut(mine, stripe, peers, owner)) is not None:
-                # As its owner knows it: by the stored tensor that the first byte is of.
+                yield OwnedStripe(locate(*stripe), tuple(self._all_contributions(tensor, stripe)))
+            elif (contribution := _make_contribution(shard, stripe, peers, owner)) is not None:
+                # The owner identifies the stripe by the stored tensor of its first byte.
                 first = locate(stripe.start, stripe.start + 1)[0]
-                yield RemoteStripe(first.tensor, first.start, owner, cut)
+                yield RemoteStripe(first.tensor, first.start, owner, contribution)
 
-    def _all_cuts(self, held: GlobalTensor, stripe: ElementRange) -> Iterator[tuple[ShardContribution, StripeSlice]]:
-        for coordinate in held.coordinates():
-            other = local_shard(held.info, held.division, coordinate)
-            cut = _cut(other, stripe, self._holders(held, coordinate), self._rank)
-            if cut is not None:
-                yield cut, stripe_slice(other, stripe)
+    def _all_contributions(
+        self, tensor: GlobalTensor, stripe: ElementRange
+    ) -> Iterator[tuple[ShardContribution, StripeSlice]]:
+        for coordinate in tensor.iter_coordinates():
+            shard = local_shard(tensor.info, tensor.division, coordinate)
+            contribution = _make_contribution(shard, stripe, self._holders(tensor, coordinate), self._rank)
+            if contribution is not None:
+                yield contribution, stripe_slice(shard, stripe)
 
-    def _deal(self, candidates: tuple[int, ...]) -> int:
-        number = self._dealt.get(candidates, 0)
-        self._dealt[candidates] = number + 1
+    def _next_owner(self, candidates: tuple[int, ...]) -> int:
+        number = self._assigned.get(candidates, 0)
+        self._assigned[candidates] = number + 1
         return candidates[number % len(candidates)]
 
 
-def local_stripes(held: GlobalTensor, rank: int, locate: Locate) -> Iterator[OwnedStripe]:
-    """The stripes that this rank's part has bytes in, each with this part's cut only."""
-    coordinate = held.coordinate(rank)
+def local_stripes(tensor: GlobalTensor, rank: int, locate: Locate) -> Iterator[OwnedStripe]:
+    """Yield the stripes that contain bytes of this rank's shard, each with the contribution of this shard only."""
+    coordinate = tensor.coordinate_of(rank)
     if coordinate is None:
         return
-    mine = local_shard(held.info, held.division, coordinate)
-    for stripe in split_into_stripes(mine.shape):
-        if (cut := _cut(mine, stripe, (rank,), rank)) is not None:
-            yield OwnedStripe(locate(*stripe), ((cut, stripe_slice(mine, stripe)),))
+    shard = local_shard(tensor.info, tensor.division, coordinate)
+    for stripe in split_into_stripes(shard.shape):
+        if (contribution := _make_contribution(shard, stripe, (rank,), rank)) is not None:
+            yield OwnedStripe(locate(*stripe), ((contribution, stripe_slice(shard, stripe)),))
 
 
-def _cut(mine: LocalShard, stripe: ElementRange, holders: tuple[int, ...], owner: int) -> ShardContribution | None:
-    start, stop = mine.before(stripe.start), mine.before(stripe.stop)
-    return ShardContribution(holders, _nearest(holders, owner), start, stop - start) if start < stop else None
+def _make_contribution(
+    shard: LocalShard, stripe: ElementRange, holders: tuple[int, ...], owner: int
+) -> ShardContribution | None:
+    start, stop = shard.bytes_before(stripe.start), shard.bytes_before(stripe.stop)
+    return ShardContribution(holders, _nearest_rank(holders, owner), start, stop - start) if start < stop else None
 
 
-def _nearest(holders: tuple[int, ...], owner: int) -> int:
-    """Neighbours in number are neighbours in the machine room. ``holders`` are ascending."""
-    at = bisect.bisect_left(holders, owner)
-    return min(holders[max(0, at - 1) : at + 1], key=lambda rank: abs(rank - owner))
+def _nearest_rank(holders: tuple[int, ...], owner: int) -> int:
+    """Return the holder nearest to the owner: near numbers are near in the network. ``holders`` are ascending."""
+    index = bisect.bisect_left(holders, owner)
+    return min(holders[max(0, index - 1) : index + 1], key=lambda rank: abs(rank - owner))

@@ -1,4 +1,7 @@
-"""Who writes which bytes: a pure function of the specs of all ranks and the number of this one."""
+"""The plan of a save: which ranks write which bytes.
+
+It is a pure function of the specs of all ranks and of the own rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.partition import split_evenly
 from holdfast.engine.plan.placements import Coordinate
-from holdfast.engine.plan.routes import Crossing, Locate, OwnedStripe, StripeRoutes, contiguous_requests, is_striped
+from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
 from holdfast.errors import StateError
@@ -20,7 +23,7 @@ from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedShard:
-    """Bytes of this rank's part of a tensor that other ranks hold too: ``nbytes`` that must be equal."""
+    """Bytes of this rank's shard of a tensor that other ranks hold, too: ``nbytes`` that must be equal."""
 
     tensor: int
     nbytes: int
@@ -28,33 +31,33 @@ class ReplicatedShard:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files of a checkpoint, and this rank's share of the work.
+    """The files of a checkpoint, and the work of one rank.
 
-    ``pieces`` it writes as they lie; ``crossings`` are stripes that it puts together or gives bytes to, in
-    an order that is the same on all ranks, where any rank ``exchanges``; ``replicas`` it proves, by the ranks that
-    hold them.
+    The rank writes ``file_ranges`` from its own shards. ``stripe_tasks`` are stripes that it assembles or contributes
+    to, in an order that is the same on all ranks; ``needs_exchange`` is the same on all ranks, too: whether any of them
+    has such a task. ``replicas`` are the shards to compare with other ranks, by the ranks that hold them.
     """
 
     files: Sequence[DataFile]
     groups: Mapping[str, Sequence[DataFile]]
     tensors: Sequence[tuple[str, str]]
-    pieces: Sequence[FileRange]
-    crossings: Sequence[Crossing]
+    file_ranges: Sequence[FileRange]
+    stripe_tasks: Sequence[StripeTask]
     replicas: Mapping[tuple[int, ...], Sequence[ReplicatedShard]]
-    exchanges: bool
+    needs_exchange: bool
 
     @property
     def nbytes(self) -> int:
         """The bytes that this rank writes."""
-        stripes = (crossing.pieces for crossing in self.crossings if isinstance(crossing, OwnedStripe))
-        return count_bytes(self.pieces) + sum(count_bytes(pieces) for pieces in stripes)
+        stripes = (task.file_ranges for task in self.stripe_tasks if isinstance(task, OwnedStripe))
+        return count_bytes(self.file_ranges) + sum(count_bytes(file_ranges) for file_ranges in stripes)
 
 
 class TensorSpan(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor as ranks hold it, where they are stored.
+    """Bytes ``[start, stop)`` of a tensor as ranks hold it, and their place in a file.
 
-    They are those of stored tensor number ``tensor`` from byte ``at`` on, from byte ``offset`` on of file number
-    ``file``.
+    They are stored in tensor number ``tensor`` from its byte ``at`` on, and in file number ``file`` from byte
+    ``offset`` on.
     """
 
     start: int
@@ -65,154 +68,171 @@ class TensorSpan(NamedTuple):
     offset: int
 
 
-#: The plan of a save of nothing.
-NOTHING = SavePlan((), {}, (), (), (), {}, exchanges=False)
+#: A plan without tensors.
+EMPTY_PLAN = SavePlan((), {}, (), (), (), {}, needs_exchange=False)
 
 
-def plan_save(membership: GlobalSpec, rank: int, limit: int) -> SavePlan:
-    """The plan of ``rank``; the files in it are equal for every rank. ``limit``: the most bytes of tensors in one."""
-    held = {(tensor.group, tensor.name): tensor for tensor in membership.tensors()}
-    groups = _pack(held, membership.tied(), limit)
+def plan_save(global_spec: GlobalSpec, rank: int, limit: int) -> SavePlan:
+    """Return the plan of ``rank``. Its files are the same on every rank.
+
+    ``limit`` is the most bytes of tensors in one file.
+    """
+    tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
+    groups = _pack_groups(tensors, global_spec.tied_names(), limit)
     files = [file for group in groups.values() for file in group]
-    names = [(group, name) for group, shelf in groups.items() for file in shelf for name in file.entries]
+    names = [(group, name) for group, group_files in groups.items() for file in group_files for name in file.entries]
     starts = [
         (number, file.data_start + entry.data_offsets[0])
         for number, file in enumerate(files)
         for entry in file.entries.values()
     ]
-    homes = {key: (tensor, *start) for tensor, (key, start) in enumerate(zip(names, starts, strict=True))}
-    sources = {
-        (key[0], name): key for key, one in held.items() for name in stored_tensors(key[1], one.info, one.splits)
+    numbered_starts = {key: (number, *start) for number, (key, start) in enumerate(zip(names, starts, strict=True))}
+    tensor_of = {
+        (key[0], name): key
+        for key, tensor in tensors.items()
+        for name in stored_tensors(key[1], tensor.info, tensor.splits)
     }
-    own = _Share(rank)
-    for key in dict.fromkeys(sources[name] for name in names):
-        own.add(held[key], _stretches(held[key], homes))
-    return SavePlan(files, groups, names, own.pieces(), own.crossings, own.replicas, _exchanges(held))
+    builder = _SavePlanBuilder(rank)
+    for key in dict.fromkeys(tensor_of[name] for name in names):
+        builder.add_tensor(tensors[key], _tensor_spans(tensors[key], numbered_starts))
+    return SavePlan(
+        files,
+        groups,
+        names,
+        builder.build_file_ranges(),
+        builder.stripe_tasks,
+        builder.replicas,
+        _needs_exchange(tensors),
+    )
 
 
-def _stretches(held: GlobalTensor, homes: Mapping[tuple[str, str], tuple[int, int, int]]) -> list[TensorSpan]:
-    """Where the bytes of a tensor go. ``homes`` are the number, file and offset of each stored tensor."""
-    if not held.splits:
-        tensor, file, offset = homes[held.group, held.name]
-        return [TensorSpan(0, held.info.nbytes, tensor, 0, file, offset)]
-    found = []
-    for (start, stop), name, at in split_ranges(held.info, held.splits):
-        tensor, file, offset = homes[held.group, name]
-        found.append(TensorSpan(start, stop, tensor, at, file, offset + at))
-    return sorted(found)
+def _tensor_spans(tensor: GlobalTensor, starts: Mapping[tuple[str, str], tuple[int, int, int]]) -> list[TensorSpan]:
+    """Return the spans of a tensor. ``starts`` has the number, file and offset of each stored tensor."""
+    if not tensor.splits:
+        number, file, offset = starts[tensor.group, tensor.name]
+        return [TensorSpan(0, tensor.info.nbytes, number, 0, file, offset)]
+    spans = []
+    for (start, stop), name, at in split_ranges(tensor.info, tensor.splits):
+        number, file, offset = starts[tensor.group, name]
+        spans.append(TensorSpan(start, stop, number, at, file, offset + at))
+    return sorted(spans)
 
 
 def plan_into_files(
-    membership: GlobalSpec,
+    global_spec: GlobalSpec,
     rank: int,
     names: Sequence[tuple[str, str]],
-    places: Mapping[tuple[str, str], Sequence[TensorSpan]],
+    spans_by_tensor: Mapping[tuple[str, str], Sequence[TensorSpan]],
 ) -> SavePlan:
-    """The plan of ``rank`` for files that somebody else has laid out. ``names`` are the stored tensors by number.
+    """Return the plan of ``rank`` for files whose layout is given. ``names`` are the stored tensors by number.
 
-    ``places`` tells where the bytes of each tensor that ranks hold go, in an order that is the same on all ranks; they
-    may be several stored tensors, and one may be stored twice.
+    ``spans_by_tensor`` has the places of the bytes of each tensor that ranks hold, in an order that is the same on all
+    ranks. A tensor may be stored as several tensors, and it may be stored twice.
     """
-    held = {(tensor.group, tensor.name): tensor for tensor in membership.tensors()}
-    own = _Share(rank)
-    for key, stretches in sorted(places.items(), key=_in_files):
-        own.add(held[key], stretches)
-    return SavePlan((), {}, names, own.pieces(), own.crossings, own.replicas, _exchanges(held))
+    tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
+    builder = _SavePlanBuilder(rank)
+    for key, spans in sorted(spans_by_tensor.items(), key=_span_positions):
+        builder.add_tensor(tensors[key], spans)
+    return SavePlan(
+        (), {}, names, builder.build_file_ranges(), builder.stripe_tasks, builder.replicas, _needs_exchange(tensors)
+    )
 
 
-def _in_files(place: tuple[tuple[str, str], Sequence[TensorSpan]]) -> list[tuple[int, int]]:
-    return [(one.file, one.offset) for one in place[1]]
+def _span_positions(item: tuple[tuple[str, str], Sequence[TensorSpan]]) -> list[tuple[int, int]]:
+    return [(span.file, span.offset) for span in item[1]]
 
 
-def _exchanges(held: Mapping[tuple[str, str], GlobalTensor]) -> bool:
-    return any(is_striped(tensor) for tensor in held.values())
+def _needs_exchange(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
+    """Return whether any tensor is moved in stripes."""
+    return any(is_striped(tensor) for tensor in tensors.values())
 
 
-def _pack(
-    held: Mapping[tuple[str, str], GlobalTensor], tied: Mapping[str, Mapping[str, str]], limit: int
+def _pack_groups(
+    tensors: Mapping[tuple[str, str], GlobalTensor], tied: Mapping[str, Mapping[str, str]], limit: int
 ) -> dict[str, list[DataFile]]:
     infos: dict[str, dict[str, TensorInfo]] = {}
-    for (group, name), tensor in held.items():
+    for (group, name), tensor in tensors.items():
         for key, info in stored_tensors(name, tensor.info, tensor.splits).items():
             if key in infos.setdefault(group, {}):
                 raise StateError(f"two {group} tensors would be stored under the name {key!r}")
             infos[group][key] = info
-    return {group: pack_files(group, tensors, tied.get(group, {}), limit) for group, tensors in sorted(infos.items())}
+    return {group: pack_files(group, packed, tied.get(group, {}), limit) for group, packed in sorted(infos.items())}
 
 
-def _writers(held: GlobalTensor, coordinate: Coordinate) -> tuple[int, ...]:
-    """The holders of a part whose value counts."""
-    holders = held.holders(coordinate)
-    return holders if held.shared else holders[:1]
+def _writer_ranks(tensor: GlobalTensor, coordinate: Coordinate) -> tuple[int, ...]:
+    """Return the holders of a shard whose value is saved."""
+    holders = tensor.holder_ranks(coordinate)
+    return holders if tensor.shared else holders[:1]
 
 
-def _pieces(stretches: Sequence[TensorSpan], start: int, stop: int) -> Iterator[FileRange]:
-    """Where bytes ``[start, stop)`` of a tensor are stored. ``stretches`` are in the order of their ends, too."""
-    for one in stretches[bisect_right(stretches, start, key=_end) :]:
-        if one.start >= stop:
+def _locate_range(spans: Sequence[TensorSpan], start: int, stop: int) -> Iterator[FileRange]:
+    """Yield the file ranges of bytes ``[start, stop)`` of a tensor. ``spans`` are in the order of their ends, too."""
+    for span in spans[bisect_right(spans, start, key=_span_end) :]:
+        if span.start >= stop:
             break
-        low, high = max(start, one.start), min(stop, one.stop)
+        low, high = max(start, span.start), min(stop, span.stop)
         if low < high:
-            skip = low - one.start
+            skip = low - span.start
             yield FileRange(
-                one.tensor, one.at + skip, one.at + skip + high - low, low - start, one.file, one.offset + skip
+                span.tensor, span.at + skip, span.at + skip + high - low, low - start, span.file, span.offset + skip
             )
 
 
-def _end(stretch: TensorSpan) -> int:
-    return stretch.stop
+def _span_end(span: TensorSpan) -> int:
+    return span.stop
 
 
-class _Share:
-    """Collects what one rank writes, passes on and proves."""
+class _SavePlanBuilder:
+    """Collects the bytes that one rank writes, sends, and compares with replicas."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._routes = rank, StripeRoutes(rank, _writers)
-        self._held: dict[tuple[int, ...], list[FileRange]] = {}
-        self.crossings: list[Crossing] = []
+        self._rank, self._routes = rank, StripeRoutes(rank, _writer_ranks)
+        self._ranges_by_writers: dict[tuple[int, ...], list[FileRange]] = {}
+        self.stripe_tasks: list[StripeTask] = []
         self.replicas: dict[tuple[int, ...], list[ReplicatedShard]] = {}
 
-    def add(self, held: GlobalTensor, stretches: Sequence[TensorSpan]) -> None:
-        """Take note of one tensor."""
-        if not stretches:
+    def add_tensor(self, tensor: GlobalTensor, spans: Sequence[TensorSpan]) -> None:
+        """Add the rank's work for one tensor."""
+        if not spans:
             return
-        tensor = stretches[0].tensor
-        coordinate = held.coordinate(self._rank)
+        coordinate = tensor.coordinate_of(self._rank)
         if coordinate is None:
             return
-        mine, holders = local_shard(held.info, held.division, coordinate), held.holders(coordinate)
-        if held.shared and len(holders) > 1 and mine.nbytes:
-            self.replicas.setdefault(holders, []).append(ReplicatedShard(tensor, mine.nbytes))
+        shard, holders = local_shard(tensor.info, tensor.division, coordinate), tensor.holder_ranks(coordinate)
+        if tensor.shared and len(holders) > 1 and shard.nbytes:
+            self.replicas.setdefault(holders, []).append(ReplicatedShard(spans[0].tensor, shard.nbytes))
 
-        def locate(start: int, stop: int) -> list[FileRange]:
-            return list(_pieces(stretches, start, stop))
+        def locate_range(start: int, stop: int) -> list[FileRange]:
+            return list(_locate_range(spans, start, stop))
 
-        writers = _writers(held, coordinate)
-        if is_striped(held):
-            self._cross(held, locate)
+        writers = _writer_ranks(tensor, coordinate)
+        if is_striped(tensor):
+            self._add_stripes(tensor, locate_range)
         elif self._rank in writers:
-            self._held.setdefault(writers, []).extend(contiguous_requests(mine, locate))
+            self._ranges_by_writers.setdefault(writers, []).extend(contiguous_requests(shard, locate_range))
 
-    def _cross(self, held: GlobalTensor, locate: Locate) -> None:
-        """The stripes that this rank owns, and those that it is the one to give its cut to."""
-        self.crossings += (
-            crossing
-            for crossing in self._routes.crossings(held, locate)
-            if isinstance(crossing, OwnedStripe) or crossing.cut.source == self._rank
+    def _add_stripes(self, tensor: GlobalTensor, locate_range: Locate) -> None:
+        """Add the stripes that this rank owns, and those to which it sends its contribution."""
+        self.stripe_tasks += (
+            task
+            for task in self._routes.route_tensor(tensor, locate_range)
+            if isinstance(task, OwnedStripe) or task.contribution.sender == self._rank
         )
 
-    def pieces(self) -> list[FileRange]:
-        """What this rank writes as it lies, in the order of the files."""
+    def build_file_ranges(self) -> list[FileRange]:
+        """Return the ranges that this rank writes from its own shards, in the order of the files."""
         return sorted(
             (
-                piece
-                for holders, pieces in self._held.items()
-                for piece in split_evenly(sorted(pieces, key=_place), holders.index(self._rank), len(holders))
-                if piece.start < piece.stop
+                file_range
+                for holders, file_ranges in self._ranges_by_writers.items()
+                for file_range in split_evenly(
+                    sorted(file_ranges, key=_file_position), holders.index(self._rank), len(holders)
+                )
+                if file_range.start < file_range.stop
             ),
-            key=_place,
+            key=_file_position,
         )
 
 
-def _place(piece: FileRange) -> tuple[int, int]:
-    return piece.file, piece.offset
+def _file_position(file_range: FileRange) -> tuple[int, int]:
+    return file_range.file, file_range.offset

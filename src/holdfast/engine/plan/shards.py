@@ -1,7 +1,7 @@
-"""The part of a tensor that a rank holds, in bytes. Pure functions.
+"""The shard of a tensor that a rank holds, in bytes. Pure functions.
 
-Sharding selects indices of a dimension in ascending order, so a rank's part, read row by row, is its runs one
-after another: any range of the tensor is, of a part, one range of the rank's own memory.
+Sharding selects indices of a dimension in ascending order. So a rank's shard, in row-major order, consists of its
+ranges of the tensor one after another: the part of it that is in a range of the tensor is one range of the shard.
 """
 
 from __future__ import annotations
@@ -19,118 +19,120 @@ from holdfast.ondisk.files import TensorInfo
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank holds of a tensor: on each axis of ``shape`` some segments of indices, and all combinations.
+    """The bytes of a tensor that one rank holds: all combinations of some segments of indices on each axis.
 
-    Axes are the tensor's dimensions with those that are never cut apart folded into the one before;
-    the last counts bytes. ``shape`` is the same for all parts of one division.
+    The axes of ``shape`` are the dimensions of the tensor; those that are never split are folded into the one before.
+    The last axis counts bytes. ``shape`` is the same for all shards of one division.
     """
 
     shape: tuple[int, ...]
     segments: tuple[tuple[ElementRange, ...], ...]
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """How many indices of each axis it has."""
+    def index_counts(self) -> tuple[int, ...]:
+        """The number of indices on each axis."""
         return tuple(sum(stop - start for start, stop in axis) for axis in self.segments)
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.counts)
+        """The size in bytes."""
+        return math.prod(self.index_counts)
 
-    def runs(self) -> Iterator[ElementRange]:
-        """Its runs in bytes of the tensor, ascending."""
+    def iter_ranges(self) -> Iterator[ElementRange]:
+        """Return the ranges of bytes of the tensor, ascending."""
         if len(self.shape) == 1:  # merged already, as the segments of every axis are
             return iter(self.segments[0])
-        return merge_ranges(_product(self.shape, self.segments))
+        return merge_ranges(_iter_product(self.shape, self.segments))
 
     @property
-    def run_length(self) -> int:
-        """About how many bytes its runs have."""
-        number, whole = 1, True
+    def mean_range_bytes(self) -> int:
+        """The mean size of the ranges in bytes, approximately."""
+        range_count, whole = 1, True
         for size, count, segments in zip(
-            reversed(self.shape), reversed(self.counts), reversed(self.segments), strict=True
+            reversed(self.shape), reversed(self.index_counts), reversed(self.segments), strict=True
         ):
-            number = len(segments) if whole else number * count
+            range_count = len(segments) if whole else range_count * count
             whole = whole and count == size
-        return self.nbytes // number if number else 0
+        return self.nbytes // range_count if range_count else 0
 
-    def before(self, position: int) -> int:
-        """How many of its bytes lie before byte ``position`` of the tensor."""
-        mine, inner, found = self.nbytes, math.prod(self.shape), 0
-        if not mine:
+    def bytes_before(self, position: int) -> int:
+        """Return the number of bytes of the shard that are before byte ``position`` of the tensor."""
+        bytes_per_index, inner, total = self.nbytes, math.prod(self.shape), 0
+        if not bytes_per_index:
             return 0
-        for size, count, segments in zip(self.shape, self.counts, self.segments, strict=True):
+        for size, count, segments in zip(self.shape, self.index_counts, self.segments, strict=True):
             inner //= size
-            mine //= count
+            bytes_per_index //= count
             index, position = divmod(position, inner)
-            found += mine * count_below(segments, index)
+            total += bytes_per_index * count_below(segments, index)
             if not any(start <= index < stop for start, stop in segments):
                 break
-        return found
+        return total
 
 
 def count_below(segments: tuple[ElementRange, ...], index: int) -> int:
-    """How many indices of some segments are below ``index``."""
+    """Return the number of indices in the segments that are below ``index``."""
     return sum(min(stop, index) - start for start, stop in segments if start < index)
 
 
 @lru_cache(maxsize=4096)
 def local_shard(info: TensorInfo, division: Division, coordinate: Coordinate) -> LocalShard:
-    """The part at ``coordinate`` of a tensor that is divided so. The only part of an undivided one is all of it."""
+    """Return the shard at ``coordinate`` of a tensor with this division. An undivided tensor has one: all of it."""
     size = dtype_width(info.dtype)
     if not division:
-        return LocalShard((info.nbytes,), (_segment(0, info.nbytes),))
+        return LocalShard((info.nbytes,), (_make_segments(0, info.nbytes),))
     if isinstance(flat := division[0][1], FlatSharded):
-        return _flat_part(info, flat, coordinate[0])
-    dims = [_segment(0, size) for size in info.shape]
-    for (parts, placement), at in zip(division, coordinate, strict=True):
+        return _flat_shard(info, flat, coordinate[0])
+    dims = [_make_segments(0, size) for size in info.shape]
+    for (count, placement), index in zip(division, coordinate, strict=True):
         if isinstance(placement, Sharded):
-            dims[placement.dim] = _shard(dims[placement.dim], placement.split, parts, at)
-    cut = sorted({placement.dim for _, placement in division if isinstance(placement, Sharded)})
-    return _folded(info.shape, size, dims, cut)
+            dims[placement.dim] = _shard_segments(dims[placement.dim], placement.split, count, index)
+    split_dims = sorted({placement.dim for _, placement in division if isinstance(placement, Sharded)})
+    return _fold_axes(info.shape, size, dims, split_dims)
 
 
-def _flat_part(info: TensorInfo, flat: FlatSharded, at: int) -> LocalShard:
+def _flat_shard(info: TensorInfo, flat: FlatSharded, index: int) -> LocalShard:
     size = dtype_width(info.dtype)
     numel = info.nbytes // size
-    start, stop = (min(max(edge * flat.length - flat.offset, 0), numel) for edge in (at, at + 1))
-    return LocalShard((info.nbytes,), (_segment(start * size, stop * size),))
+    start, stop = (min(max(edge * flat.length - flat.offset, 0), numel) for edge in (index, index + 1))
+    return LocalShard((info.nbytes,), (_make_segments(start * size, stop * size),))
 
 
-def _folded(shape: tuple[int, ...], size: int, dims: list[tuple[ElementRange, ...]], cut: list[int]) -> LocalShard:
-    """Fold every dimension that is not cut into the one before it, and the element's bytes into the last."""
-    firsts = cut if cut[0] == 0 else [0, *cut]
+def _fold_axes(
+    shape: tuple[int, ...], size: int, dims: list[tuple[ElementRange, ...]], split_dims: list[int]
+) -> LocalShard:
+    """Fold every dimension that is not split into the one before it, and the element's bytes into the last."""
+    firsts = split_dims if split_dims[0] == 0 else [0, *split_dims]
     axes, segments = [], []
-    for first, following in zip(firsts, [*firsts[1:], len(shape)], strict=True):
-        last = following == len(shape)
-        inner = math.prod(shape[first + 1 : following]) * (size if last else 1)
+    for first, next_first in zip(firsts, [*firsts[1:], len(shape)], strict=True):
+        is_last = next_first == len(shape)
+        inner = math.prod(shape[first + 1 : next_first]) * (size if is_last else 1)
         axes.append(shape[first] * inner)
         segments.append(tuple(merge_ranges(ElementRange(start * inner, stop * inner) for start, stop in dims[first])))
     return LocalShard(tuple(axes), tuple(segments))
 
 
-def _segment(start: int, stop: int) -> tuple[ElementRange, ...]:
+def _make_segments(start: int, stop: int) -> tuple[ElementRange, ...]:
     return (ElementRange(start, stop),) if start < stop else ()
 
 
-def _shard(segments: tuple[ElementRange, ...], split: int, parts: int, at: int) -> tuple[ElementRange, ...]:
-    """One part of a dimension's indices: cut in ``split`` chunks, each in ``parts``, as ``torch.chunk`` cuts."""
+def _shard_segments(segments: tuple[ElementRange, ...], split: int, count: int, index: int) -> tuple[ElementRange, ...]:
+    """Return one shard of a dimension's indices, split into ``split`` chunks and each into ``count``."""
     total = sum(stop - start for start, stop in segments)
     chosen = []
-    for start, stop in _chunks(total, split):
-        piece = _chunks(stop - start, parts)[at]
-        chosen.append(ElementRange(start + piece.start, start + piece.stop))
-    return _select(segments, chosen)
+    for start, stop in _chunk_ranges(total, split):
+        chunk = _chunk_ranges(stop - start, count)[index]
+        chosen.append(ElementRange(start + chunk.start, start + chunk.stop))
+    return _select_positions(segments, chosen)
 
 
-def _chunks(total: int, parts: int) -> list[ElementRange]:
-    step = -(-total // parts)
-    return [ElementRange(min(total, i * step), min(total, (i + 1) * step)) for i in range(parts)]
+def _chunk_ranges(total: int, count: int) -> list[ElementRange]:
+    step = -(-total // count)
+    return [ElementRange(min(total, i * step), min(total, (i + 1) * step)) for i in range(count)]
 
 
-def _select(segments: tuple[ElementRange, ...], chosen: list[ElementRange]) -> tuple[ElementRange, ...]:
-    """The parts of ``segments`` at the positions ``chosen`` among all their indices."""
+def _select_positions(segments: tuple[ElementRange, ...], chosen: list[ElementRange]) -> tuple[ElementRange, ...]:
+    """Return the parts of ``segments`` at the positions ``chosen`` among all their indices."""
     result, base = [], 0
     for start, stop in segments:
         for first, last in chosen:
@@ -141,15 +143,19 @@ def _select(segments: tuple[ElementRange, ...], chosen: list[ElementRange]) -> t
     return tuple(merge_ranges(result))
 
 
-def _product(shape: tuple[int, ...], segments: tuple[tuple[ElementRange, ...], ...]) -> Iterator[ElementRange]:
+def _iter_product(shape: tuple[int, ...], segments: tuple[tuple[ElementRange, ...], ...]) -> Iterator[ElementRange]:
+    """Yield the ranges of an array of ``shape`` that consist of the segments of all axes; neighbours are not merged."""
     if len(shape) == 1:
         yield from segments[0]
         return
     inner = math.prod(shape[1:])
-    if all(axis == _segment(0, size) for size, axis in zip(shape[1:], segments[1:], strict=True)):
+    if all(axis == _make_segments(0, size) for size, axis in zip(shape[1:], segments[1:], strict=True)):
         yield from (ElementRange(start * inner, stop * inner) for start, stop in segments[0])
         return
-    rest = list(merge_ranges(_product(shape[1:], segments[1:])))
+    inner_ranges = list(merge_ranges(_iter_product(shape[1:], segments[1:])))
     for start, stop in segments[0]:
         for row in range(start, stop):
-            yield from (ElementRange(row * inner + run.start, row * inner + run.stop) for run in rest)
+            yield from (
+                ElementRange(row * inner + inner_range.start, row * inner + inner_range.stop)
+                for inner_range in inner_ranges
+            )

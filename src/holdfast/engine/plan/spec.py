@@ -1,7 +1,7 @@
-"""What ranks tell each other of the tensors they hold: names, dtypes, shapes, layouts. No coordinates of chunks.
+"""Descriptions of tensors that ranks exchange: names, dtypes, shapes, layouts. They contain no coordinates of shards.
 
-A spec does not depend on the rank that wrote it, and meshes are in a table of their own, so that thousands of
-ranks share a few of both, and each rank derives from them who holds what.
+A spec does not depend on the rank that wrote it, and meshes are in a table of their own. So thousands of ranks share a
+few of both, and each rank derives from them which ranks hold which shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.engine.plan.split_tensors import Splits
 #: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
 PER_RANK = "ranks"
 
-#: In a spec, those of the rank itself, named without it, so that ranks which differ in nothing else share a spec.
+#: In a spec, the group of tensors of the rank itself. Their names lack the rank, so that ranks can share a spec.
 OWN = "own"
 
 
@@ -28,10 +28,11 @@ class LayoutSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor. ``layout`` is an index into the spec's layouts; ``None`` is whole on every rank that names it.
+    """One tensor. ``layout`` is an index into the spec's layouts; ``None`` if every rank that names it has all of it.
 
-    Holders of a ``shared`` tensor must have equal values and split the writing; of one that is not (a buffer)
-    the lowest holder's value counts. ``splits`` are what it is stored as, where that is not one tensor of its name.
+    Ranks that hold a ``shared`` tensor must have equal values and divide the writing. If it is not shared (a buffer),
+    the value of the lowest rank is saved. ``splits`` are the stored tensors, if it is not stored as one tensor of its
+    name.
     """
 
     group: str
@@ -44,25 +45,29 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
-    """All tensors of one rank; ``{group: {tied name: stored name}}``; and other names it knows, by what they name."""
+    """All tensors of one rank.
+
+    ``tied`` is ``{group: {tied name: stored name}}``; ``known_names`` are other names that the rank knows, by their
+    kind.
+    """
 
     layouts: tuple[LayoutSpec, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
     tied: dict[str, dict[str, str]] = {}
-    names: dict[str, list[str]] = {}
+    known_names: dict[str, list[str]] = {}
 
     def encode(self) -> bytes:
-        """The spec's bytes; equal specs have equal bytes."""
+        """Return the spec as bytes; equal specs have equal bytes."""
         return _encode(self)
 
 
 class Meshes(msgspec.Struct, frozen=True, array_like=True):
-    """The meshes of one rank's spec, over the job-wide numbers of ranks."""
+    """The meshes of one rank's spec, over global ranks."""
 
     table: tuple[MeshShape, ...] = ()
 
     def encode(self) -> bytes:
-        """The table's bytes; equal tables have equal bytes."""
+        """Return the table as bytes; equal tables have equal bytes."""
         return _encode(self)
 
 
@@ -71,6 +76,6 @@ decode_spec = msgspec.msgpack.Decoder(Spec).decode
 decode_meshes = msgspec.msgpack.Decoder(Meshes).decode
 
 
-def digest_spec(raw: bytes, size: int = 16) -> bytes:
-    """``size`` bytes that stand for some."""
+def digest_bytes(raw: bytes, size: int = 16) -> bytes:
+    """Return a digest of ``size`` bytes."""
     return hashlib.blake2b(raw, digest_size=size).digest()

@@ -1,1 +1,1 @@
-"""What ``torch.distributed.checkpoint`` writes: chunks of tensors in files of ranks, and metadata that tells where."""
+"""The format of ``torch.distributed.checkpoint``: each rank's file has chunks of tensors, the metadata locates them."""

@@ -1,6 +1,7 @@
-"""CRCs of a distributed checkpoint's records, in a file beside them: torch does not look at it, and holdfast verifies.
+"""The file ``checksums.json`` in a distributed checkpoint, which holdfast writes and verifies and torch ignores.
 
-A record is what the metadata has an offset and a length of; each block of 16 MiB of one has a CRC.
+It has the CRCs of the records: a record is a range of a file that the metadata gives by offset and length, and each
+block of 16 MiB of it has a CRC.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FORMAT, _VERSION = "holdfast-dcp-checksums", 1
 
 
 class ChecksumRecord(NamedTuple):
-    """Bytes ``[offset, offset + size)`` of a file; ``crcs`` is one CRC after another, in hexadecimal digits."""
+    """The CRCs of bytes ``[offset, offset + size)`` of a file: ``crcs`` joins those of its blocks, in hexadecimal."""
 
     offset: int
     size: int
@@ -32,7 +33,7 @@ class ChecksumRecord(NamedTuple):
 
 
 class RecordChecksums(msgspec.Struct, frozen=True):
-    """The CRC of the metadata, and the records of each file, in their order."""
+    """The contents of ``checksums.json``: the CRC of the metadata, and the records of each file by offset."""
 
     format: str
     version: int
@@ -41,49 +42,58 @@ class RecordChecksums(msgspec.Struct, frozen=True):
 
 
 def encode_checksums(metadata: bytes, files: Mapping[str, Sequence[ChecksumRecord]]) -> bytes:
-    """The contents of the file."""
-    found = {name: sorted(records) for name, records in sorted(files.items())}
-    return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{blocks.crc64(metadata):016x}", found))
+    """Return the contents of ``checksums.json``."""
+    ordered = {name: sorted(records) for name, records in sorted(files.items())}
+    return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{blocks.crc64(metadata):016x}", ordered))
 
 
 def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
-    """What a folder has of them, if any. Raises ``CorruptCheckpointError`` where they are of another checkpoint."""
+    """Return the checksums of a folder, or ``None`` if it has none.
+
+    Raises ``CorruptCheckpointError`` if they belong to other metadata, ``FormatError`` if their version is unknown.
+    """
     file = folder / NAME
-    if not posix.is_taken(file):
+    if not posix.file_exists(file):
         return None
     posix.check_regular(file, within=(folder,))
     try:
-        found = msgspec.json.decode(posix.read_small(file), type=RecordChecksums)
+        checksums = msgspec.json.decode(posix.read_small(file), type=RecordChecksums)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{file} holds no checksums: {error}") from error
-    if (found.format, found.version) != (_FORMAT, _VERSION):
-        raise FormatError(f"{file} is of version {found.version} of {found.format!r:.40}, which is not known here")
-    if found.metadata != f"{blocks.crc64(metadata):016x}":
-        raise CorruptCheckpointError(
-            f"{folder / '.metadata'} does not match {NAME}: it is damaged, or torch has written another checkpoint "
-            f"into the folder; remove {NAME} if that is so"
+        raise CorruptCheckpointError(f"{file} cannot be read as checksums: {error}") from error
+    if (checksums.format, checksums.version) != (_FORMAT, _VERSION):
+        raise FormatError(
+            f"{file} has format {checksums.format!r:.40} version {checksums.version}, which this holdfast does not "
+            "read; update holdfast"
         )
-    return found
+    if checksums.metadata != f"{blocks.crc64(metadata):016x}":
+        raise CorruptCheckpointError(
+            f"{folder / '.metadata'} does not match {NAME}: it is corrupt, or torch has written another checkpoint "
+            f"into the folder; if so, remove {NAME}"
+        )
+    return checksums
 
 
 class VerifiedReader:
-    """Reads records of a folder in whole blocks, each of which must match its CRC."""
+    """A reader of records of a folder. It reads whole blocks, each of which must match its CRC."""
 
     def __init__(self, readers: RangeReader, folder: Path, files: Mapping[str, Sequence[ChecksumRecord]]) -> None:
         self._readers, self._folder, self._files = readers, folder, files
         self._last: tuple[tuple[Path, ChecksumRecord, int], memoryview] | None = None
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """Fill ``into``, which lies inside a record. Raises ``CorruptCheckpointError`` naming the file and the bytes."""
-        record = self._record(path, offset, len(into))
+        """Fill ``into`` from ``offset`` on; all of these bytes must be in one record.
+
+        Raises ``CorruptCheckpointError``, naming the file and the bytes, if they do not match their CRC.
+        """
+        record = self._find_record(path, offset, len(into))
         at, end = offset - record.offset, offset - record.offset + len(into)
         for block in range(at // blocks.BLOCK_BYTES, blocks.count_blocks(end)):
             start, stop = blocks.block_range(block, record.size)
-            data = self._block(path, record, block)
+            data = self._read_block(path, record, block)
             low, high = max(at, start), min(end, stop)
             into[low - at : high - at] = data[low - start : high - start]
 
-    def _record(self, path: Path, offset: int, size: int) -> ChecksumRecord:
+    def _find_record(self, path: Path, offset: int, size: int) -> ChecksumRecord:
         records = self._files.get(str(path.relative_to(self._folder)), [])
         number = bisect.bisect_right(records, offset, key=lambda record: record.offset) - 1
         record = records[number] if number >= 0 else ChecksumRecord(0, 0, "")
@@ -93,7 +103,7 @@ class VerifiedReader:
             )
         return record
 
-    def _block(self, path: Path, record: ChecksumRecord, block: int) -> memoryview:
+    def _read_block(self, path: Path, record: ChecksumRecord, block: int) -> memoryview:
         key = (path, record, block)
         if self._last is None or self._last[0] != key:
             start, stop = blocks.block_range(block, record.size)
@@ -102,7 +112,7 @@ class VerifiedReader:
             if f"{blocks.crc64(data):016x}" != record.crcs[block * blocks.DIGITS : (block + 1) * blocks.DIGITS]:
                 first = record.offset + start
                 raise CorruptCheckpointError(
-                    f"{path} is damaged: its bytes {first} to {first + len(data)} do not match their CRC"
+                    f"{path} is corrupt: its bytes {first} to {first + len(data)} do not match their CRC"
                 )
             self._last = key, data
         return self._last[1]
@@ -111,5 +121,5 @@ class VerifiedReader:
 def check_checksums(
     window: FileWindow, readers: RangeReader, folder: Path, files: Mapping[str, Sequence[ChecksumRecord]]
 ) -> None:
-    """Raise ``CorruptCheckpointError`` where a record does not match its CRCs."""
+    """Raise ``CorruptCheckpointError`` if a record does not match its CRCs."""
     replace(window, readers=VerifiedReader(readers, folder, files)).read(0, window.size)

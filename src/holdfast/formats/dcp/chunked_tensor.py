@@ -1,4 +1,4 @@
-"""A tensor that lies in chunks, each of which is looked for when it is first read."""
+"""A tensor that is stored in chunks. Each chunk is located in its file when it is first read."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from holdfast.ondisk.files import TensorInfo
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor(StoredTensor):
-    """A tensor of chunks that tile it."""
+    """A tensor that is stored in chunks, which tile it."""
 
     info: TensorInfo
-    parts: tuple[SourceChunk, ...]
+    chunks: tuple[SourceChunk, ...]
 
     @property
     def identity(self) -> Hashable:
-        """See :class:`holdfast.formats.stored_tensor.StoredTensor`. torch stores tied weights twice; we need not."""
-        return (self.info, tuple(part.near for part in self.parts)) if self.parts else id(self)
+        """See :class:`holdfast.formats.stored_tensor.StoredTensor`. Tied tensors share their chunks."""
+        return (self.info, tuple(chunk.order_hint for chunk in self.chunks)) if self.chunks else id(self)
 
     @cached_property
-    def _rows(self) -> Sequence[FileExtent]:
-        """The chunks as ranges of the tensor's bytes; all of it together where they are interleaved."""
-        size = dtype_width(self.info.dtype)
-        runs = [contiguous_range(part.box, self.info.shape) for part in self.parts]
-        if any(run is None for run in runs):
-            return [FileExtent(ChunkedSource(self.info.shape, size, self.parts), 0, 0, self.info.nbytes)]
-        rows = [
-            FileExtent(_alone(part, size), 0, run.start * size, run.stop * size)
-            for part, run in zip(self.parts, runs, strict=True)
-            if run is not None
+    def _extents(self) -> Sequence[FileExtent]:
+        """One extent for each chunk; or one for the whole tensor, if a chunk is not contiguous."""
+        width = dtype_width(self.info.dtype)
+        ranges = [contiguous_range(chunk.box, self.info.shape) for chunk in self.chunks]
+        if any(elements is None for elements in ranges):
+            return [FileExtent(ChunkedSource(self.info.shape, width, self.chunks), 0, 0, self.info.nbytes)]
+        extents = [
+            FileExtent(_single_chunk_source(chunk, width), 0, elements.start * width, elements.stop * width)
+            for chunk, elements in zip(self.chunks, ranges, strict=True)
+            if elements is not None
         ]
-        return sorted(rows, key=itemgetter(2))
+        return sorted(extents, key=itemgetter(2))
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
-        found = []
-        at = bisect.bisect_right(self._rows, start, key=itemgetter(2)) - 1
+        extents = []
+        number = bisect.bisect_right(self._extents, start, key=itemgetter(2)) - 1
         while start < stop:
-            row = self._rows[at]
-            end = min(stop, row.stop)
-            found.append(FileExtent(row.file, start - row.start, start, end))
-            start, at = end, at + 1
-        return found
+            stored = self._extents[number]
+            end = min(stop, stored.stop)
+            extents.append(FileExtent(stored.file, start - stored.start, start, end))
+            start, number = end, number + 1
+        return extents
 
 
-def _alone(part: SourceChunk, size: int) -> ChunkedSource:
-    """A chunk as a tensor of its own."""
-    whole = IndexBox((0,) * len(part.box.shape), part.box.shape)
-    return ChunkedSource(part.box.shape, size, (SourceChunk(whole, lambda: part.place, part.near),))
+def _single_chunk_source(chunk: SourceChunk, width: int) -> ChunkedSource:
+    """Return a chunk as a tensor of its own."""
+    whole = IndexBox((0,) * len(chunk.box.shape), chunk.box.shape)
+    return ChunkedSource(chunk.box.shape, width, (SourceChunk(whole, lambda: chunk.location, chunk.order_hint),))

@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint``, with whatever top-level keys somebody gave them."""
+"""A reader of checkpoints of ``torch.distributed.checkpoint``, whatever their top-level keys are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from holdfast.formats.tree.tree_reader import TreeReader
 
 
 class DcpReader(TreeReader):
-    """A folder with ``.metadata``. ``keys`` names parts of what was saved that are not found by themselves."""
+    """A reader of folders with ``.metadata``.
+
+    ``keys`` names components that are not detected: ``{"model": "app.net"}``.
+    """
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         saved = folder.read_tree(path)

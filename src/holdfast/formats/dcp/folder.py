@@ -1,4 +1,4 @@
-"""A folder of ``torch.distributed.checkpoint``: its metadata, and the tree that was saved, with tensors in chunks."""
+"""Reading a folder of ``torch.distributed.checkpoint``: its metadata, and the saved tree with tensors in chunks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ from holdfast.storage.reader_pool import ReaderPool
 
 METADATA = ".metadata"
 
-#: What each rank writes for itself with ``use_collectives=False``.
-_OWN = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
+#: The metadata file of each rank, if the checkpoint was saved with ``use_collectives=False``.
+_RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder has such metadata."""
-    return posix.is_taken(path / METADATA) or posix.is_taken(path / "__0.metadata")
+    """Return whether a folder has the metadata of a distributed checkpoint."""
+    return posix.file_exists(path / METADATA) or posix.file_exists(path / "__0.metadata")
 
 
 @dataclass(frozen=True)
 class SavedTree:
-    """What was in a folder: the tree, the bytes that it was pickled as, the files, and a digest of what is known.
+    """The tree that a folder holds.
 
-    ``entries`` are what is in the tree, by the flat names of the metadata; ``budget`` has read it.
+    ``entries`` are the tensors and values of the tree by the flat names of the metadata. ``budget`` is the one that
+    reading them was charged to. ``files`` are the metadata and all files with records; ``fingerprint`` is a digest of
+    the metadata and the sizes of these files.
     """
 
     root: dict[str, Any]
@@ -55,127 +57,142 @@ class SavedTree:
 
 
 def read_tree(path: Path) -> SavedTree:
-    """The tree that a folder holds. No tensor is read, and chunks are only looked for when one is.
+    """Return the tree that a folder holds. No tensor is read; a chunk is located in its file when it is first read.
 
-    Raises ``CorruptCheckpointError`` where a chunk is missing, overlaps another or lies outside of its file, naming the tensor.
+    Raises ``CorruptCheckpointError``, naming the tensor, if a chunk is missing, overlaps another or ends outside of its
+    file.
     """
-    return DcpDirectory(path, ReaderPool()).read()
+    return DcpDirectory(path, ReaderPool()).read_tree()
 
 
 class DcpDirectory:
-    """A folder with metadata. ``readers`` reads the records that this names."""
+    """A folder with metadata. ``readers`` reads the records that the metadata names."""
 
     def __init__(self, path: Path, readers: RangeReader) -> None:
         self.path, self._readers = path, readers
         self._sizes: dict[str, int] = {}
-        self._budget, self._tiling = ReadBudget(), ReadBudget(least=LEAST)
+        self._budget, self._tiling_budget = ReadBudget(), ReadBudget(least=LEAST)
 
-    def read(self) -> SavedTree:
+    def read_tree(self) -> SavedTree:
         """See :func:`read_tree`."""
-        found, raw = self.read_metadata()
-        known = checksums.read_checksums(self.path, raw)
-        entries: dict[str, Any] = {name: self.tensor(name, tensor) for name, tensor in found.tensors.items()}
-        entries |= found.unreadable
-        self.check_overlaps(found)
+        dcp_metadata, raw = self.read_metadata()
+        stored = checksums.read_checksums(self.path, raw)
+        entries: dict[str, Any] = {
+            name: self.build_tensor(name, tensor) for name, tensor in dcp_metadata.tensors.items()
+        }
+        entries |= dcp_metadata.unreadable
+        self.check_overlaps(dcp_metadata)
         trees: dict[RecordLocation, Any] = {}
-        for name, place in found.values.items():
-            if place not in trees:
-                window = self.window(name, place)
-                if known is not None:
-                    checksums.check_checksums(window, self._readers, self.path, known.files)
-                trees[place] = self._value(window)
-            entries[name] = trees[place]
+        for name, location in dcp_metadata.values.items():
+            if location not in trees:
+                window = self.record_window(name, location)
+                if stored is not None:
+                    checksums.check_checksums(window, self._readers, self.path, stored.files)
+                trees[location] = self._read_value(window)
+            entries[name] = trees[location]
         try:
-            root = unflatten((found.paths.get(name, (name,)), value) for name, value in entries.items())
+            root = unflatten((dcp_metadata.paths.get(name, (name,)), value) for name, value in entries.items())
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.path}: {error}") from error
         sizes = sorted(self._sizes.items())
         files = [*self._metadata_files(), *(self.path / name for name, _ in sizes)]
-        files += [] if known is None else [self.path / checksums.NAME]
+        files += [] if stored is None else [self.path / checksums.NAME]
         return SavedTree(root, entries, self._budget, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
 
-    def _value(self, window: FileWindow) -> Any:
-        """What is in a record; what holdfast does not read must not keep anybody from the rest."""
+    def _read_value(self, window: FileWindow) -> Any:
+        """Return the value in a record, or a placeholder if it is unsafe to read, so that the others can be read."""
         try:
             return archive.read_archive(window, self._budget).root
         except UnsafePickleError as error:
             return UnreadTensor(f"is not read: {error}", type(error))
 
-    def check_overlaps(self, found: DcpMetadata) -> None:
-        """Raise ``CorruptCheckpointError`` where records overlap so much that they have more bytes than their files.
+    def check_overlaps(self, dcp_metadata: DcpMetadata) -> None:
+        """Raise ``CorruptCheckpointError`` if the records have more bytes than their files, and so must overlap.
 
-        Whoever reads all of them would read the same bytes again and again.
+        Reading all of them would read the same bytes again and again.
         """
-        wanted = {place: name for name, place in found.values.items()}
-        wanted |= {place: name for name, tensor in found.tensors.items() for place in tensor.chunks.values()}
-        for place, name in wanted.items():
-            self.window(name, place)
-        nbytes = sum(place.size for place in wanted)
-        if nbytes > sum(self._sizes.values()):
+        names = {location: name for name, location in dcp_metadata.values.items()}
+        names |= {
+            location: name for name, tensor in dcp_metadata.tensors.items() for location in tensor.chunks.values()
+        }
+        for location, name in names.items():
+            self.record_window(name, location)
+        nbytes = sum(location.size for location in names)
+        size = sum(self._sizes.values())
+        if nbytes > size:
             raise CorruptCheckpointError(
-                f"{self.path}: its records have {nbytes} bytes, more than its files: they overlap"
+                f"{self.path}: the records in its metadata have {nbytes} bytes, but its files only {size}: they overlap"
             )
 
     def _metadata_files(self) -> list[Path]:
-        if posix.is_taken(self.path / METADATA):
+        if posix.file_exists(self.path / METADATA):
             return [self.path / METADATA]
-        own = {int(match[1]): file for file in posix.list_files(self.path) if (match := _OWN.fullmatch(file.name))}
-        return [own[rank] for rank in sorted(own)]
+        by_rank = {
+            int(match[1]): file
+            for file in posix.list_files(self.path)
+            if (match := _RANK_METADATA.fullmatch(file.name))
+        }
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def read_metadata(self) -> tuple[DcpMetadata, bytes]:
-        """What the metadata says, and its bytes."""
-        whole, everything = DcpMetadata(), b""
+        """Return the metadata, merged over all ranks, and its raw bytes."""
+        merged, all_bytes = DcpMetadata(), b""
         for file in self._metadata_files():
             posix.check_regular(file, within=(self.path,))
             raw = posix.read_small(file)
-            whole.merge(metadata.decode_metadata(raw, str(file), self._budget), str(file))
-            self._tiling.earn(len(raw))
-            everything += raw
-        return whole, everything
+            merged.merge_rank(metadata.decode_metadata(raw, str(file), self._budget), str(file))
+            self._tiling_budget.earn(len(raw))
+            all_bytes += raw
+        return merged, all_bytes
 
-    def tensor(self, name: str, tensor: metadata.TensorMetadata) -> ChunkedTensor:
-        """A tensor, whose chunks are all of it."""
+    def build_tensor(self, name: str, tensor: metadata.TensorMetadata) -> ChunkedTensor:
+        """Return a tensor. Raises ``CorruptCheckpointError`` if its chunks do not tile it."""
         try:
-            check_tiling(list(tensor.chunks), tensor.info.shape, self._tiling)
+            check_tiling(list(tensor.chunks), tensor.info.shape, self._tiling_budget)
         except ValueError as error:
-            raise CorruptCheckpointError(f"{self.path}: tensor {name!r} is not whole: {error}") from error
-        parts = (self._part(name, tensor.info.dtype, box, place) for box, place in tensor.chunks.items())
-        return ChunkedTensor(tensor.info, tuple(parts))
+            raise CorruptCheckpointError(f"{self.path}: tensor {name!r} is incomplete: {error}") from error
+        chunks = (self._build_chunk(name, tensor.info.dtype, box, where) for box, where in tensor.chunks.items())
+        return ChunkedTensor(tensor.info, tuple(chunks))
 
-    def _part(self, name: str, dtype: str, box: IndexBox, place: RecordLocation) -> SourceChunk:
-        window, info = self.window(name, place), TensorInfo(dtype, box.shape)
-        if info.nbytes > place.size:
+    def _build_chunk(self, name: str, dtype: str, box: IndexBox, location: RecordLocation) -> SourceChunk:
+        window, info = self.record_window(name, location), TensorInfo(dtype, box.shape)
+        if info.nbytes > location.size:
             raise CorruptCheckpointError(
-                f"{self.path}: a chunk of {name!r} has {info.nbytes} bytes, and its record {place.size}: it is damaged"
+                f"{self.path}: a chunk of tensor {name!r} has {info.nbytes} bytes, but its record in {location.file} "
+                f"only {location.size}: the metadata is corrupt"
             )
-        return SourceChunk(box, partial(chunk_at, name, info, window), (window.path, window.start))
+        return SourceChunk(box, partial(locate_chunk, name, info, window), (window.path, window.start))
 
-    def window(self, name: str, place: RecordLocation) -> FileWindow:
-        """The record of a chunk or a value."""
-        if place.file not in self._sizes:
-            self._sizes[place.file] = self._size(place.file)
-        if place.offset + place.size > self._sizes[place.file]:
+    def record_window(self, name: str, location: RecordLocation) -> FileWindow:
+        """Return the part of a file that is the record of a chunk or a value.
+
+        Raises ``CorruptCheckpointError`` if the file is missing or too short.
+        """
+        file, offset, size = location
+        if file not in self._sizes:
+            self._sizes[file] = self._file_size(file)
+        if offset + size > self._sizes[file]:
             raise CorruptCheckpointError(
-                f"{self.path / place.file} has {self._sizes[place.file]} bytes, and {name!r} should lie at bytes "
-                f"{place.offset} to {place.offset + place.size} of it: it was cut short, or is of another save"
+                f"{self.path / file} has {self._sizes[file]} bytes, but the metadata says that {name!r} is stored in "
+                f"its bytes {offset} to {offset + size}: the file was truncated, or is from another save"
             )
-        return FileWindow(self.path / place.file, place.offset, place.size, self._readers, DCP_LOAD)
+        return FileWindow(self.path / file, offset, size, self._readers, DCP_LOAD)
 
-    def _size(self, name: str) -> int:
+    def _file_size(self, name: str) -> int:
         file = self.path / check_relative_path(name, str(self.path / METADATA))
         if not posix.path_exists(file):
             raise CorruptCheckpointError(f"{file} is missing; the metadata names it")
         posix.check_regular(file, within=(self.path,))
-        return posix.size_of(file)
+        return posix.file_size(file)
 
 
-def chunk_at(name: str, info: TensorInfo, window: FileWindow) -> sources.StridedLocation:
-    """Where the elements of a chunk lie: it is a whole file of ``torch.save`` in a file of such."""
-    found = archive.read_archive(window, ReadBudget()).root
-    if not isinstance(found, TorchTensor) or found.info != info:
-        there = f"{found.info.dtype} {list(found.info.shape)}" if isinstance(found, TorchTensor) else "no tensor"
+def locate_chunk(name: str, info: TensorInfo, window: FileWindow) -> sources.StridedLocation:
+    """Return the location of a chunk's elements. Its record is a file of ``torch.save`` inside a larger file."""
+    chunk = archive.read_archive(window, ReadBudget()).root
+    if not isinstance(chunk, TorchTensor) or chunk.info != info:
+        actual = f"{chunk.info.dtype} {list(chunk.info.shape)}" if isinstance(chunk, TorchTensor) else "no tensor"
         raise CorruptCheckpointError(
-            f"{window.label} should hold a chunk of {name!r}, {info.dtype} {list(info.shape)}, and holds {there}: it "
-            "is of another save, or damaged"
+            f"{window.label} must hold a chunk of tensor {name!r}, {info.dtype} {list(info.shape)}, but holds "
+            f"{actual}: it is from another save, or corrupt"
         )
-    return found.place()
+    return chunk.find_location()

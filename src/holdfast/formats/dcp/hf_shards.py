@@ -1,6 +1,6 @@
-"""Shards of safetensors files, as ``HuggingFaceStorageWriter(save_distributed=True)`` writes them, with no index.
+"""A reader of sharded safetensors files without an index, from ``HuggingFaceStorageWriter(save_distributed=True)``.
 
-Each file says in its header where in the whole tensors its parts begin; how large these are, nobody says.
+The header of each file has the offsets of its chunks in the whole tensors. The shapes of these are not stored.
 Source: ``torch/distributed/checkpoint/hf_storage.py`` of torch 2.13.
 """
 
@@ -38,61 +38,71 @@ class _Offsets(msgspec.Struct, frozen=True):
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a folder has such files."""
+    """Return whether a folder has such files."""
     return posix.is_directory(path) and any(_NAME.fullmatch(file.name) for file in posix.list_files(path))
 
 
 class ShardsReader(TreeReader):
-    """A folder of shards: a model, and nothing else."""
+    """A reader of a folder of shards, which holds a model and nothing else."""
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         files = [file for file in posix.list_files(path) if _NAME.fullmatch(file.name)]
-        parts: dict[tuple[str, str], dict[IndexBox, SourceChunk]] = {}
+        chunks: dict[tuple[str, str], dict[IndexBox, SourceChunk]] = {}
         for file in files:
             posix.check_regular(file, within=(path,))
-            for name, dtype, part in _parts(SafetensorsFile.open(file)):
-                parts.setdefault((name, dtype), {}).setdefault(part.box, part)
-        if len({name for name, _ in parts}) < len(parts):
-            raise CorruptCheckpointError(f"{path}: a tensor has different dtypes in different shards")
-        tiling = ReadBudget(sum(len(own) for own in parts.values()), LEAST)
-        tree = {name: _tensor(path, name, dtype, tuple(own.values()), tiling) for (name, dtype), own in parts.items()}
-        known = [(name, one.info, [(*part.box, part.near[1]) for part in one.parts]) for name, one in tree.items()]
-        text = repr(sorted(known)).encode()
+            for name, dtype, chunk in _list_chunks(SafetensorsFile.open(file)):
+                chunks.setdefault((name, dtype), {}).setdefault(chunk.box, chunk)
+        if len({name for name, _ in chunks}) < len(chunks):
+            raise CorruptCheckpointError(f"{path}: a tensor has different dtypes in different files")
+        tiling_budget = ReadBudget(sum(len(by_box) for by_box in chunks.values()), LEAST)
+        tree = {
+            name: _join_chunks(path, name, dtype, tuple(by_box.values()), tiling_budget)
+            for (name, dtype), by_box in chunks.items()
+        }
+        rows = [
+            (name, tensor.info, [(*chunk.box, chunk.order_hint[1]) for chunk in tensor.chunks])
+            for name, tensor in tree.items()
+        ]
+        text = repr(sorted(rows)).encode()
         super().__init__(
             path, "dcp", files, f"{crc64(text):016x}", classify_tree(tree, keys, ReadBudget(len(text)), str(path))
         )
 
 
-def _parts(file: SafetensorsFile) -> list[tuple[str, str, SourceChunk]]:
-    """The name, dtype and place of each tensor's part in a file."""
+def _list_chunks(file: SafetensorsFile) -> list[tuple[str, str, SourceChunk]]:
+    """Return the chunks in a file, each with the name and dtype of its tensor."""
     text = file.header.metadata.get(_OFFSETS, "")
     try:
         offsets = msgspec.json.decode(text, type=dict[str, _Offsets])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{file.path} does not say what its parts are parts of: {_OFFSETS} is {error}"
+            f"{file.path}: the offsets of its chunks ({_OFFSETS} in the header) cannot be read: {error}"
         ) from error
-    found = []
+    chunks = []
     for name, entry in file.header.entries.items():
         if name not in offsets or len(offsets[name].saved_offsets) != len(entry.shape):
             raise CorruptCheckpointError(
-                f"{file.path} does not say where in the whole tensor its part of {name!r} begins"
+                f"{file.path}: {_OFFSETS} in the header must have an offset with {len(entry.shape)} dimensions for "
+                f"tensor {name!r}"
             )
-        start = file.extent(name, 0, 0).offset
-        place = StridedLocation(file.path, start, row_major_strides(entry.shape, dtype_width(entry.dtype)))
+        start = file.tensor_extent(name, 0, 0).offset
+        location = StridedLocation(file.path, start, row_major_strides(entry.shape, dtype_width(entry.dtype)))
         box = IndexBox(offsets[name].saved_offsets, entry.shape)
-        found.append((name, entry.dtype, SourceChunk(box, partial(StridedLocation._make, place), (file.path, start))))
-    return found
+        chunk = SourceChunk(box, partial(StridedLocation._make, location), (file.path, start))
+        chunks.append((name, entry.dtype, chunk))
+    return chunks
 
 
-def _tensor(path: Path, name: str, dtype: str, parts: tuple[SourceChunk, ...], budget: ReadBudget) -> ChunkedTensor:
+def _join_chunks(
+    path: Path, name: str, dtype: str, chunks: tuple[SourceChunk, ...], budget: ReadBudget
+) -> ChunkedTensor:
     try:
         shape = tuple(
             max(start + size for start, size in dims)
-            for dims in zip(*(zip(*part.box, strict=True) for part in parts), strict=True)
+            for dims in zip(*(zip(*chunk.box, strict=True) for chunk in chunks), strict=True)
         )
-        filled = tuple(part for part in parts if 0 not in part.box.shape)
-        check_tiling([part.box for part in filled], shape, budget)
+        non_empty = tuple(chunk for chunk in chunks if 0 not in chunk.box.shape)
+        check_tiling([chunk.box for chunk in non_empty], shape, budget)
     except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: tensor {name!r} is not whole: {error}") from error
-    return ChunkedTensor(TensorInfo(dtype, shape), filled)
+        raise CorruptCheckpointError(f"{path}: tensor {name!r} is incomplete: {error}") from error
+    return ChunkedTensor(TensorInfo(dtype, shape), non_empty)

@@ -1,4 +1,4 @@
-"""The file ``.metadata``: which chunks a tensor has, in which file each lies, and where in a tree each thing belongs.
+"""Decoding the file ``.metadata``: the chunks of each tensor, the file of each, and the path of each entry in the tree.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of torch 2.13.
 """
@@ -14,7 +14,7 @@ from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.pickles.builtin_types import plain_record
 from holdfast.formats.pickles.unpickle import unpickle
-from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject
+from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject, kind_of
 from holdfast.formats.stored_tensor import UnreadableTensor
 from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.dtypes import DTYPES
@@ -35,7 +35,7 @@ _CLASSES = (
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
 
-#: What to do about pickles that would run code: in folders of ``torch.distributed.checkpoint``.
+#: Advice in messages about unsafe pickles in folders of ``torch.distributed.checkpoint``.
 DCP_LOAD = (
     "If you trust who wrote it, load it with torch.distributed.checkpoint.load, by torch's own FileSystemReader or by "
     "holdfast.dcp.FileSystemReader(path, weights_only=False), and save it again without that"
@@ -57,7 +57,7 @@ _NAMES: Mapping[str, object] = {
 
 
 class RecordLocation(NamedTuple):
-    """Where something lies: a file beside the metadata, and a range of it in bytes."""
+    """The location of a record: a file next to the metadata, and a byte range of it."""
 
     file: str
     offset: int
@@ -66,7 +66,7 @@ class RecordLocation(NamedTuple):
 
 @dataclass
 class TensorMetadata:
-    """A tensor, and where each of its chunks lies, by the box that it is."""
+    """A tensor, and the location of each of its chunks by the chunk's box."""
 
     info: TensorInfo
     chunks: dict[IndexBox, RecordLocation] = field(default_factory=dict)
@@ -74,9 +74,9 @@ class TensorMetadata:
 
 @dataclass
 class DcpMetadata:
-    """What a checkpoint holds: tensors, other values, and tensors that holdfast does not read, by their flat names.
+    """The entries of a checkpoint by their flat names: tensors, other values, and tensors that holdfast cannot read.
 
-    ``paths`` has the path of each in a tree. ``save_id`` is what torch has told the save from others by.
+    ``paths`` has the path of each entry in the tree. ``save_id`` is the id that torch gave the save.
     """
 
     tensors: dict[str, TensorMetadata] = field(default_factory=dict)
@@ -85,15 +85,15 @@ class DcpMetadata:
     paths: dict[str, Path] = field(default_factory=dict)
     save_id: str | None = None
 
-    def merge(self, other: DcpMetadata, source: str) -> None:
-        """Take in what another rank has saved by itself; what both have is this one's."""
-        for name, tensor in other.tensors.items():
-            mine = self.tensors.setdefault(name, tensor)
-            if mine.info != tensor.info or name in self.values:
+    def merge_rank(self, other: DcpMetadata, source: str) -> None:
+        """Add the entries of another rank's metadata file. If both have an entry, that of ``self`` stays."""
+        for name, theirs in other.tensors.items():
+            ours = self.tensors.setdefault(name, theirs)
+            if ours.info != theirs.info or name in self.values:
                 raise CorruptCheckpointError(
-                    f"{source}: tensor {name!r} is of another shape or dtype there than on another rank"
+                    f"{source}: tensor {name!r} has another shape or dtype here than in the metadata of another rank"
                 )
-            mine.chunks = {**tensor.chunks, **mine.chunks}
+            ours.chunks = {**theirs.chunks, **ours.chunks}
         self.values = {**other.values, **self.values}
         self.unreadable = {**other.unreadable, **self.unreadable}
         self.paths = {**other.paths, **self.paths}
@@ -101,118 +101,129 @@ class DcpMetadata:
 
 
 def decode_metadata(raw: bytes, source: str, budget: ReadBudget | None = None) -> DcpMetadata:
-    """Read metadata, whose bytes ``budget`` earns.
+    """Decode metadata. Its bytes are added to ``budget``, and decoding is charged to it.
 
-    Raises ``CorruptCheckpointError`` or ``UnsafePickleError`` naming ``source``.
+    Raises ``CorruptCheckpointError``, ``FormatError`` or ``UnsafePickleError``, naming ``source``.
     """
-    paid = ReadBudget() if budget is None else budget
-    paid.earn(len(raw))
-    root = unpickle(raw, _NAMES, source, budget=paid, advice=DCP_LOAD)
+    if budget is None:
+        budget = ReadBudget()
+    budget.earn(len(raw))
+    root = unpickle(raw, _NAMES, source, budget=budget, advice=DCP_LOAD)
     try:
-        check_expanded_size(root, paid)
-        return _decode(_state(root, "Metadata"), source)
+        check_expanded_size(root, budget)
+        return _decode_state(_state_of(root, "Metadata"), source)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CorruptCheckpointError | FormatError):
-            raise _naming(error, source) from error
-        raise CorruptCheckpointError(f"{source} is no metadata of a distributed checkpoint: {error}") from error
+            raise _prefix_error(error, source) from error
+        raise CorruptCheckpointError(f"{source} is not valid metadata of a distributed checkpoint: {error}") from error
 
 
-def _naming(error: CorruptCheckpointError | FormatError, source: str) -> CorruptCheckpointError | FormatError:
+def _prefix_error(error: CorruptCheckpointError | FormatError, source: str) -> CorruptCheckpointError | FormatError:
     return error if str(error).startswith(source) else type(error)(f"{source}: {error}")
 
 
-def _decode(state: Mapping[str, Any], source: str) -> DcpMetadata:
+def _decode_state(state: Mapping[str, Any], source: str) -> DcpMetadata:
     if state["storage_data"] is None:
-        raise ValueError("it does not say where anything lies")
-    rows = list(_places(state["storage_data"], source))
+        raise ValueError("storage_data is None, so the files of the entries are unknown")
+    rows = list(_iterate_locations(state["storage_data"], source))
     check_hashes([key for key, _ in rows])
-    places = dict(rows)
-    found = DcpMetadata()
-    for name, entry in _table(state["state_dict_metadata"]).items():
+    locations = dict(rows)
+    decoded = DcpMetadata()
+    for name, entry in _check_table(state["state_dict_metadata"], "state_dict_metadata").items():
         if isinstance(entry, OpaqueObject) and entry.name == "BytesStorageMetadata":
-            if (name, None) not in places:
-                raise CorruptCheckpointError(f"{source}: nothing was saved of {name!r}: a rank failed to write it")
-            found.values[name] = places[name, None]
+            if (name, None) not in locations:
+                raise CorruptCheckpointError(
+                    f"{source}: value {name!r} has no entry in storage_data: a rank failed to write it"
+                )
+            decoded.values[name] = locations[name, None]
         else:
-            tensor = _tensor(name, entry, places, source)
+            tensor = _decode_tensor(name, entry, locations, source)
             if isinstance(tensor, UnreadableTensor):
-                found.unreadable[name] = tensor
+                decoded.unreadable[name] = tensor
             else:
-                found.tensors[name] = tensor
+                decoded.tensors[name] = tensor
     paths = state.get("planner_data")
     if isinstance(paths, dict):
-        found.paths = {name: _path(path) for name, path in _table(paths).items()}
-    found.save_id = _save_id(state.get("storage_meta"))
-    return found
+        decoded.paths = {name: _check_path(path, name) for name, path in _check_table(paths, "planner_data").items()}
+    decoded.save_id = _decode_save_id(state.get("storage_meta"))
+    return decoded
 
 
-def _save_id(meta: Any) -> str | None:
-    """Checkpoints before torch 2.4 have none."""
-    known = _state(meta, "StorageMeta").get("save_id") if isinstance(meta, OpaqueObject) else None
-    return known if isinstance(known, str) else None
+def _decode_save_id(meta: Any) -> str | None:
+    """Return the id of the save, or ``None`` for checkpoints of torch before 2.4."""
+    save_id = _state_of(meta, "StorageMeta").get("save_id") if isinstance(meta, OpaqueObject) else None
+    return save_id if isinstance(save_id, str) else None
 
 
-def _tensor(
-    name: str, entry: Any, places: Mapping[tuple[str, Any], RecordLocation], source: str
+def _decode_tensor(
+    name: str, entry: Any, locations: Mapping[tuple[str, Any], RecordLocation], source: str
 ) -> TensorMetadata | UnreadableTensor:
-    state = _state(entry, "TensorStorageMetadata")
+    state = _state_of(entry, "TensorStorageMetadata")
     properties = state["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, TorchDtype):
         raise TypeError(f"tensor {name!r} has no dtype")
     if dtype.name not in DTYPES:
         return UnreadableTensor(f"has dtype {dtype.name}, which holdfast does not read")
-    found = TensorMetadata(TensorInfo(DTYPES[dtype.name], _shape(state["size"])))
-    if math.prod(size or 1 for size in found.info.shape) * WIDTHS[found.info.dtype] >= _LARGEST:
-        raise ValueError(f"no tensor can have the shape {list(found.info.shape)} that {name!r} has")
+    tensor = TensorMetadata(TensorInfo(DTYPES[dtype.name], _to_shape(state["size"], name)))
+    if math.prod(size or 1 for size in tensor.info.shape) * WIDTHS[tensor.info.dtype] >= _LARGEST:
+        raise ValueError(f"tensor {name!r} has the shape {list(tensor.info.shape)}, which is too large for torch")
     for chunk in state["chunks"]:
-        box = IndexBox(*(_shape(_state(chunk, "ChunkStorageMetadata")[part]) for part in ("offsets", "sizes")))
+        chunk_state = _state_of(chunk, "ChunkStorageMetadata")
+        box = IndexBox(*(_to_shape(chunk_state[key], name) for key in ("offsets", "sizes")))
         if not math.prod(box.shape):
             continue
-        if (name, box.offset) not in places:
+        if (name, box.offset) not in locations:
             raise CorruptCheckpointError(
-                f"{source}: nothing was saved of tensor {name!r} at {list(box.offset)}: a rank failed to write it"
+                f"{source}: the chunk of tensor {name!r} at {list(box.offset)} has no entry in storage_data: a rank "
+                "failed to write it"
             )
-        found.chunks.setdefault(box, places[name, box.offset])
-    return found
+        tensor.chunks.setdefault(box, locations[name, box.offset])
+    return tensor
 
 
-def _places(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], RecordLocation]]:
+def _iterate_locations(table: Any, source: str) -> Iterator[tuple[tuple[str, Any], RecordLocation]]:
+    """Yield the location of each record with its name and, for a chunk of a tensor, its offset."""
     for index, info in table.items():
-        key, value = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        key, value = _state_of(index, "MetadataIndex"), _state_of(info, "_StorageInfo")
         if value.get("transform_descriptors"):
             raise FormatError(
-                f"{source}: {key['fqn']!r:.100} was written by way of {value['transform_descriptors']!s:.100}, which "
-                "holdfast does not undo: load it with torch.distributed.checkpoint, and save it without extensions"
+                f"{source}: {key['fqn']!r:.100} was written with the extension "
+                f"{value['transform_descriptors']!s:.100}, which holdfast cannot decode: load it with "
+                "torch.distributed.checkpoint, and save it without extensions"
             )
-        place = RecordLocation(value["relative_path"], value["offset"], value["length"])
-        if not isinstance(place.file, str) or not all(type(one) is int and 0 <= one < _LARGEST for one in place[1:]):
-            raise ValueError(f"the place of {key['fqn']!r} is none")
+        location = RecordLocation(value["relative_path"], value["offset"], value["length"])
+        numbers = location.offset, location.size
+        if not isinstance(location.file, str) or not all(type(n) is int and 0 <= n < _LARGEST for n in numbers):
+            raise ValueError(f"the storage info of {key['fqn']!r:.100} must have a file name, an offset and a length")
         offset = key.get("offset")
-        yield (key["fqn"], None if offset is None else _shape(offset)), place
+        yield (key["fqn"], None if offset is None else _to_shape(offset, key["fqn"])), location
 
 
-def _state(value: Any, name: str) -> Mapping[str, Any]:
+def _state_of(value: Any, name: str) -> Mapping[str, Any]:
+    """Return the attributes of an object of the class ``name``. Raises ``TypeError`` if it is of another class."""
     if not isinstance(value, OpaqueObject) or value.name != name or not isinstance(value.state, dict):
-        raise TypeError(f"where {name} should be is something else")
+        raise TypeError(f"expected an object of the class {name}, got {kind_of(value)}")
     return value.state
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def _check_table(value: Any, field_name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise TypeError("where names should be is something else")
+        raise TypeError(f"{field_name} must be a dict whose keys are strings")
     return value
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _to_shape(value: Any, name: Any) -> tuple[int, ...]:
     if not isinstance(value, TorchSize):
-        raise TypeError("where a size should be is something else")
+        raise TypeError(f"the sizes and offsets of {name!r:.100} must be of type torch.Size, got {kind_of(value)}")
     return tuple(value)
 
 
-def _path(value: Any) -> Path:
+def _check_path(value: Any, name: str) -> Path:
     if not isinstance(value, tuple) or not value or not all(type(part) in {str, int} for part in value):
-        raise TypeError("where a path should be is something else")
+        raise TypeError(f"the path of {name!r:.100} in planner_data must be a tuple of strings and integers")
     if len(value) > MAX_DEPTH:
-        raise ValueError(f"a path has {len(value)} parts")
+        raise ValueError(
+            f"the path of {name!r:.100} in planner_data has {len(value)} parts; at most {MAX_DEPTH} are allowed"
+        )
     return value

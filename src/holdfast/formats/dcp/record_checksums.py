@@ -1,4 +1,4 @@
-"""The checksums of a distributed checkpoint's records: in ``checksums.json``, else those of the zip files they are."""
+"""The checksums of a distributed checkpoint's records: from ``checksums.json``, else of the zip file in each record."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ from holdfast.storage.reader_pool import ReaderPool
 
 
 class RecordChecksumIndex:
-    """The checksums of one folder. ``files`` are those that its metadata names."""
+    """The checksums of one folder. ``files`` are the files that its metadata names."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``HoldfastError`` if the metadata cannot be read."""
+        """Read the metadata. Raises ``HoldfastError`` if it cannot be read."""
         self._folder = DcpDirectory(path, ReaderPool())
         metadata, self._raw = self._folder.read_metadata()
-        self._places = dict(_places(metadata))
-        self.files = {path / place.file for place in self._places}
+        self._name_by_location = dict(_record_locations(metadata))
+        self.files = {path / location.file for location in self._name_by_location}
 
-    def find(self, wanted: Collection[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
-        """Give the checksums of the records in these files, or what is wrong with them."""
+    def find_checksums(self, files: Collection[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
+        """Yield the checksums of the records in ``files``, and an error for each record whose checksums are invalid."""
         try:
-            known = checksums.read_checksums(self._folder.path, self._raw)
+            stored = checksums.read_checksums(self._folder.path, self._raw)
         except HoldfastError as error:
             yield CorruptCheckpointError(*error.args)
-            known = None
-        for place, name in self._places.items():
-            if self._folder.path / place.file in wanted:
-                yield from self._of_record(name, place, known)
+            stored = None
+        for location, name in self._name_by_location.items():
+            if self._folder.path / location.file in files:
+                yield from self._checksums_of(name, location, stored)
 
-    def _of_record(
-        self, name: str, place: RecordLocation, known: RecordChecksums | None
+    def _checksums_of(
+        self, name: str, location: RecordLocation, stored: RecordChecksums | None
     ) -> Iterator[RangeChecksum | CorruptCheckpointError]:
         try:
-            window = self._folder.window(name, place)
+            window = self._folder.record_window(name, location)
         except CorruptCheckpointError as error:
             yield error
             return
-        yield from read_entry_checksums(window) if known is None else self._block_sums(window, name, place, known)
+        if stored is None:
+            yield from read_entry_checksums(window)
+        else:
+            yield from self._block_checksums(window, name, location, stored)
 
-    def _block_sums(
-        self, window: FileWindow, name: str, place: RecordLocation, known: RecordChecksums
+    def _block_checksums(
+        self, window: FileWindow, name: str, location: RecordLocation, stored: RecordChecksums
     ) -> Iterator[RangeChecksum | CorruptCheckpointError]:
-        record = next(
-            (one for one in known.files.get(place.file, []) if one.offset == place.offset), ChecksumRecord(0, 0, "")
-        )
+        records = stored.files.get(location.file, [])
+        record = next((record for record in records if record.offset == location.offset), ChecksumRecord(0, 0, ""))
         try:
             crcs = blocks.from_hex(record.crcs)
         except ValueError:
             crcs = []
-        if record.size != place.size or len(crcs) != blocks.count_blocks(record.size):
+        if record.size != location.size or len(crcs) != blocks.count_blocks(record.size):
             yield CorruptCheckpointError(
-                f"{self._folder.path / checksums.NAME} has no checksums of {name!r} in {window.path}"
+                f"{self._folder.path / checksums.NAME} has no valid checksums of {name!r} in {window.path}"
             )
             return
         for number, crc in enumerate(crcs):
@@ -68,10 +70,10 @@ class RecordChecksumIndex:
             yield RangeChecksum(window.path, start, stop, crc, "CRC-64", f"in the record of {name!r}")
 
 
-def _places(metadata: DcpMetadata) -> Iterator[tuple[RecordLocation, str]]:
-    """Records, each once: tied tensors share theirs."""
-    for name, place in metadata.values.items():
-        yield place, name
+def _record_locations(metadata: DcpMetadata) -> Iterator[tuple[RecordLocation, str]]:
+    """Yield the location of each record with its name. Tied tensors share a record, which comes up several times."""
+    for name, location in metadata.values.items():
+        yield location, name
     for name, tensor in metadata.tensors.items():
-        for place in tensor.chunks.values():
-            yield place, name
+        for location in tensor.chunks.values():
+            yield location, name

@@ -1,4 +1,4 @@
-"""Whether the chunks of a tensor are all of it, and each element once. Pure functions."""
+"""Checks that the chunks of a tensor tile it: every element is in exactly one chunk. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from holdfast.engine.plan.ranges import ElementRange, IndexBox
 from holdfast.errors import ReadBudgetError
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: Steps that there are for the chunks of a whole folder, beside those that its metadata earns.
+#: The steps in the budget for the chunks of a whole folder, in addition to those that its metadata earns.
 LEAST = 2**22
 
-#: Steps for a chunk in each dimension of a tensor whose chunks are no rows.
+#: Steps for a chunk in each dimension of a tensor whose chunks are not contiguous.
 _CHUNK = 4
 
 
 def contiguous_range(box: IndexBox, shape: tuple[int, ...]) -> ElementRange | None:
-    """The run of elements that a box is in row-major order; ``None`` where it is several."""
+    """Return the range of elements of a box in row-major order, or ``None`` if it is not contiguous."""
     cut = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
     if any(box.shape[dim] != shape[dim] for dim in range(cut + 1, len(shape))):
         return None
@@ -28,66 +28,71 @@ def contiguous_range(box: IndexBox, shape: tuple[int, ...]) -> ElementRange | No
 
 
 def check_tiling(boxes: Sequence[IndexBox], shape: tuple[int, ...], budget: ReadBudget) -> None:
-    """Raise ``ValueError`` where boxes of a tensor leave a gap, overlap or reach beyond it. No box is empty.
+    """Raise ``ValueError`` if the boxes leave a gap in the tensor, overlap or reach beyond it.
 
-    ``budget`` is one for all tensors of a checkpoint.
+    No box may be empty. All tensors of a checkpoint share one ``budget``.
     """
     for box in boxes:
-        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+        is_inside = len(box.offset) == len(box.shape) == len(shape) and all(
             0 <= start <= start + size <= whole for start, size, whole in zip(*box, shape, strict=True)
         )
-        if not inside:
-            raise ValueError(f"a chunk of shape {list(box.shape)} at {list(box.offset)} reaches beyond it")
-    runs = [contiguous_range(box, shape) for box in boxes]
-    if all(run is not None for run in runs):
-        _check_runs(sorted(run for run in runs if run is not None), math.prod(shape))
+        if not is_inside:
+            raise ValueError(
+                f"its chunk of shape {list(box.shape)} at {list(box.offset)} reaches beyond the shape {list(shape)}"
+            )
+    ranges = [contiguous_range(box, shape) for box in boxes]
+    if all(elements is not None for elements in ranges):
+        _check_ranges(sorted(elements for elements in ranges if elements is not None), math.prod(shape))
     else:
-        _Cells(budget).check(shape, list(boxes), ())
+        _GridChecker(budget).check_boxes(shape, list(boxes), ())
 
 
-def _check_runs(runs: Sequence[ElementRange], size: int) -> None:
+def _check_ranges(ranges: Sequence[ElementRange], size: int) -> None:
     reached = 0
-    for start, stop in [*runs, ElementRange(size, size)]:
+    for start, stop in [*ranges, ElementRange(size, size)]:
         if start > reached:
-            raise ValueError(f"there is nothing of its elements {reached} to {start}")
+            raise ValueError(f"no chunk has its elements {reached} to {start}")
         if start < reached:
-            raise ValueError(f"two chunks have its elements from {start} on")
+            raise ValueError(f"two chunks overlap from its element {start} on")
         reached = stop
 
 
-class _Cells:
-    """Cuts a tensor along the edges of its boxes, dimension by dimension, until there is one in each cell."""
+class _GridChecker:
+    """A recursive check: it cuts the tensor along the edges of its boxes, one dimension after another.
+
+    In each cell of the grid that results there must be exactly one box.
+    """
 
     def __init__(self, budget: ReadBudget) -> None:
         self._budget = budget
 
-    def check(self, shape: tuple[int, ...], boxes: list[IndexBox], place: tuple[int, ...]) -> None:
-        """Raise ``ValueError`` where not exactly one box is at each index. ``place`` are the indices before these."""
+    def check_boxes(self, shape: tuple[int, ...], boxes: list[IndexBox], prefix: tuple[int, ...]) -> None:
+        """Raise ``ValueError`` if not exactly one box is at each index. ``prefix``: the indices of outer dimensions."""
         if not shape:
             if len(boxes) > 1:
-                raise ValueError(f"two chunks have its element at {list(place)}")
+                raise ValueError(f"two chunks overlap at its element {list(prefix)}")
             return
-        for start, here in self._slabs(shape[0], boxes):
-            if not here:
-                raise ValueError(f"there is nothing of it at {[*place, start, *(0 for _ in shape[1:])]}")
-            self.check(shape[1:], [IndexBox(box.offset[1:], box.shape[1:]) for box in here], (*place, start))
+        for start, inside in self._split_first_dim(shape[0], boxes):
+            if not inside:
+                raise ValueError(f"no chunk has its element {[*prefix, start, *(0 for _ in shape[1:])]}")
+            self.check_boxes(shape[1:], [IndexBox(box.offset[1:], box.shape[1:]) for box in inside], (*prefix, start))
 
-    def _slabs(self, size: int, boxes: list[IndexBox]) -> Iterator[tuple[int, list[IndexBox]]]:
-        """Ranges of the first dimension in which the same boxes are, by where they start."""
-        self._spend(_CHUNK * len(boxes))
+    def _split_first_dim(self, size: int, boxes: list[IndexBox]) -> Iterator[tuple[int, list[IndexBox]]]:
+        """Yield ranges of the first dimension, each by its start, with the boxes that span it."""
+        self._spend_steps(_CHUNK * len(boxes))
         rows: dict[ElementRange, list[IndexBox]] = {}
         for box in boxes:
             rows.setdefault(ElementRange(box.offset[0], box.offset[0] + box.shape[0]), []).append(box)
         ordered = sorted(rows)
         if [0, *(row.stop for row in ordered)] == [*(row.start for row in ordered), size]:
-            yield from ((row.start, rows[row]) for row in ordered)  # as any grid has them
+            yield from ((row.start, rows[row]) for row in ordered)  # the boxes form a grid: the usual case
             return
         for start in sorted({0, *(edge for row in ordered for edge in row)} - {size}):
-            self._spend(len(boxes))
+            self._spend_steps(len(boxes))
             yield start, [box for box in boxes if box.offset[0] <= start < box.offset[0] + box.shape[0]]
 
-    def _spend(self, steps: int) -> None:
+    def _spend_steps(self, steps: int) -> None:
         try:
             self._budget.spend(steps)
         except ReadBudgetError as error:
-            raise ValueError("its chunks are cut in too many ways") from error
+            raise ValueError("its chunks are too many and too irregular to check") from error

@@ -1,1 +1,1 @@
-"""Pickles, read and written as data: nothing in them is ever imported or run."""
+"""Reading pickles as data: nothing in them is ever imported or run."""

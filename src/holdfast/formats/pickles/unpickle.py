@@ -1,4 +1,4 @@
-"""Reading a pickle: what it names is looked up in an allow-list, and nowhere else."""
+"""Safe unpickling: every global that a pickle names is looked up in an allow-list, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,109 +12,117 @@ from holdfast.formats.pickles.opcodes import opcode_table
 from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject, SafeUnpickler, kind_of
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: What Python 2 called some modules and names, as protocol 2 still does.
+#: Names of Python 2 for modules and types, which protocol 2 still uses.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
 
-_NAME = 200
+#: The most characters of a global's name in messages.
+_MAX_SHOWN = 200
 
-#: What is spent for each object, beside what its maker spends; and for a state.
+#: Steps for each object, in addition to those of its callable; and for a state.
 _OBJECT, _STATE = 24, 4
 
 
 def unpickle(
     raw: bytes,
-    names: Mapping[str, object],
-    what: str,
-    outside: Callable[[Any], Any] | None = None,
+    allowed: Mapping[str, object],
+    source: str,
+    persistent_load: Callable[[Any], Any] | None = None,
     *,
     budget: ReadBudget | None = None,
     advice: str = "",
 ) -> Any:
-    """The tree in a pickle. For the arguments see :class:`holdfast.formats.pickles.unpickler.SafeUnpickler`.
+    """Return the tree in a pickle. For the arguments see :class:`holdfast.formats.pickles.unpickler.SafeUnpickler`.
 
-    Without a ``budget`` the pickle has one of its own; a given one has earned its bytes already.
+    The bytes of ``raw`` must already have been added to ``budget``. Without one, the pickle gets a budget of its own.
 
-    Raises ``UnsafePickleError`` for a name that is not in ``names``, ``CorruptCheckpointError`` for what is no whole pickle.
+    Raises ``UnsafePickleError`` for a global that is not ``allowed``, ``CorruptCheckpointError`` for an invalid pickle.
     """
-    return SafeUnpickler(
-        raw, names, what, outside, budget=ReadBudget(len(raw)) if budget is None else budget, advice=advice
-    ).run(_TABLE)
+    if budget is None:
+        budget = ReadBudget(len(raw))
+    return SafeUnpickler(raw, allowed, source, persistent_load, budget=budget, advice=advice).run_opcodes(_TABLE)
 
 
 def unpickle_sequence(
     raw: bytes,
     number: int,
-    names: Mapping[str, object],
-    what: str,
-    outside: Callable[[Any], Any],
+    allowed: Mapping[str, object],
+    source: str,
+    persistent_load: Callable[[Any], Any],
     *,
     budget: ReadBudget,
     advice: str,
 ) -> tuple[list[Any], int]:
-    """The trees in several pickles, one after another, and where the last one ends: see :func:`unpickle`."""
-    found, at = [], 0
+    """Return the trees in ``number`` consecutive pickles, and the offset after the last one. See :func:`unpickle`."""
+    trees, at = [], 0
     for _ in range(number):
-        machine = SafeUnpickler(raw, names, what, outside, budget=budget, advice=advice)
-        machine.at = at
-        found.append(machine.run(_TABLE))
-        at = machine.at
-    return found, at
+        unpickler = SafeUnpickler(raw, allowed, source, persistent_load, budget=budget, advice=advice)
+        unpickler.at = at
+        trees.append(unpickler.run_opcodes(_TABLE))
+        at = unpickler.at
+    return trees, at
 
 
-def _global(machine: SafeUnpickler) -> None:
-    module = machine.line()
-    _find(machine, module, machine.line())
+def _push_global(unpickler: SafeUnpickler) -> None:
+    module = unpickler.read_line()
+    _look_up_global(unpickler, module, unpickler.read_line())
 
 
-def _stack_global(machine: SafeUnpickler) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    _find(machine, module, name)
+def _push_stack_global(unpickler: SafeUnpickler) -> None:
+    name, module = unpickler.stack.pop(), unpickler.stack.pop()
+    _look_up_global(unpickler, module, name)
 
 
-def _find(machine: SafeUnpickler, module: Any, name: Any) -> None:
+def _look_up_global(unpickler: SafeUnpickler, module: Any, name: Any) -> None:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError(f"it names {kind_of(module)}")
+        raise TypeError(f"the module and name of a global must be strings, got {kind_of(module)} and {kind_of(name)}")
     full = f"{_MODULES.get(module, module)}.{name}"
     full = _RENAMED.get(full, full)
-    if full not in machine.names:
+    if full not in unpickler.allowed:
         raise UnsafePickleError(
-            f"{machine.what} names {full[:_NAME]!r}, which holdfast does not run: of pickles it reads tensors and "
-            f"plain values only. {machine.advice}".rstrip()
+            f"{unpickler.source} names {full[:_MAX_SHOWN]!r}, which holdfast does not run: it reads only tensors and "
+            f"plain values from pickles. {unpickler.advice}".rstrip()
         )
-    machine.stack.append(machine.names[full])
+    unpickler.stack.append(unpickler.allowed[full])
 
 
-def _make(machine: SafeUnpickler) -> None:
-    args, maker = machine.stack.pop(), machine.stack.pop()
-    if not isinstance(maker, AllowedCallable) or not isinstance(args, tuple):
-        raise TypeError(f"it calls {kind_of(maker)}")
-    machine.budget.spend(_OBJECT)
+def _call_allowed(unpickler: SafeUnpickler) -> None:
+    args, function = unpickler.stack.pop(), unpickler.stack.pop()
+    if not isinstance(function, AllowedCallable) or not isinstance(args, tuple):
+        raise TypeError(f"it calls {kind_of(function)}")
+    unpickler.budget.spend(_OBJECT)
     try:
-        machine.stack.append(maker.make(machine.budget, *args))
+        unpickler.stack.append(function.make(unpickler.budget, *args))
     except ReadBudgetError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{maker.name} with these arguments is none: {error}") from error
+        raise ValueError(f"it calls {function.name} with invalid arguments: {error}") from error
 
 
-def _build(machine: SafeUnpickler) -> None:
-    state, made = machine.stack.pop(), machine.stack[-1]
-    machine.budget.spend(_STATE)
-    if isinstance(made, OpaqueObject):
-        made.state = state
-    elif type(made) in STATES:
-        STATES[type(made)](machine.budget, made, state)
-    elif not isinstance(made, OrderedDict):  # a state dict has the versions of its modules as an attribute
-        raise TypeError(f"it gives a state to {kind_of(made)}")
+def _set_state(unpickler: SafeUnpickler) -> None:
+    state, target = unpickler.stack.pop(), unpickler.stack[-1]
+    unpickler.budget.spend(_STATE)
+    if isinstance(target, OpaqueObject):
+        target.state = state
+    elif type(target) in STATES:
+        STATES[type(target)](unpickler.budget, target, state)
+    elif not isinstance(target, OrderedDict):  # a state dict has the versions of its modules as an attribute
+        raise TypeError(f"it sets the state of {kind_of(target)}, which has none")
 
 
-def _persistent_load(machine: SafeUnpickler) -> None:
-    if machine.outside is None:
-        raise TypeError("it refers to something outside of it")
-    machine.stack.append(machine.outside(machine.stack.pop()))
+def _push_persistent(unpickler: SafeUnpickler) -> None:
+    if unpickler.persistent_load is None:
+        raise TypeError("it refers to an object outside of the pickle, which only pickles of torch.save may do")
+    unpickler.stack.append(unpickler.persistent_load(unpickler.stack.pop()))
 
 
 _TABLE = opcode_table(
-    {"c": _global, "\x93": _stack_global, "R": _make, "\x81": _make, "b": _build, "Q": _persistent_load}
+    {
+        "c": _push_global,
+        "\x93": _push_stack_global,
+        "R": _call_allowed,
+        "\x81": _call_allowed,
+        "b": _set_state,
+        "Q": _push_persistent,
+    }
 )

@@ -1,7 +1,7 @@
-"""A pickle machine: a stack, a memo, and what a pickle may name. It builds data; it imports nothing, and runs nothing.
+"""The state of a safe unpickler: a stack, a memo, and an allow-list of globals. It imports nothing and runs nothing.
 
-Python's own unpickler, however restricted, cannot be trusted with hostile bytes: a memo index may cost it gigabytes,
-a deeply nested key the whole process.
+Python's own unpickler, however restricted, cannot be trusted with hostile bytes: one memo index can make it allocate
+gigabytes, and hashing a deeply nested key can crash the process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from holdfast.ondisk.read_budget import ReadBudget
 
 
 class TruncatedPickleError(CorruptCheckpointError):
-    """A pickle goes on where its bytes end."""
+    """The bytes end before the pickle does."""
 
 
 class AllowedCallable:
-    """What a pickle names in order to call it. ``make`` gets the budget and the arguments, whatever they are."""
+    """A global that a pickle may call.
+
+    ``make`` is called instead, with the budget and the arguments of the pickle. The arguments may be of any type.
+    """
 
     __slots__ = ("make", "name")
 
@@ -29,7 +32,7 @@ class AllowedCallable:
 
 
 class OpaqueObject:
-    """Stands for an object of a class that is known by name: the arguments it was made with, and its state."""
+    """A placeholder for an object of an allowed class: its class name, its arguments and its state."""
 
     __slots__ = ("args", "name", "state")
 
@@ -39,44 +42,65 @@ class OpaqueObject:
 
 
 def kind_of(value: object) -> str:
-    """What a value is called in messages."""
+    """Return a phrase for messages that says what kind of value it is: a class name, or ``a dict``."""
     return value.name if isinstance(value, AllowedCallable | OpaqueObject) else f"a {type(value).__name__}"
 
 
 class StopUnpickling(Exception):  # noqa: N818 - the end of a pickle is no error
-    """The pickle has ended."""
+    """Raised by the opcode that ends a pickle."""
 
 
 class SafeUnpickler:
-    """One pickle being read. ``names`` is what it may name: makers, and plain values.
+    """The state of an unpickler that reads one pickle.
 
-    ``outside`` tells what stands for an object that lies outside of the pickle, given its id; ``what`` the pickle is
-    goes into messages, and so does ``advice``, for who trusts it. What it makes is paid from ``budget``.
+    Args:
+        raw: Bytes that contain the pickle. Reading starts at the offset ``at``, which is 0 at first.
+        allowed: The globals that the pickle may name: :class:`AllowedCallable` objects and plain values.
+        source: The name of the file, for messages.
+        persistent_load: Returns the object for a persistent id, such as a storage; ``None`` if there may be no ids.
+        budget: Everything that is built is charged to this budget.
+        advice: A sentence for messages about unsafe pickles: what to do if the user trusts the file.
     """
 
-    __slots__ = ("advice", "at", "budget", "far", "keys", "marks", "memo", "names", "outside", "raw", "stack", "what")
+    __slots__ = (
+        "advice",
+        "allowed",
+        "at",
+        "budget",
+        "key_checker",
+        "marks",
+        "memo",
+        "persistent_load",
+        "raw",
+        "source",
+        "sparse_memo",
+        "stack",
+    )
 
     def __init__(
         self,
         raw: bytes,
-        names: Mapping[str, object],
-        what: str,
-        outside: Callable[[Any], Any] | None,
+        allowed: Mapping[str, object],
+        source: str,
+        persistent_load: Callable[[Any], Any] | None,
         *,
         budget: ReadBudget,
         advice: str = "",
     ) -> None:
         self.raw, self.at, self.advice = raw, 0, advice
-        self.names, self.what, self.outside, self.budget = names, what, outside, budget
-        self.keys = HashableKeys(budget)
+        self.allowed, self.source, self.persistent_load, self.budget = allowed, source, persistent_load, budget
+        self.key_checker = HashableKeys(budget)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        # Memos are numbered from 0 on by all picklers; any other number is legal, and must cost no row of empty places.
+        # All picklers number their memos from 0 on. Any other number is legal, but must not allocate a long list.
         self.memo: list[Any] = []
-        self.far: dict[int, Any] = {}
+        self.sparse_memo: dict[int, Any] = {}
 
-    def run(self, table: list[Callable[[SafeUnpickler], None]]) -> Any:
-        """The tree. ``table`` has what to do for each opcode. Raises ``CorruptCheckpointError`` for what is no whole pickle."""
+    def run_opcodes(self, table: list[Callable[[SafeUnpickler], None]]) -> Any:
+        """Run the pickle with ``table``, the handler of each opcode, and return its tree.
+
+        Raises ``CorruptCheckpointError`` if the pickle is invalid or truncated.
+        """
         raw = self.raw
         try:
             while True:
@@ -86,58 +110,58 @@ class SafeUnpickler:
         except StopUnpickling:
             return self.stack.pop()
         except ReadBudgetError as error:
-            raise ReadBudgetError(f"{self.what}: {error}") from error
+            raise ReadBudgetError(f"{self.source}: {error}") from error
         except HoldfastError:
             raise
         except (ArithmeticError, AttributeError, TypeError, ValueError, struct.error) as error:
-            raise CorruptCheckpointError(f"{self.what} is no pickle of a checkpoint: {error}") from error
+            raise CorruptCheckpointError(f"{self.source}: its pickle is invalid: {error}") from error
         except (LookupError, MemoryError, RecursionError) as error:
             kind = TruncatedPickleError if self.at >= len(raw) else CorruptCheckpointError
-            raise kind(f"{self.what} is damaged or cut short: nothing is there at byte {self.at}") from error
+            raise kind(f"{self.source}: its pickle is corrupt or truncated at byte {self.at}") from error
 
-    def take(self, size: int) -> bytes:
-        """The next bytes of the pickle."""
+    def read_bytes(self, size: int) -> bytes:
+        """Return the next ``size`` bytes of the pickle. Raises ``CorruptCheckpointError`` if there are fewer."""
         start = self.at
         self.at += size
         if self.at > len(self.raw):
             raise TruncatedPickleError(
-                f"{self.what} is no pickle of a checkpoint: byte {start} asks for {size} more, there are "
-                f"{len(self.raw) - start}"
+                f"{self.source}: its pickle is truncated: it needs {size} bytes at byte {start}, but only "
+                f"{max(0, len(self.raw) - start)} are left"
             )
         return self.raw[start : self.at]
 
-    def number(self, form: struct.Struct) -> Any:
-        """The next number of the pickle."""
+    def read_number(self, form: struct.Struct) -> Any:
+        """Return the next number of the pickle. Raises ``CorruptCheckpointError`` if it is incomplete."""
         start = self.at
         self.at += form.size
         if self.at > len(self.raw):
-            raise TruncatedPickleError(f"{self.what} is no pickle of a checkpoint: it ends in a number at byte {start}")
+            raise TruncatedPickleError(f"{self.source}: its pickle is truncated in the number at byte {start}")
         (value,) = form.unpack_from(self.raw, start)
         return value
 
-    def line(self) -> str:
-        """The next line of the pickle."""
+    def read_line(self) -> str:
+        """Return the next line of the pickle. Raises ``CorruptCheckpointError`` if it is incomplete."""
         end = self.raw.find(b"\n", self.at)
         if end < 0:
-            raise TruncatedPickleError(f"{self.what} is no pickle of a checkpoint: it ends in a line at byte {self.at}")
+            raise TruncatedPickleError(f"{self.source}: its pickle is truncated in the line at byte {self.at}")
         start, self.at = self.at, end + 1
         return self.raw[start:end].decode()
 
-    def put(self, number: int) -> None:
-        """Keep what is on top of the stack under a number."""
+    def memoize_top(self, number: int) -> None:
+        """Store the top of the stack in the memo under ``number``."""
         value = self.stack[-1]
         if number == len(self.memo):
             self.memo.append(value)
         elif number < len(self.memo):
             self.memo[number] = value
         else:
-            self.far[number] = value
+            self.sparse_memo[number] = value
 
-    def get(self, number: int) -> None:
-        """Push what was kept under a number."""
-        self.stack.append(self.memo[number] if number < len(self.memo) else self.far[number])
+    def push_memoized(self, number: int) -> None:
+        """Push the memo's value with the given number."""
+        self.stack.append(self.memo[number] if number < len(self.memo) else self.sparse_memo[number])
 
-    def items(self) -> list[Any]:
-        """What was put on the stack since the last mark; the mark is gone then."""
-        found, self.stack = self.stack, self.marks.pop()
-        return found
+    def pop_to_mark(self) -> list[Any]:
+        """Pop and return the values above the last mark, and remove the mark."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items

@@ -1,4 +1,4 @@
-"""Indexes: JSON files that say which tensor, or which optimizer state, lies in which file beside them."""
+"""Index files: JSON files that map tensors, or optimizer states, to the files next to them."""
 
 from __future__ import annotations
 
@@ -15,51 +15,55 @@ from holdfast.storage import posix
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
-    """``weight_map`` gives the file of each name; ColossalAI's optimizers have a file of groups in ``metadata``."""
+    """The contents of an index.
+
+    ``weight_map`` maps each name to its file. In indexes of ColossalAI's optimizers, ``metadata`` also names the file
+    of the parameter groups.
+    """
 
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
 
     @property
     def groups_file(self) -> str | None:
-        """The file of an optimizer's parameter groups."""
+        """The file of an optimizer's parameter groups, or ``None``."""
         name = self.metadata.get("param_groups")
         return name if isinstance(name, str) else None
 
-    def files(self) -> list[str]:
-        """All files that it names."""
+    def list_files(self) -> list[str]:
+        """Return the names of all files in the index."""
         groups = [] if self.groups_file is None else [self.groups_file]
         return [*dict.fromkeys(self.weight_map.values()), *groups]
 
 
 def read_index(path: Path, root: Path) -> ShardIndex:
-    """Read one. Raises ``CorruptCheckpointError``, or ``UnsafeNameError`` for a name that leads out of the folder.
+    """Read an index, which must be inside ``root``, the folder that was opened.
 
-    ``root`` is the folder that was opened, in which the index itself must be.
+    Raises ``CorruptCheckpointError``, or ``UnsafeNameError`` if a name leads out of the folder.
     """
     check_contained(path, root)
     try:
         index = msgspec.json.decode(posix.read_small(path), type=ShardIndex)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{path} is no index of weights: {error}") from error
-    for name in index.files():
+        raise CorruptCheckpointError(f"{path} is not a valid index of tensor files: {error}") from error
+    for name in index.list_files():
         check_relative_path(name, str(path))
     return index
 
 
 def files_named_by(folder: Path, names: Iterable[str]) -> set[str]:
-    """Those of some names that are in a folder, and the files that they name where they are indexes."""
-    found: set[str] = set()
+    """Return those of ``names`` that are in a folder, and the files that the indexes among them name."""
+    files: set[str] = set()
     for name in names:
         if posix.is_file(folder / name):
-            found.add(name)
+            files.add(name)
             if name.endswith(".json"):
-                found |= _files_of(folder / name)
-    return found
+                files |= _files_in_index(folder / name)
+    return files
 
 
-def _files_of(path: Path) -> set[str]:
+def _files_in_index(path: Path) -> set[str]:
     try:
-        return set(read_index(path, path.parent).files())
+        return set(read_index(path, path.parent).list_files())
     except (CorruptCheckpointError, UnsafeNameError):
         return set()

@@ -1,7 +1,7 @@
-"""What a folder holds of models and optimizers, told by the names of indexes and single files.
+"""Finding the models and optimizers in a folder, by the names of index files and single files.
 
-Source: transformers' ``utils/hub.py`` and ColossalAI 0.5.0's ``checkpoint_io/utils.py``. What ColossalAI calls a prefix
-is transformers' variant: it stands before ``.json``, and before the ending of a single file.
+Source: transformers' ``utils/hub.py`` and ColossalAI 0.5.0's ``checkpoint_io/utils.py``. The prefix of ColossalAI is
+the variant of transformers: it is put before ``.json``, and before the extension of a single file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.storage import posix
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
-#: Folders of both in one, as ColossalAI's training scripts call them; and files that lie beside these.
+#: The subfolders that ColossalAI's training scripts make for models and optimizers, and the files next to these.
 MODELING = "modeling"
 _FOLDERS = (MODELING, "model", "optimizer")
 SCHEDULER, CONTENT = "lr_scheduler", "user_content.pt"
@@ -33,7 +33,11 @@ _KINDS = {"pytorch_model": MODEL, "model": MODEL, "pytorch_optim": OPTIMIZER, "o
 
 
 class ModelFile(NamedTuple):
-    """An index, or a single file, of one part in one variant (``""`` is none) and one form."""
+    """An index or a single file.
+
+    ``kind`` is ``model`` or ``optimizer``, ``variant`` is empty if there is none, ``form`` is the extension of the
+    tensor files: ``bin`` or ``safetensors``.
+    """
 
     kind: str
     variant: str
@@ -42,52 +46,56 @@ class ModelFile(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """Whether it names the files, or is the file."""
+        """True for an index, False for a single file."""
         return self.path.suffix == ".json"
 
 
-def list_named_files(path: Path) -> ModelFile | None:
-    """What a file is, by its name."""
+def parse_file_name(path: Path) -> ModelFile | None:
+    """Return a file's kind, variant and form by its name, or ``None`` if it has another name."""
     match = _INDEX.fullmatch(path.name) or _SINGLE.fullmatch(path.name)
     return ModelFile(_KINDS[match["stem"]], match["variant"] or "", match["form"], path) if match else None
 
 
 def list_model_files(folder: Path) -> Iterator[ModelFile]:
-    """All that a folder holds."""
-    for file in posix.list_files(folder):
-        if (found := list_named_files(file)) is not None:
-            yield found
+    """Yield the indexes and single files in a folder."""
+    for path in posix.list_files(folder):
+        if (file := parse_file_name(path)) is not None:
+            yield file
 
 
 def choose_files(folder: Path, kind: str) -> ModelFile | None:
-    """What a folder holds of one kind. Raises ``FormatError`` where it has several variants and none without a name.
+    """Return the index or single file of a kind in a folder, or ``None`` if there is none.
 
-    Of both forms safetensors is taken, and an index before a single file, as transformers does.
+    Like in transformers, safetensors is preferred to ``bin``, and an index to a single file. Raises ``FormatError`` if
+    there are several variants and none without a name.
     """
-    every = [found for found in list_model_files(folder) if found.kind == kind]
-    variants = sorted({found.variant for found in every})
+    files = [file for file in list_model_files(folder) if file.kind == kind]
+    variants = sorted({file.variant for file in files})
     if len(variants) > 1 and "" not in variants:
-        names = ", ".join(sorted(found.path.name for found in every))
-        raise FormatError(f"{folder} holds several variants of a {kind}: {names}; name one of these files")
-    same = [found for found in every if found.variant == variants[0]]
-    return min(same, key=lambda found: (found.form != "safetensors", not found.is_index), default=None)
+        names = ", ".join(sorted(file.path.name for file in files))
+        raise FormatError(f"{folder} holds several variants of a {kind}: {names}; open one of these files instead")
+    candidates = [file for file in files if file.variant == variants[0]]
+    return min(candidates, key=lambda file: (file.form != "safetensors", not file.is_index), default=None)
 
 
 def folders_of(folder: Path) -> list[Path]:
-    """Where parts are: the folder itself, or the folders in it that ColossalAI's training scripts make.
+    """Return the folders of the model and optimizer: the folder itself, or the subfolders of ColossalAI's scripts.
 
-    These are told by an index of files of ``torch.save``, which nobody else has in folders of such names.
+    Subfolders are recognized by an index of files of ``torch.save``, which no other system has in folders with these
+    names.
     """
-    apart = [folder / name for name in _FOLDERS if posix.is_directory(folder / name)]
-    told = any(found.is_index and found.form == "bin" for place in apart for found in list_model_files(place))
-    return apart if told and not any(list_model_files(folder)) else [folder]
+    subfolders = [folder / name for name in _FOLDERS if posix.is_directory(folder / name)]
+    is_colossalai = any(
+        file.is_index and file.form == "bin" for subfolder in subfolders for file in list_model_files(subfolder)
+    )
+    return subfolders if is_colossalai and not any(list_model_files(folder)) else [folder]
 
 
-def list_parts(folder: Path) -> list[ModelFile]:
-    """The model and the optimizer that a folder holds, each once."""
-    first: dict[str, ModelFile] = {}
+def list_components(folder: Path) -> list[ModelFile]:
+    """Return the files of the model and of the optimizer in a folder, one of each."""
+    components: dict[str, ModelFile] = {}
     for kind in (MODEL, OPTIMIZER):
-        for place in folders_of(folder):
-            if (found := choose_files(place, kind)) is not None:
-                first.setdefault(kind, found)
-    return list(first.values())
+        for subfolder in folders_of(folder):
+            if (file := choose_files(subfolder, kind)) is not None:
+                components.setdefault(kind, file)
+    return list(components.values())

@@ -1,7 +1,7 @@
-"""Reading folders of files with an index, or one of their files: a model, an optimizer, or both.
+"""A reader of folders of files with an index, or of one of their files: a model, an optimizer, or both.
 
-What ColossalAI's Booster writes, and weights of transformers in files of ``torch.save``. ColossalAI's optimizers know
-parameters by number: counted over all groups, by LowLevelZero those only that are trained.
+ColossalAI's Booster writes these, and transformers writes weights in files of ``torch.save``. ColossalAI's optimizers
+identify parameters by number, counted over all groups; LowLevelZero counts only parameters that are trained.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.formats.sharded.model_files import (
     SCHEDULER,
     ModelFile,
     folders_of,
-    list_named_files,
-    list_parts,
+    list_components,
+    parse_file_name,
 )
-from holdfast.formats.sharded.shards import PICKLED, read_shard, state_entries
+from holdfast.formats.sharded.shards import PICKLED, merge_states, read_shard
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
 from holdfast.ondisk.blocks import crc64
@@ -36,15 +36,15 @@ _SLOTS = frozenset({MODEL, OPTIMIZER, "scheduler"})
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether a file is an index or an optimizer of an asynchronous save, or a folder has indexes or such weights."""
+    """Return whether a folder has a model or optimizer with an index, or a file is an index or a flat optimizer."""
     if posix.is_directory(path):
-        return bool(list_parts(path))
-    found = list_named_files(path)
-    return posix.is_file(path) and ((found is not None and found.is_index) or is_flat_optimizer(path))
+        return bool(list_components(path))
+    file = parse_file_name(path)
+    return posix.is_file(path) and ((file is not None and file.is_index) or is_flat_optimizer(path))
 
 
 def is_flat_optimizer(path: Path) -> bool:
-    """Whether a file is a whole optimizer as ColossalAI's asynchronous saves have it."""
+    """Return whether a file is a whole optimizer as ColossalAI's asynchronous saves write it."""
     if path.suffix != ".safetensors" or not is_safetensors(path):
         return False
     file = SafetensorsFile.open(path)
@@ -52,71 +52,79 @@ def is_flat_optimizer(path: Path) -> bool:
 
 
 class ShardedReader(TreeReader):
-    """A folder, an index in it, or one file; or a folder of such folders. Only what is of ``kinds`` is read."""
+    """A reader of a folder, of an index in it, of one file, or of a folder with such subfolders.
+
+    Only the components in ``kinds`` are read.
+    """
 
     def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
         self._files: list[Path] = []
         self._budget, self._digests = ReadBudget(), list[int]()
         self._root = path if posix.is_directory(path) else posix.real_path(path).parent
-        found = [one for one in list_parts(path) if one.kind in kinds] if posix.is_directory(path) else [_only(path)]
-        tree = {one.kind: self._read(one) for one in found} | self._beside(path)
-        kind = "colossalai" if _is_colossal(self._files) else "huggingface"
+        components = list_components(path) if posix.is_directory(path) else []
+        files = (
+            [file for file in components if file.kind in kinds] if posix.is_directory(path) else [_single_file(path)]
+        )
+        tree = {file.kind: self._read_component(file) for file in files} | self._read_other_values(path)
+        format_name = "colossalai" if _is_colossalai(self._files) else "huggingface"
         fingerprint = f"{crc64(repr(self._digests).encode()):016x}"
         contents = classify_tree(tree, keys or {name: name for name in tree if name in _SLOTS}, self._budget, str(path))
-        super().__init__(path, kind, self._files, fingerprint, contents)
+        super().__init__(path, format_name, self._files, fingerprint, contents)
 
-    def _read(self, found: ModelFile) -> Any:
-        if not found.is_index:
-            tree = self._shard(found.path)
-            return tree if found.kind == MODEL else {"state": state_entries([tree]), _GROUPS: tree[_GROUPS]}
-        index, folder = read_index(found.path, self._root), found.path.parent
-        self._files.append(found.path)
-        self._digests.append(crc64(posix.read_small(found.path)))
-        shards = {name: self._shard(folder / name) for name in dict.fromkeys(index.weight_map.values())}
-        if found.kind == MODEL:
-            return _model(found.path, index.weight_map, shards)
+    def _read_component(self, file: ModelFile) -> Any:
+        if not file.is_index:
+            tree = self._read_shard(file.path)
+            return tree if file.kind == MODEL else {"state": merge_states({file.path: tree}), _GROUPS: tree[_GROUPS]}
+        index, folder = read_index(file.path, self._root), file.path.parent
+        self._files.append(file.path)
+        self._digests.append(crc64(posix.read_small(file.path)))
+        names = dict.fromkeys(index.weight_map.values())
+        shards = {name: self._read_shard(folder / name) for name in names}
+        if file.kind == MODEL:
+            return _join_state_dict(file.path, index.weight_map, shards)
         if index.groups_file is None:
-            raise FormatError(f"{found.path} names no file of the optimizer's groups")
-        return {"state": state_entries(list(shards.values())), _GROUPS: self._groups(folder / index.groups_file)}
+            raise FormatError(f"{file.path}: its metadata must name the file of the optimizer's parameter groups")
+        states = merge_states({folder / name: shard for name, shard in shards.items()})
+        return {"state": states, _GROUPS: self._read_groups(folder / index.groups_file)}
 
-    def _beside(self, path: Path) -> dict[str, Any]:
-        """What lies beside the folders of a model and an optimizer."""
+    def _read_other_values(self, path: Path) -> dict[str, Any]:
+        """Return the scheduler and the user content next to the subfolders of a model and an optimizer."""
         if not posix.is_directory(path) or folders_of(path) == [path]:
             return {}
         names = {"scheduler": SCHEDULER, "user_content": CONTENT}
-        return {key: self._shard(path / name) for key, name in names.items() if posix.is_taken(path / name)}
+        return {key: self._read_shard(path / name) for key, name in names.items() if posix.file_exists(path / name)}
 
-    def _groups(self, path: Path) -> Any:
-        groups = self._shard(path)
+    def _read_groups(self, path: Path) -> Any:
+        groups = self._read_shard(path)
         if not isinstance(groups, list):
-            raise CorruptCheckpointError(f"{path} holds no list of parameter groups")
+            raise CorruptCheckpointError(f"{path} must hold a list of parameter groups, not a {type(groups).__name__}")
         return groups
 
-    def _shard(self, path: Path) -> Any:
-        """The tree in a file."""
+    def _read_shard(self, path: Path) -> Any:
+        """Return the tree in a file."""
         shard = read_shard(path, self._root, self._budget)
         self._files.append(path)
         self._digests.append(shard.digest)
         return shard.tree
 
 
-def _only(path: Path) -> ModelFile:
-    return list_named_files(path) or ModelFile(OPTIMIZER, "", "safetensors", path)
+def _single_file(path: Path) -> ModelFile:
+    return parse_file_name(path) or ModelFile(OPTIMIZER, "", "safetensors", path)
 
 
-def _model(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict, of just the names that are in the index."""
-    found = {}
+def _join_state_dict(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict with exactly the names in the index."""
+    state_dict = {}
     for name, file in weight_map.items():
         shard = shards[file]
         if not isinstance(shard, Mapping) or name not in shard:
-            raise CorruptCheckpointError(f"{index} says that {name!r} is in {file}, where it is not")
-        found[name] = shard[name]
-    return found
+            raise CorruptCheckpointError(f"{index} says that {file} holds {name!r}, but it does not")
+        state_dict[name] = shard[name]
+    return state_dict
 
 
-def _is_colossal(files: Iterable[Path]) -> bool:
-    """Its shards are numbered without a total."""
+def _is_colossalai(files: Iterable[Path]) -> bool:
+    """Return whether ColossalAI wrote the files: it numbers shards without their total."""
     return any(
         file.suffix in {".bin", ".safetensors"} and "-" in file.name and "-of-" not in file.name for file in files
     )

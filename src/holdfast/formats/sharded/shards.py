@@ -1,4 +1,4 @@
-"""The files that hold tensors: files of torch.save, and safetensors files, those with pickles in them included."""
+"""Reading the tensor files that an index names: files of torch.save, and safetensors files, which may have pickles."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
 
-#: Key of ColossalAI's header metadata with the names of values that are pickled into bytes: asynchronous saves.
+#: Key of the header metadata in ColossalAI's asynchronous saves, with the names of values that are pickled into bytes.
 PICKLED = "non_tensor_keys"
 
-#: Key of one state of one parameter: ColossalAI's asynchronous saves.
+#: The name of a state of a parameter in ColossalAI's asynchronous saves.
 _STATE = re.compile(r"state\.(?P<number>[0-9]{1,9})\.(?P<state>.+)")
 
 #: The largest pickled value that is read, in bytes.
@@ -35,7 +35,7 @@ _LARGEST = 2**30
 
 
 class ShardFile(NamedTuple):
-    """What is in one file; ``digest`` stands for that."""
+    """The tree in a file, and a digest of the file's metadata."""
 
     tree: Any
     digest: int
@@ -56,74 +56,81 @@ class ShardEntry(StoredTensor):
 
     @property
     def crcs(self) -> Sequence[int] | None:
-        """Those in files of ours."""
+        """The CRCs that holdfast wrote into the header, or ``None``."""
         return self.file.crcs.get(self.name)
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`StoredTensor`."""
-        return [self.file.extent(self.name, start, stop)]
+        return [self.file.tensor_extent(self.name, start, stop)]
 
 
 def read_shard(path: Path, root: Path, budget: ReadBudget) -> ShardFile:
-    """What is in a file that an index names. Raises ``CorruptCheckpointError`` where it is missing, or not whole.
+    """Read a file that an index names. Raises ``CorruptCheckpointError`` if it is missing or truncated.
 
-    ``root`` is the folder that was opened; ``budget`` earns what is read.
+    The file must be inside ``root``, the folder that was opened. The bytes that are read are added to ``budget``.
     """
     if not posix.path_exists(path):
-        raise CorruptCheckpointError(f"{path} is missing; the index names it. A save may have been cut short")
+        raise CorruptCheckpointError(f"{path} is missing; the index names it. Its save may not have finished")
     check_contained(path, root)
     if path.suffix == ".safetensors":
-        return _safetensors(SafetensorsFile.open(path), budget)
+        return _read_safetensors(SafetensorsFile.open(path), budget)
     tree = read_tree(path, budget)
     return ShardFile(tree.root, tree.digest)
 
 
-def _safetensors(file: SafetensorsFile, budget: ReadBudget) -> ShardFile:
-    pickled = _pickled(file)
+def _read_safetensors(file: SafetensorsFile, budget: ReadBudget) -> ShardFile:
+    pickled = _pickled_names(file)
     tree: dict[str, Any] = {name: ShardEntry(info, file, name) for name, info in file.tensors.items()}
     budget.earn(file.header.size)
     for name in dict.fromkeys(pickled):
-        raw = _bytes(file, name)
+        raw = _read_pickle(file, name)
         budget.earn(len(raw))
         tree[name] = unpickle(raw, {**PLAIN, **NUMPY}, f"{file.path}: {name!r}", budget=budget)
     return ShardFile(tree, crc64(repr(sorted((name, file.tensors[name]) for name in file.tensors)).encode()))
 
 
-def _pickled(file: SafetensorsFile) -> list[str]:
-    """The names of values that are no tensors."""
+def _pickled_names(file: SafetensorsFile) -> list[str]:
+    """Return the names of the values that are pickled into bytes."""
     text = file.header.metadata.get(PICKLED)
     names = strict_json.parse_json(text.encode(), f"{PICKLED} of {file.path}") if text else []
     if not isinstance(names, list) or not all(isinstance(name, str) and name in file.tensors for name in names):
-        raise CorruptCheckpointError(f"{PICKLED} of {file.path} names what is not in the file")
+        raise CorruptCheckpointError(
+            f"{file.path}: {PICKLED} in the header must be a list of names of tensors in the file"
+        )
     return names
 
 
-def _bytes(file: SafetensorsFile, name: str) -> bytes:
+def _read_pickle(file: SafetensorsFile, name: str) -> bytes:
     info = file.tensors[name]
     if info.dtype != "U8" or info.nbytes > _LARGEST:
-        raise CorruptCheckpointError(f"{file.path}: {name!r} is no row of bytes")
+        raise CorruptCheckpointError(f"{file.path}: {name!r} must be a pickle in a tensor of dtype U8 of at most 1 GiB")
     raw = bytearray(info.nbytes)
     with BufferedReader(file.path) as reader:
-        reader.read(file.extent(name, 0, 0).offset, memoryview(raw))
+        reader.read(file.tensor_extent(name, 0, 0).offset, memoryview(raw))
     return bytes(raw)
 
 
-def state_entries(shards: Sequence[Any]) -> dict[Any, dict[str, Any]]:
-    """The states of an optimizer by number, from files by number, or by names such as ``state.3.exp_avg``."""
-    found: dict[Any, dict[str, Any]] = {}
-    for shard in shards:
+def merge_states(shards: Mapping[Path, Any]) -> dict[Any, dict[str, Any]]:
+    """Return the states of an optimizer by parameter number, merged over the contents of all files.
+
+    The keys in a file are parameter numbers, or names such as ``state.3.exp_avg``.
+    """
+    merged: dict[Any, dict[str, Any]] = {}
+    for path, shard in shards.items():
         if not isinstance(shard, Mapping):
-            raise CorruptCheckpointError("a file of optimizer states holds no dict")
-        for number, own in _by_number(shard):
-            states = found.setdefault(number, {})
-            again = next((name for name in own if name in states), None)
-            if again is not None:
-                raise CorruptCheckpointError(f"state {str(again)[:80]!r} of parameter {number} is there twice")
-            states.update(own)
-    return found
+            raise CorruptCheckpointError(f"{path} must hold a dict of optimizer states, not a {type(shard).__name__}")
+        for number, shard_states in _iterate_states(path, shard):
+            states = merged.setdefault(number, {})
+            duplicate = next((name for name in shard_states if name in states), None)
+            if duplicate is not None:
+                raise CorruptCheckpointError(
+                    f"{path}: state {str(duplicate)[:80]!r} of optimizer parameter {number} is stored twice"
+                )
+            states.update(shard_states)
+    return merged
 
 
-def _by_number(shard: Mapping[Any, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+def _iterate_states(path: Path, shard: Mapping[Any, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     for key, value in shard.items():
         if isinstance(key, int) and isinstance(value, Mapping):
             yield key, value
@@ -131,5 +138,5 @@ def _by_number(shard: Mapping[Any, Any]) -> Iterator[tuple[Any, Mapping[str, Any
             yield int(named["number"]), {named["state"]: value}
         elif key != "param_groups":
             raise CorruptCheckpointError(
-                f"a file of optimizer states holds {key!r:.80}, which is no number of a parameter"
+                f"{path}: the key {key!r:.80} of an optimizer state is not the number of a parameter"
             )

@@ -1,1 +1,1 @@
-"""What ``torch.save`` writes: a zip file of a pickle and of the raw bytes of storages."""
+"""The file format of ``torch.save``: a zip file with a pickle and the raw bytes of the storages."""

@@ -1,4 +1,4 @@
-"""The names in torch's pickles, and what is made of them.
+"""The allow-list of globals in torch's pickles: how tensors, storages, dtypes and the like are rebuilt.
 
 Source: ``torch/_utils.py``, ``torch/_tensor.py`` and ``torch/serialization.py`` of torch 2.13.
 """
@@ -26,129 +26,136 @@ from holdfast.formats.torchfile.objects import (
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: Dimensions and numbers that torch can have.
+#: The most dimensions that torch supports, and the limit of its sizes, offsets and strides.
 _DIMENSIONS, _LARGEST = 64, 2**63
 
-#: What a tensor costs, and each of its dimensions.
+#: Steps for a tensor, and for each of its dimensions.
 _TENSOR, _DIMENSION = 32, 8
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
+def _check_sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, tuple) or len(given) > _DIMENSIONS:
-        raise TypeError("its shape is none")
+        raise TypeError(f"a tensor's shape and strides must be tuples of at most {_DIMENSIONS} integers")
     if not all(type(size) is int and 0 <= size < _LARGEST for size in given):
-        raise ValueError("its sizes, offset or strides are no numbers that torch can have")
+        raise ValueError("a tensor's sizes, offset and strides must be integers from 0 to 2**63 - 1")
     return tuple(given)
 
 
-def _view(budget: ReadBudget, storage: Any, dtype: str, place: tuple[Any, Any, Any]) -> TorchTensor | UnreadableTensor:
+def _make_view(
+    budget: ReadBudget, storage: Any, dtype: str, geometry: tuple[Any, Any, Any]
+) -> TorchTensor | UnreadableTensor:
+    """Return a tensor. ``geometry`` is its storage offset, shape and strides, in elements."""
     if not isinstance(storage, TorchStorage):
-        raise TypeError("it is of no storage")
-    (offset,), shape, strides = _sizes(place[:1]), _sizes(place[1]), _sizes(place[2])
+        raise TypeError("a tensor must refer to a storage")
+    (offset,), shape, strides = _check_sizes(geometry[:1]), _check_sizes(geometry[1]), _check_sizes(geometry[2])
     budget.spend(_TENSOR + _DIMENSION * len(shape))
     if dtype not in DTYPES:
         return UnreadableTensor(f"has dtype {dtype}, which holdfast does not read")
-    return TorchTensor.view(storage, dtype, offset, shape, strides)
+    return TorchTensor.make_view(storage, dtype, offset, shape, strides)
 
 
-def _tensor_v2(budget: ReadBudget, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
-    """``rest``: whether a gradient is wanted, hooks, and bits to be applied lazily; version 1 has none of these."""
-    return _unless_lazy(_view(budget, storage, getattr(storage, "dtype", ""), (offset, shape, strides)), rest[2:])
+def _rebuild_tensor_v2(budget: ReadBudget, storage: Any, offset: Any, shape: Any, strides: Any, *options: Any) -> Any:
+    """Return a tensor. ``options``: requires_grad, hooks and lazy bits; version 1 has none of these."""
+    tensor = _make_view(budget, storage, getattr(storage, "dtype", ""), (offset, shape, strides))
+    return _refuse_lazy_bits(tensor, options[2:])
 
 
-def _tensor_v3(budget: ReadBudget, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
-    """The same, with a dtype after the hooks."""
-    _, _, dtype, *bits = rest
+def _rebuild_tensor_v3(budget: ReadBudget, storage: Any, offset: Any, shape: Any, strides: Any, *options: Any) -> Any:
+    """Return a tensor, like version 2, whose ``options`` have a dtype after the hooks."""
+    _, _, dtype, *bits = options
     if not isinstance(dtype, TorchDtype):
-        raise TypeError("its dtype is none")
-    return _unless_lazy(_view(budget, storage, dtype.name, (offset, shape, strides)), bits)
+        raise TypeError("a tensor's dtype must be a torch.dtype")
+    return _refuse_lazy_bits(_make_view(budget, storage, dtype.name, (offset, shape, strides)), bits)
 
 
-def _unless_lazy(made: TorchTensor | UnreadableTensor, rest: Sequence[Any]) -> TorchTensor | UnreadableTensor:
-    bits = rest[0] if rest else None
+def _refuse_lazy_bits(tensor: TorchTensor | UnreadableTensor, options: Sequence[Any]) -> TorchTensor | UnreadableTensor:
+    """Return the tensor, or a placeholder if its conjugation or negation is pending."""
+    bits = options[0] if options else None
     if isinstance(bits, dict) and (bits.get("conj") or bits.get("neg")):
         return UnreadableTensor(
-            "is yet to be conjugated or negated: call resolve_conj() or resolve_neg() before it is saved"
+            "has a pending conjugation or negation: call resolve_conj() or resolve_neg() before it is saved"
         )
-    return made
+    return tensor
 
 
 def _from_array(budget: ReadBudget, array: Any, dtype: Any, *__: Any) -> InlineTensor | UnreadableTensor:
     if not isinstance(array, OpaqueObject) or not isinstance(dtype, TorchDtype) or dtype.name not in DTYPES:
-        raise TypeError("it is of no array")
+        raise TypeError("expected a NumPy array and a torch.dtype")
     try:
         name, shape, data = as_plain_array(array)
         budget.spend_memory(len(data))
     except ReadBudgetError:
         raise
     except (TypeError, ValueError) as error:
-        return UnreadableTensor(f"is of an array that cannot be read: {error}")
+        return UnreadableTensor(f"was saved as an array that cannot be read: {error}")
     if name != dtype.name:
-        return UnreadableTensor(f"was saved by way of a NumPy array of another dtype, {name}")
+        return UnreadableTensor(f"was saved as a NumPy array of another dtype, {name}")
     return InlineTensor(TensorInfo(DTYPES[dtype.name], shape), data)
 
 
 def _from_cpu(_: ReadBudget, data: Any, dtype: Any, *__: Any) -> Any:
-    same = isinstance(data, TorchTensor) and isinstance(dtype, TorchDtype) and data.info.dtype == DTYPES.get(dtype.name)
-    return data if same else UnreadableTensor("was moved to the CPU in another dtype")
+    is_tensor = isinstance(data, TorchTensor) and isinstance(dtype, TorchDtype)
+    if is_tensor and data.info.dtype == DTYPES.get(dtype.name):
+        return data
+    return UnreadableTensor("was moved to the CPU in another dtype")
 
 
-def _typed(budget: ReadBudget, maker: Any, _: Any, args: Any, *__: Any) -> Any:
-    """A tensor with attributes of its own, which are left out."""
-    if not isinstance(maker, AllowedCallable) or maker not in _REBUILD.values() or not isinstance(args, tuple):
-        raise TypeError("it is of no tensor")
-    return maker.make(budget, *args)
+def _rebuild_from_type(budget: ReadBudget, function: Any, _: Any, args: Any, *__: Any) -> Any:
+    """Return a tensor that had additional attributes, without these."""
+    if not isinstance(function, AllowedCallable) or function not in _REBUILD.values() or not isinstance(args, tuple):
+        raise TypeError("expected a function that rebuilds a tensor, and its arguments")
+    return function.make(budget, *args)
 
 
-def _device(_: ReadBudget, kind: Any, number: Any = None) -> TorchDevice:
+def _make_device(_: ReadBudget, kind: Any, number: Any = None) -> TorchDevice:
     if not isinstance(kind, str) or not isinstance(number, int | None):
-        raise TypeError("a device has a kind and a number")
+        raise TypeError("a torch.device must have a type and an index")
     return TorchDevice(kind if number is None else f"{kind}:{number}")
 
 
-def _layout(_: ReadBudget, text: Any) -> TorchLayout:
+def _make_layout(_: ReadBudget, text: Any) -> TorchLayout:
     if not isinstance(text, str):
-        raise TypeError("a layout has a name")
+        raise TypeError("a torch.layout must have a name")
     return TorchLayout(text)
 
 
-def _size(budget: ReadBudget, given: Any = ()) -> TorchSize:
+def _make_size(budget: ReadBudget, given: Any = ()) -> TorchSize:
     if not isinstance(given, tuple | list):
-        raise TypeError("it has integers")
+        raise TypeError("a torch.Size must have a list of integers")
     budget.spend(len(given))
-    return TorchSize(_sizes(tuple(given)))
+    return TorchSize(_check_sizes(tuple(given)))
 
 
-def _unreadable(why: str) -> Callable[..., UnreadableTensor]:
+def _make_unreadable(why: str) -> Callable[..., UnreadableTensor]:
     return lambda *_: UnreadableTensor(why)
 
 
-def _first(_: ReadBudget, data: Any, *__: Any) -> Any:
+def _return_first(_: ReadBudget, data: Any, *__: Any) -> Any:
     return data
 
 
-_MAKERS: Mapping[str, Callable[..., Any]] = {
-    "_rebuild_tensor": _tensor_v2,
-    "_rebuild_tensor_v2": _tensor_v2,
-    "_rebuild_tensor_v3": _tensor_v3,
-    "_rebuild_parameter": _first,
-    "_rebuild_parameter_with_state": _first,
+_REBUILD_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "_rebuild_tensor": _rebuild_tensor_v2,
+    "_rebuild_tensor_v2": _rebuild_tensor_v2,
+    "_rebuild_tensor_v3": _rebuild_tensor_v3,
+    "_rebuild_parameter": _return_first,
+    "_rebuild_parameter_with_state": _return_first,
     "_rebuild_device_tensor_from_numpy": _from_array,
     "_rebuild_xla_tensor": _from_array,
     "_rebuild_device_tensor_from_cpu_tensor": _from_cpu,
-    "_rebuild_meta_tensor_no_storage": _unreadable("is on the meta device and has no data"),
-    "_rebuild_nested_tensor": _unreadable("is a nested tensor"),
-    "_rebuild_qtensor": _unreadable("is quantized"),
-    "_rebuild_sparse_tensor": _unreadable("is sparse"),
-    "_rebuild_wrapper_subclass": _unreadable(
-        "is a DTensor, or of another class that wraps tensors, of which a file has one rank's part: save whole "
+    "_rebuild_meta_tensor_no_storage": _make_unreadable("is on the meta device and has no data"),
+    "_rebuild_nested_tensor": _make_unreadable("is a nested tensor"),
+    "_rebuild_qtensor": _make_unreadable("is quantized"),
+    "_rebuild_sparse_tensor": _make_unreadable("is sparse"),
+    "_rebuild_wrapper_subclass": _make_unreadable(
+        "is a DTensor, or of another class that wraps tensors, so the file has only one rank's shard: save full "
         "tensors, or use torch.distributed.checkpoint"
     ),
 }
 
-_REBUILD = {f"torch._utils.{name}": AllowedCallable(name, make) for name, make in _MAKERS.items()}
+_REBUILD = {f"torch._utils.{name}": AllowedCallable(name, make) for name, make in _REBUILD_FUNCTIONS.items()}
 
-#: What the pickles of DTensors and of quantized tensors name besides.
+#: Further globals in the pickles of DTensors and of quantized tensors.
 _DISTRIBUTED = (
     *("_mesh_layout._FlatLayout", "_mesh_layout._MeshLayout", "device_mesh.DeviceMesh", "tensor.DTensor"),
     *("tensor._dtensor_spec.DTensorSpec", "tensor._dtensor_spec.ShardOrderEntry", "tensor._dtensor_spec.TensorMeta"),
@@ -167,11 +174,11 @@ NAMES: Mapping[str, object] = {
     **{f"torch.{name}": TorchLayout(name) for name in _QUANTIZED},
     "torch.UntypedStorage": TorchStorageType("uint8"),
     "torch.storage.UntypedStorage": TorchStorageType("uint8"),
-    "torch.Size": AllowedCallable("torch.Size", _size),
-    "torch.Tensor": AllowedCallable("torch.Tensor", _unreadable("is of another version of torch")),
-    "torch.device": AllowedCallable("torch.device", _device),
-    "torch.nn.parameter.Buffer": AllowedCallable("torch.nn.Buffer", _first),
-    "torch.nn.parameter.Parameter": AllowedCallable("torch.nn.Parameter", _first),
-    "torch.serialization._get_layout": AllowedCallable("torch.layout", _layout),
-    "torch._tensor._rebuild_from_type_v2": AllowedCallable("torch.Tensor", _typed),
+    "torch.Size": AllowedCallable("torch.Size", _make_size),
+    "torch.Tensor": AllowedCallable("torch.Tensor", _make_unreadable("is of another version of torch")),
+    "torch.device": AllowedCallable("torch.device", _make_device),
+    "torch.nn.parameter.Buffer": AllowedCallable("torch.nn.Buffer", _return_first),
+    "torch.nn.parameter.Parameter": AllowedCallable("torch.nn.Parameter", _return_first),
+    "torch.serialization._get_layout": AllowedCallable("torch.layout", _make_layout),
+    "torch._tensor._rebuild_from_type_v2": AllowedCallable("torch.Tensor", _rebuild_from_type),
 }

@@ -1,4 +1,4 @@
-"""Reading a file of ``torch.save``: the tree in its pickle, with tensors that know where their bytes lie."""
+"""Reading a file of ``torch.save`` in its zip format: the tree in its pickle, with the locations of the tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from holdfast.ondisk.read_budget import ReadBudget
 
 _PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
 
-#: What the byte order is called that is read.
+#: The contents of the entry ``byteorder`` in files that can be read.
 _LITTLE = b"little"
 
 
 class ArchiveTree(NamedTuple):
-    """What was in a file: the tree, the bytes that it was pickled as, and a digest of these."""
+    """The tree in a file, the size of its pickle in bytes, and the CRC of the pickle."""
 
     root: Any
     nbytes: int
@@ -31,62 +31,68 @@ class ArchiveTree(NamedTuple):
 
 
 def read_archive(window: FileWindow, budget: ReadBudget, names: Mapping[str, object] = NAMES) -> ArchiveTree:
-    """The tree in a zip file of ``torch.save``. No tensor is read; ``names`` is what its pickle may name.
+    """Return the tree in a zip file of ``torch.save``. No tensor data is read.
 
-    ``budget`` earns the bytes of the pickle, and pays for what is made of them.
+    ``names`` are the globals that its pickle may name. The bytes of the pickle are added to ``budget``, and reading it
+    is charged to it.
 
-    Raises ``CorruptCheckpointError``, ``UnsafePickleError``, or ``FormatError`` for what is none of its files.
+    Raises ``CorruptCheckpointError``, ``UnsafePickleError``, or ``FormatError`` if ``torch.save`` did not write it.
     """
-    found = read_members(window)
-    root = next(iter(found), "").partition("/")[0]
-    if f"{root}/{_PICKLE}" not in found or f"{root}/{_TORCHSCRIPT}" in found:
-        kind = "a TorchScript program" if f"{root}/{_TORCHSCRIPT}" in found else "a zip file"
-        raise FormatError(f"{window.path} is {kind}, and no file of torch.save")
-    order = found.get(f"{root}/byteorder")
-    if order is not None and (order.size != len(_LITTLE) or _contents(order, window) != _LITTLE):
+    members = read_members(window)
+    root = next(iter(members), "").partition("/")[0]
+    if f"{root}/{_PICKLE}" not in members or f"{root}/{_TORCHSCRIPT}" in members:
+        kind = "a TorchScript program" if f"{root}/{_TORCHSCRIPT}" in members else "a zip file"
+        raise FormatError(f"{window.path} is {kind}, not a file of torch.save")
+    order = members.get(f"{root}/byteorder")
+    if order is not None and (order.size != len(_LITTLE) or _read_member(order, window) != _LITTLE):
         raise FormatError(
             f"{window.path} was written on a big-endian machine, which holdfast does not read: load it with "
             "torch.load and save it again on this one"
         )
-    pickled = found[f"{root}/{_PICKLE}"]
-    raw = _contents(pickled, window)
-    storages = _storages(f"{root}/data", found, window)
+    raw = _read_member(members[f"{root}/{_PICKLE}"], window)
+    load_storage = _storage_loader(f"{root}/data", members, window)
     budget.earn(len(raw))
-    return ArchiveTree(
-        unpickle(raw, names, window.label, storages, budget=budget, advice=window.advice), len(raw), crc64(raw)
-    )
+    tree = unpickle(raw, names, window.label, load_storage, budget=budget, advice=window.advice)
+    return ArchiveTree(tree, len(raw), crc64(raw))
 
 
-def _contents(entry: ZipMember, window: FileWindow) -> bytes:
-    raw = window.read(entry.data(window), entry.size)
-    if entry.crc and zlib.crc32(raw) != entry.crc:  # torch can be told to write none
-        raise CorruptCheckpointError(f"{window.path} is damaged: its entry {entry.name!r} does not match its CRC")
+def _read_member(entry: ZipMember, window: FileWindow) -> bytes:
+    raw = window.read(entry.find_data(window), entry.size)
+    if entry.crc and zlib.crc32(raw) != entry.crc:  # 0: torch was configured to write no CRC
+        raise CorruptCheckpointError(f"{window.path} is corrupt: its entry {entry.name!r} does not match its CRC")
     return raw
 
 
-def _storages(folder: str, found: Mapping[str, ZipMember], window: FileWindow) -> Callable[[Any], TorchStorage]:
-    """What persistent ids stand for: entries of the file."""
-    known: dict[str, TorchStorage] = {}
+def _storage_loader(folder: str, members: Mapping[str, ZipMember], window: FileWindow) -> Callable[[Any], TorchStorage]:
+    """Return a function that returns the storage for a persistent id: an entry of the file."""
+    storages: dict[str, TorchStorage] = {}
 
-    def outside(given: Any) -> TorchStorage:
-        dtype, key, size = storage_id(given)
-        entry = found.get(f"{folder}/{key}")
+    def load_storage(persistent_id: Any) -> TorchStorage:
+        dtype, key, size = parse_storage_id(persistent_id)
+        entry = members.get(f"{folder}/{key}")
         if entry is None:
-            raise ValueError(f"its storage {key!r} is not in the file")
-        if key not in known:
-            known[key] = TorchStorage(dtype, entry.size, window, partial(entry.data, window))
-        if size != entry.size or dtype != known[key].dtype:
-            raise ValueError(f"its storage {key!r} has {entry.size} bytes in the file, and should have {size}")
-        return known[key]
+            raise ValueError(f"a tensor refers to storage {key!r}, which is not in the file")
+        if key not in storages:
+            storages[key] = TorchStorage(dtype, entry.size, window, partial(entry.find_data, window))
+        if size != entry.size or dtype != storages[key].dtype:
+            raise ValueError(
+                f"storage {key!r} has {entry.size} bytes of {storages[key].dtype}, but a tensor refers to {size} bytes "
+                f"of {dtype}"
+            )
+        return storages[key]
 
-    return outside
+    return load_storage
 
 
-def storage_id(given: Any) -> tuple[str, str, int]:
-    """The dtype, key and size in bytes of a storage, from its persistent id."""
-    if not isinstance(given, tuple) or len(given) < 5 or given[0] != "storage":  # noqa: PLR2004 - as torch has it
-        raise TypeError("it refers to what is no storage")
-    _, kind, key, _, number = given[:5]
+def parse_storage_id(persistent_id: Any) -> tuple[str, str, int]:
+    """Return the dtype, the key and the size in bytes of a storage, from its persistent id."""
+    if (
+        not isinstance(persistent_id, tuple)
+        or len(persistent_id) < 5  # noqa: PLR2004 - as torch has it
+        or persistent_id[0] != "storage"
+    ):
+        raise TypeError("a persistent id of its pickle is not that of a storage")
+    _, kind, key, _, number = persistent_id[:5]
     if not isinstance(kind, TorchStorageType) or not isinstance(key, str) or type(number) is not int:
-        raise TypeError("it refers to a storage without a type, a key and a size")
+        raise TypeError("the persistent id of a storage must have a type, a key and a size")
     return kind.dtype, key, number * dtype_width(kind.dtype)

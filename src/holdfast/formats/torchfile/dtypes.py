@@ -1,8 +1,8 @@
-"""Names of dtypes and of classes of storages: torch's, and those of safetensors."""
+"""The names of dtypes and storage classes in torch, and the names of dtypes in safetensors files."""
 
 from holdfast.ondisk.dtypes import WIDTHS
 
-#: The safetensors name of each dtype of torch that both have.
+#: The safetensors name of each torch dtype that holdfast reads.
 DTYPES = {
     "bfloat16": "BF16",
     "bool": "BOOL",
@@ -25,7 +25,7 @@ DTYPES = {
     "uint8": "U8",
 }
 
-#: Dtypes that only torch has.
+#: Further torch dtypes, which safetensors files lack.
 OTHERS = (
     *(f"uint{bits}" for bits in range(1, 8)),
     *(f"int{bits}" for bits in range(1, 8)),
@@ -44,7 +44,7 @@ OTHERS = (
     "quint2x4",
 )
 
-#: The dtype of each class of storages that has one.
+#: The dtype of each typed storage class.
 STORAGES = {
     "BFloat16": "bfloat16",
     "Bool": "bool",
@@ -65,10 +65,10 @@ STORAGES = {
     "Short": "int16",
 }
 
-#: The bytes of an element in storages of dtypes that holdfast does not read.
+#: The width of an element, in bytes, of dtypes that storages may have but holdfast does not read.
 _OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quint4x2": 1, "quint8": 1}
 
 
 def dtype_width(dtype: str) -> int:
-    """The bytes of an element in a storage of such a dtype."""
+    """Return the width in bytes of an element of a torch dtype."""
     return WIDTHS[DTYPES[dtype]] if dtype in DTYPES else _OTHER_WIDTHS[dtype]

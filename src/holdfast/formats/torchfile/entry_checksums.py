@@ -1,4 +1,4 @@
-"""The CRC-32s that zip files of ``torch.save`` have of their entries: of each storage, and of the pickle."""
+"""The CRC-32 of each entry of a zip file of ``torch.save``: of each storage, and of the pickle."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from holdfast.ondisk.range_checksums import RangeChecksum
 
 
 def read_entry_checksums(window: FileWindow) -> Iterator[RangeChecksum | CorruptCheckpointError]:
-    """Give the checksums of a zip file, or what is wrong with it.
+    """Yield the checksums of a zip file's entries, or an error if they cannot be read.
 
-    An entry without one has the number 0: torch can be told to write none, and so does who fills in storages later.
+    Entries with the CRC 0 have none: torch can be configured to write none, and so do programs that write the storages
+    later.
     """
     try:
-        found = read_members(window)
+        members = read_members(window)
     except CorruptCheckpointError as error:
         yield error
         return
-    if sum(entry.size for entry in found.values()) > window.size:
+    if sum(entry.size for entry in members.values()) > window.size:
         yield CorruptCheckpointError(
-            f"{window.label} is damaged: its entries have more bytes than there are, so they overlap"
+            f"{window.label} is corrupt: its entries have more bytes than the file, so they overlap"
         )
         return
-    for entry in found.values():
+    for entry in members.values():
         if entry.crc:
-            yield _entry_sum(entry, window)
+            yield _entry_checksum(entry, window)
 
 
-def _entry_sum(entry: ZipMember, window: FileWindow) -> RangeChecksum | CorruptCheckpointError:
+def _entry_checksum(entry: ZipMember, window: FileWindow) -> RangeChecksum | CorruptCheckpointError:
     try:
-        start = window.start + entry.data(window)
+        start = window.start + entry.find_data(window)
     except CorruptCheckpointError as error:
         return error
-    except FormatError as error:  # it is compressed, as no file of torch.save is
+    except FormatError as error:  # the entry is compressed, which torch.save never does
         return CorruptCheckpointError(*error.args)
     return RangeChecksum(window.path, start, start + entry.size, entry.crc, "CRC-32", f"the entry {entry.name!r}")

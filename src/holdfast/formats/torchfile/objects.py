@@ -1,4 +1,4 @@
-"""What stands for torch's objects in what is read of a pickle."""
+"""Placeholders for torch's objects in unpickled trees: dtypes, devices, storages, and tensors by their locations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.formats.torchfile.zip_reader import FileWindow
 from holdfast.ondisk.dtypes import WIDTHS
 from holdfast.ondisk.files import TensorInfo
 
-#: Tensors have fewer bytes.
+#: The limit of a tensor's size in bytes.
 _LARGEST = 2**63
 
 
@@ -28,7 +28,7 @@ class TorchSize(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class TorchDtype:
-    """A ``torch.dtype``, by its name without the ``torch.``."""
+    """A ``torch.dtype``, by its name without ``torch.``."""
 
     name: str
 
@@ -49,14 +49,14 @@ class TorchLayout:
 
 @dataclass(frozen=True, slots=True)
 class TorchStorageType:
-    """A class of storages, by the name of their dtype; ``uint8`` where they have none."""
+    """A storage class, by the name of its dtype; ``uint8`` for untyped storages."""
 
     dtype: str
 
 
 @dataclass(frozen=True)
 class TorchStorage:
-    """A storage of ``nbytes``; ``find`` tells where in a window it lies when that is asked for first."""
+    """A storage of ``nbytes`` bytes in a file. ``find`` returns its offset in ``window``; it is called when needed."""
 
     dtype: str
     nbytes: int
@@ -65,12 +65,12 @@ class TorchStorage:
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """The width of an element, in bytes."""
         return dtype_width(self.dtype)
 
     @cached_property
     def start(self) -> int:
-        """Its first byte in the file. Raises ``CorruptCheckpointError`` where that cannot be."""
+        """The offset of the storage in the file. Raises ``CorruptCheckpointError`` if its entry is invalid."""
         return self.window.start + self.find()
 
 
@@ -84,51 +84,54 @@ class TorchTensor(StoredTensor):
     strides: tuple[int, ...]
 
     @classmethod
-    def view(
+    def make_view(
         cls, storage: TorchStorage, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> TorchTensor:
-        """A view of a storage. Raises ``ValueError`` where it would reach beyond it."""
+        """Make a view of a storage. Raises ``ValueError`` if it would reach beyond the storage."""
         info = TensorInfo(DTYPES[dtype], shape)
-        # torch counts strides over an empty dimension as over one of size 1, and they must be numbers it can hold.
+        # For strides, torch treats an empty dimension like one of size 1; all strides must fit into 63 bits.
         if math.prod(size or 1 for size in shape) * WIDTHS[info.dtype] >= _LARGEST:
-            raise ValueError(f"no tensor can have the shape {list(shape)}")
+            raise ValueError(f"a tensor has the shape {list(shape)}, which is too large for torch")
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         reach = (offset + last + 1) * WIDTHS[info.dtype] if math.prod(shape) else 0
         if reach > storage.nbytes:
-            raise ValueError(f"it reaches byte {reach} of a storage of {storage.nbytes}")
+            raise ValueError(f"a tensor ends at byte {reach} of its storage, which has only {storage.nbytes}")
         return cls(info, storage, offset, strides)
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """The width of an element, in bytes."""
         return WIDTHS[self.info.dtype]
 
     @property
     def identity(self) -> Hashable:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`.
 
-        Only numbers that a storage bounds are in it: of all others, many could be found whose hash is the same.
+        It has only numbers that are bounded by the storage's size, because a hostile file could choose others so that
+        many keys have the same hash.
         """
         if not self.info.nbytes:
             return id(self)
-        strides = tuple(one if size > 1 else 0 for size, one in zip(self.info.shape, self.strides, strict=True))
+        strides = tuple(stride if size > 1 else 0 for size, stride in zip(self.info.shape, self.strides, strict=True))
         return id(self.storage), self.offset, self.info.dtype, self.info.shape, strides
 
-    def place(self) -> StridedLocation:
-        """Where its elements lie."""
+    def find_location(self) -> StridedLocation:
+        """Return the location of its elements in the file."""
         strides = tuple(stride * self.width for stride in self.strides)
         return StridedLocation(self.storage.window.path, self.storage.start + self.offset * self.width, strides)
 
     @cached_property
-    def _woven(self) -> ChunkedSource:
+    def _strided_source(self) -> ChunkedSource:
         whole = IndexBox((0,) * len(self.info.shape), self.info.shape)
-        return ChunkedSource(self.info.shape, self.width, (SourceChunk(whole, self.place, self.place()[:2]),))
+        return ChunkedSource(
+            self.info.shape, self.width, (SourceChunk(whole, self.find_location, self.find_location()[:2]),)
+        )
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
         if start == stop:
             return []
-        file, offset, strides = self.place()
+        file, offset, strides = self.find_location()
         if is_row_major(self.info.shape, strides, self.width):
             return [FileExtent(file, offset + start, start, stop)]
-        return [FileExtent(self._woven, start, start, stop)]
+        return [FileExtent(self._strided_source, start, start, stop)]

@@ -1,6 +1,6 @@
-"""Writing a pickle as ``torch.save`` writes it, of trees whose tensors are only described: no tensor is in memory.
+"""Writing a pickle as ``torch.save`` does, for trees whose tensors are only described and not in memory.
 
-The bytes are those that torch's pickler makes of the same tree, so that files can be compared with torch's own.
+The bytes equal those that torch's pickler writes for the same tree, so that files can be compared with torch's own.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ _PROTOCOL = 2
 
 @dataclass(frozen=True, eq=False)
 class PickledGlobal:
-    """A class or function by its module and name. The same one must be the same object, as it is in Python."""
+    """A class or function, by its module and name.
+
+    Make only one object for each, because pickles refer to earlier objects by identity.
+    """
 
     module: str
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class PlainTensor:
-    """An object that has nothing but attributes."""
+class PickledObject:
+    """An object of the class ``kind`` whose state is a dict of attributes."""
 
     kind: PickledGlobal
     state: Mapping[str, Any]
@@ -39,13 +42,13 @@ class PlainTensor:
 
 @dataclass(frozen=True, eq=False)
 class StorageRef:
-    """A tensor whose elements lie beside the pickle, whole and row-major, as storage number ``storage``."""
+    """A contiguous tensor whose elements are in the file's storage number ``storage``, outside of the pickle."""
 
     info: TensorInfo
     storage: int
 
 
-#: What each dtype of safetensors files is called in torch, and its class of storages where it has one.
+#: The torch name of each dtype of safetensors files; and its storage class, if it has one.
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 _CLASSES = {dtype: PickledGlobal("torch", f"{kind}Storage") for kind, dtype in STORAGES.items()}
 _UNTYPED = PickledGlobal("torch.storage", "UntypedStorage")
@@ -59,19 +62,19 @@ _SIZE, _DEVICE, _LAYOUT = (
 
 
 def pickle_tree(tree: Any) -> bytes:
-    """The pickle of a tree of plain values, :class:`PlainTensor` objects and :class:`StorageRef` tensors.
+    """Return the pickle of a tree of plain values, :class:`PickledObject` objects and :class:`StorageRef` tensors.
 
-    Raises ``UnsupportedValueError`` for what is none of these.
+    Raises ``UnsupportedValueError`` if the tree has another value.
     """
     file = io.BytesIO()
     try:
         _Pickler(file, _PROTOCOL).dump(tree)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UnsupportedValueError(f"the tree has what is no plain value: {error}") from error
+        raise UnsupportedValueError(f"the tree holds an object that is not a plain value: {error}") from error
     return file.getvalue()
 
 
-#: Python's own, in Python: the one in C cannot name a class that is not there.
+#: Python's pickler in pure Python; the one in C cannot write the name of a class that does not exist.
 _Python: Any = pickle._Pickler  # noqa: SLF001
 
 
@@ -79,45 +82,45 @@ class _Pickler(_Python):  # type: ignore[misc]
     dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(_Python.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:
-        """Storages lie outside of the pickle."""
-        return _storage(obj) if type(obj) is _Storage else None
+        """Return the id of a storage, whose bytes are outside of the pickle; ``None`` for all other objects."""
+        return _storage_id(obj) if type(obj) is _Storage else None
 
-    def _global(self, obj: PickledGlobal) -> None:
+    def _save_global(self, obj: PickledGlobal) -> None:
         self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
         self.memoize(obj)
 
-    def _dtype(self, obj: TorchDtype) -> None:
+    def _save_dtype(self, obj: TorchDtype) -> None:
         self.save(_DTYPES[obj.name])
 
-    def _plain(self, obj: PlainTensor) -> None:
+    def _save_object(self, obj: PickledObject) -> None:
         self.save(obj.kind)
         self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
         self.memoize(obj)
         self.save(dict(obj.state))
         self.write(pickle.BUILD)
 
-    def _tensor(self, obj: StorageRef) -> None:
+    def _save_tensor(self, obj: StorageRef) -> None:
         dtype, shape = TORCH[obj.info.dtype], obj.info.shape
         hooks: OrderedDict[str, Any] = OrderedDict()
-        rest = (_Storage(obj), 0, shape, _strides(shape), False, hooks)
+        args = (_Storage(obj), 0, shape, _row_major_strides(shape), False, hooks)
         if dtype in _CLASSES:
-            self._reduce(obj, _TENSOR, rest)
+            self._save_call(obj, _TENSOR, args)
         else:
-            self._reduce(obj, _TENSOR_OF_DTYPE, (*rest, _DTYPES[dtype]))
+            self._save_call(obj, _TENSOR_OF_DTYPE, (*args, _DTYPES[dtype]))
 
-    def _reduce(self, obj: Any, maker: PickledGlobal, args: tuple[Any, ...]) -> None:
-        self.save(maker)
+    def _save_call(self, obj: Any, function: PickledGlobal, args: tuple[Any, ...]) -> None:
+        self.save(function)
         self.save(args)
         self.write(pickle.REDUCE)
         self.memoize(obj)
 
-    dispatch[PickledGlobal] = _global
-    dispatch[TorchDtype] = _dtype
-    dispatch[PlainTensor] = _plain
-    dispatch[StorageRef] = _tensor
-    dispatch[TorchSize] = lambda self, obj: self._reduce(obj, _SIZE, (tuple(obj),))
-    dispatch[TorchDevice] = lambda self, obj: self._reduce(obj, _DEVICE, _device(obj))
-    dispatch[TorchLayout] = lambda self, obj: self._reduce(obj, _LAYOUT, (obj.text,))
+    dispatch[PickledGlobal] = _save_global
+    dispatch[TorchDtype] = _save_dtype
+    dispatch[PickledObject] = _save_object
+    dispatch[StorageRef] = _save_tensor
+    dispatch[TorchSize] = lambda self, obj: self._save_call(obj, _SIZE, (tuple(obj),))
+    dispatch[TorchDevice] = lambda self, obj: self._save_call(obj, _DEVICE, _device_args(obj))
+    dispatch[TorchLayout] = lambda self, obj: self._save_call(obj, _LAYOUT, (obj.text,))
 
 
 @dataclass(frozen=True)
@@ -125,20 +128,20 @@ class _Storage:
     tensor: StorageRef
 
 
-def _storage(storage: _Storage) -> tuple[Any, ...]:
+def _storage_id(storage: _Storage) -> tuple[Any, ...]:
     info, number = storage.tensor.info, storage.tensor.storage
     kind = _CLASSES.get(TORCH[info.dtype])
     width = 1 if kind is None else WIDTHS[info.dtype]
     return "storage", kind or _UNTYPED, str(number), "cpu", info.nbytes // width
 
 
-def _device(device: TorchDevice) -> tuple[Any, ...]:
+def _device_args(device: TorchDevice) -> tuple[Any, ...]:
     kind, _, number = device.text.partition(":")
     return (kind, int(number)) if number else (kind,)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In elements; as torch has them, a dimension of no index counts as one."""
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides in elements. Like in torch, an empty dimension counts as one of size 1."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,1 +1,1 @@
-"""The trees in other systems' checkpoints, put where ours have things: models, optimizers, schedulers, values."""
+"""Sorting the trees of other systems' checkpoints into components: models, optimizers, schedulers, other values."""

@@ -1,4 +1,4 @@
-"""What a dict looks like: the state of a model, or of an optimizer. Each one is looked at once."""
+"""Recognizing the states of models and optimizers by their structure. Each dict is examined once."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from holdfast.formats.tree.optimizer_states import GROUPS, STATE, is_flattened
 from holdfast.formats.tree.traversal import is_extra
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: Steps for an entry of a model's state.
+#: Steps for an entry of a model's state dict.
 _ENTRY = 4
 
 
 class TreeClassifier:
-    """Answers, remembered for each dict or list of one tree; what it takes to find them is paid from ``budget``."""
+    """A classifier of the dicts and lists of one tree. Its results are cached; its work is charged to ``budget``."""
 
     def __init__(self, budget: ReadBudget) -> None:
         self._budget = budget
-        self._tensors: dict[int, int] = {}
+        self._tensor_counts: dict[int, int] = {}
         self._states: dict[int, bool] = {}
         self._optimizers: dict[int, bool] = {}
 
-    def tensors(self, node: Any) -> int:
-        """How many tensors there are in a dict and the dicts in it, by the names of a model's state."""
+    def count_tensors(self, node: Any) -> int:
+        """Return the number of tensors in a dict and its nested dicts, read as the state dict of a model."""
         if not isinstance(node, dict):
             return 0
-        if id(node) not in self._tensors:
+        if id(node) not in self._tensor_counts:
             self._budget.spend(_ENTRY * len(node))
-            self._tensors[id(node)] = sum(
-                self.tensors(value) if _is_inner(key, value) else is_tensor(value) for key, value in node.items()
+            self._tensor_counts[id(node)] = sum(
+                self.count_tensors(value) if _is_inner(key, value) else is_tensor(value) for key, value in node.items()
             )
-        return self._tensors[id(node)]
+        return self._tensor_counts[id(node)]
 
     def is_state(self, node: Mapping[Any, Any]) -> bool:
-        """Whether a dict has names of tensors, and nothing else but extra state."""
+        """Return whether a dict has only named tensors and extra state, as the state dict of a model has."""
         if id(node) not in self._states:
             self._budget.spend(_ENTRY * len(node))
             self._states[id(node)] = all(
@@ -47,7 +47,7 @@ class TreeClassifier:
         return self._states[id(node)]
 
     def is_optimizer(self, node: Any) -> bool:
-        """Whether a tree is the state of an optimizer."""
+        """Return whether a tree is the state of an optimizer."""
         if not isinstance(node, dict) or not node:
             return False
         if id(node) not in self._optimizers:
@@ -55,7 +55,7 @@ class TreeClassifier:
         return self._optimizers[id(node)]
 
     def are_optimizers(self, node: Any) -> bool:
-        """Whether a tree is a list of states of optimizers."""
+        """Return whether a tree is a list of states of optimizers."""
         if not isinstance(node, list) or not node:
             return False
         if id(node) not in self._optimizers:
@@ -73,5 +73,5 @@ class TreeClassifier:
 
 
 def _is_inner(key: object, value: object) -> bool:
-    """Whether names go on inside of a value."""
+    """Return whether a value is a nested dict of a state dict."""
     return isinstance(value, dict) and bool(value) and not is_extra(key)

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tree is what: told by names that people use, and by what a part looks like."""
+"""Detection of the models, optimizers and schedulers in a checkpoint's tree, by common key names and by structure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.formats.stored_tensor import is_tensor
 from holdfast.formats.tree.classify import TreeClassifier
 from holdfast.formats.tree.traversal import Path, iterate_leaves
-from holdfast.formats.tree.unique_names import find_collision
+from holdfast.formats.tree.unique_names import collision_error
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: What people call the state of a model, and that of a scheduler.
+#: Common keys of the state of a model, and of a scheduler.
 _MODELS = frozenset({"model", "model_state", "model_state_dict", "module", "state_dict"})
 _SCHEDULERS = frozenset(
     {
@@ -23,10 +23,10 @@ _SCHEDULERS = frozenset(
     }
 )
 
-#: Optimizers that are parts of one, by their numbers: as Lightning calls them.
+#: Keys of optimizers that belong together, as Lightning numbers them.
 _NUMBERED = re.compile(r"optimizer_\d{1,4}")
 
-#: How many levels down an application's state is looked for: ``{"app": {"model": …}}``.
+#: How many levels down components are searched: ``{"app": {"model": …}}``.
 _LEVELS = 3
 
 _KINDS = ("model", "optimizer", "scheduler")
@@ -34,45 +34,45 @@ _KINDS = ("model", "optimizer", "scheduler")
 
 @dataclass
 class ComponentPaths:
-    """Where the parts are in a tree, by the slot they are for: ``model``, ``model/ema``, ``optimizer``, ``scheduler``.
+    """The paths of components in a tree, by slot: ``model``, ``model/ema``, ``optimizer``, ``scheduler``.
 
-    A slot may have several parts: optimizers of one model, and the tensors of a model among other things. Parts that
-    are there ``again`` have no slot.
+    A slot may have several paths: the optimizers of one model, or the tensors of a model among other values.
+    ``duplicates`` are the paths of models that are in the tree a second time under another key; they have no slot.
     """
 
     slots: dict[str, list[Path]] = field(default_factory=dict)
-    again: set[Path] = field(default_factory=set)
+    duplicates: set[Path] = field(default_factory=set)
 
-    def has(self, kind: str) -> bool:
-        """Whether there is a part of a kind."""
+    def has_kind(self, kind: str) -> bool:
+        """Return whether there is a component of a kind."""
         return any(slot.partition("/")[0] == kind for slot in self.slots)
 
-    def of(self, kind: str) -> Iterator[tuple[str, list[Path]]]:
-        """The parts of a kind by their slots."""
+    def list_kind(self, kind: str) -> Iterator[tuple[str, list[Path]]]:
+        """Return the slots of a kind, each with its paths."""
         return ((slot, paths) for slot, paths in self.slots.items() if slot.partition("/")[0] == kind)
 
-    def taken(self) -> set[Path]:
-        """All that has a slot, or is what has one."""
-        return self.again | {path for paths in self.slots.values() for path in paths}
+    def assigned_paths(self) -> set[Path]:
+        """Return the paths of all slots, and of the duplicates."""
+        return self.duplicates | {path for paths in self.slots.values() for path in paths}
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """What is at a path."""
+    """Return the value at a path."""
     for part in path:
         tree = tree[part]
     return tree
 
 
 def detect_components(tree: Any, keys: Mapping[str, str], budget: ReadBudget) -> ComponentPaths:
-    """The parts of a tree. ``keys`` names some by their slot: ``{"model": "app.net"}``.
+    """Return the components of a tree. ``keys`` names some by slot: ``{"model": "app.net"}``.
 
-    Raises ``InvalidArgumentError`` where there is nothing at such a key.
+    Raises ``InvalidArgumentError`` if one of ``keys`` is not in the tree.
     """
-    return _Finder(budget).find(tree, keys)
+    return _ComponentFinder(budget).find_components(tree, keys)
 
 
-def _resolve(tree: Any, key: str) -> Path | None:
-    """The path of a key such as ``app.net``; keys may have dots themselves."""
+def _resolve_key(tree: Any, key: str) -> Path | None:
+    """Return the path of a key such as ``app.net``, or ``None``. Keys of the tree may themselves have dots."""
     if not key:
         return ()
     if not isinstance(tree, dict):
@@ -80,108 +80,119 @@ def _resolve(tree: Any, key: str) -> Path | None:
     if key in tree:
         return (key,)
     for dot in (match.start() for match in re.finditer(r"\.", key)):
-        rest = _resolve(tree.get(key[:dot]), key[dot + 1 :])
-        if rest:
-            return (key[:dot], *rest)
+        inner_path = _resolve_key(tree.get(key[:dot]), key[dot + 1 :])
+        if inner_path:
+            return (key[:dot], *inner_path)
     return None
 
 
-class _Finder:
-    """Looks for parts. What was seen of a dict is remembered, as others may look at it again."""
+class _ComponentFinder:
+    """A search for components. The classifier caches its results, because dicts are examined several times."""
 
     def __init__(self, budget: ReadBudget) -> None:
-        self._budget, self._looks = budget, TreeClassifier(budget)
+        self._budget, self._classifier = budget, TreeClassifier(budget)
 
-    def find(self, tree: Any, keys: Mapping[str, str]) -> ComponentPaths:
+    def find_components(self, tree: Any, keys: Mapping[str, str]) -> ComponentPaths:
         """See :func:`detect_components`."""
-        found = ComponentPaths({slot: self._asked(tree, slot, key) for slot, key in keys.items()})
+        components = ComponentPaths({slot: self._find_by_key(tree, slot, key) for slot, key in keys.items()})
         if isinstance(tree, dict):
-            self._look(tree, (), found)
-        return found
+            self._search_node(tree, (), components)
+        return components
 
-    def _asked(self, tree: Any, slot: str, key: str) -> list[Path]:
-        path = _resolve(tree, key)
+    def _find_by_key(self, tree: Any, slot: str, key: str) -> list[Path]:
+        path = _resolve_key(tree, key)
         paths = [] if path is None else [path]
         if path is not None and slot.startswith("optimizer"):
-            paths = self._optimizers(value_at(tree, path), path)
+            paths = self._list_optimizers(value_at(tree, path), path)
         if paths == [()]:
-            paths = _direct(tree, ()) if slot.startswith("model") else paths
+            paths = _list_tensors(tree, ()) if slot.startswith("model") else paths
         if not paths or slot.partition("/")[0] not in _KINDS:
-            there = ", ".join(str(one) for one in list(tree)[:20]) if isinstance(tree, dict) else "no keys at all"
-            raise InvalidArgumentError(f"keys: there is no {slot} at {key!r}; the checkpoint has {there}")
+            existing = ", ".join(str(key) for key in list(tree)[:20]) if isinstance(tree, dict) else "no keys at all"
+            raise InvalidArgumentError(f"keys: there is no {slot} at {key!r}; the checkpoint has {existing}")
         return paths
 
-    def _look(self, node: dict[Any, Any], path: Path, found: ComponentPaths) -> None:
-        """Look for what was not asked for by its key: here, and where there is nothing, further down."""
-        looks = self._looks
-        if looks.is_optimizer(node):
-            found.slots.setdefault("optimizer", [path])
+    def _search_node(self, node: dict[Any, Any], path: Path, components: ComponentPaths) -> None:
+        """Search a dict for components that ``keys`` did not name; if it has none, search the dict below it."""
+        classifier = self._classifier
+        if classifier.is_optimizer(node):
+            components.slots.setdefault("optimizer", [path])
             return
-        taken = found.taken()
-        rest = {key: value for key, value in node.items() if (*path, key) not in taken}
-        optimizers = {key: paths for key, value in rest.items() if (paths := self._optimizers(value, (*path, key)))}
-        rest = {key: value for key, value in rest.items() if key not in optimizers}
-        named = {key: [(*path, key)] for key, value in rest.items() if key in _MODELS and looks.tensors(value)}
-        again = [key for key in named if self._is_again(key, named, rest)]
-        found.again |= {(*path, key) for key in again}
-        named, rest = ({key: one for key, one in table.items() if key not in again} for table in (named, rest))
-        _fill(found, "scheduler", {key: [(*path, key)] for key, value in rest.items() if _is_scheduler(key, value)})
-        below = [key for key, value in rest.items() if isinstance(value, dict) and value]
-        if not optimizers and not named and len(path) < _LEVELS:
-            inside = [key for key in below if self._has_parts(rest[key])]
-            if len(inside) == 1:
-                self._look(rest[inside[0]], (*path, inside[0]), found)
+        assigned = components.assigned_paths()
+        remaining = {key: value for key, value in node.items() if (*path, key) not in assigned}
+        optimizers = {
+            key: paths for key, value in remaining.items() if (paths := self._list_optimizers(value, (*path, key)))
+        }
+        remaining = {key: value for key, value in remaining.items() if key not in optimizers}
+        models = {
+            key: [(*path, key)]
+            for key, value in remaining.items()
+            if key in _MODELS and classifier.count_tensors(value)
+        }
+        duplicates = [key for key in models if self._is_duplicate(key, models, remaining)]
+        components.duplicates |= {(*path, key) for key in duplicates}
+        models = {key: paths for key, paths in models.items() if key not in duplicates}
+        remaining = {key: value for key, value in remaining.items() if key not in duplicates}
+        schedulers = {key: [(*path, key)] for key, value in remaining.items() if _is_scheduler(key, value)}
+        _add_slots(components, "scheduler", schedulers)
+        if not optimizers and not models and len(path) < _LEVELS:
+            inner_keys = [
+                key
+                for key, value in remaining.items()
+                if isinstance(value, dict) and value and self._has_components(value)
+            ]
+            if len(inner_keys) == 1:
+                self._search_node(remaining[inner_keys[0]], (*path, inner_keys[0]), components)
                 return
-        _fill(found, "optimizer", _joined(optimizers))
-        _fill(found, "model", named or self._unnamed(rest, path))
+        _add_slots(components, "optimizer", _group_numbered(optimizers))
+        _add_slots(components, "model", models or self._find_unnamed_models(remaining, path))
 
-    def _is_again(self, key: Any, named: Mapping[Any, Any], node: Mapping[Any, Any]) -> bool:
-        """Whether a model is one that came before it, under a second name: for those who look for either."""
-        before = list(named)[: list(named).index(key)]
-        return any(self._identities(node[other]) == self._identities(node[key]) for other in before)
+    def _is_duplicate(self, key: Any, models: Mapping[Any, Any], node: Mapping[Any, Any]) -> bool:
+        """Return whether a model is the same as an earlier one: some files have one model under two common keys."""
+        earlier = list(models)[: list(models).index(key)]
+        return any(self._leaf_identities(node[other]) == self._leaf_identities(node[key]) for other in earlier)
 
-    def _identities(self, node: dict[Any, Any]) -> list[tuple[Path, Any]]:
+    def _leaf_identities(self, node: dict[Any, Any]) -> list[tuple[Path, Any]]:
         return [(path, getattr(leaf, "identity", leaf)) for path, leaf in iterate_leaves(node, self._budget)]
 
-    def _has_parts(self, node: Mapping[Any, Any]) -> bool:
-        is_optimizer = self._looks.is_optimizer
+    def _has_components(self, node: Mapping[Any, Any]) -> bool:
+        is_optimizer = self._classifier.is_optimizer
         return any(is_optimizer(value) or (key in _MODELS and isinstance(value, dict)) for key, value in node.items())
 
-    def _optimizers(self, value: Any, path: Path) -> list[Path]:
-        """The optimizers that a value is: one, or a list of some."""
-        if self._looks.is_optimizer(value):
+    def _list_optimizers(self, value: Any, path: Path) -> list[Path]:
+        """Return the paths of the optimizers in a value that is an optimizer or a list of optimizers."""
+        if self._classifier.is_optimizer(value):
             return [path]
-        return [(*path, number) for number in range(len(value))] if self._looks.are_optimizers(value) else []
+        return [(*path, number) for number in range(len(value))] if self._classifier.are_optimizers(value) else []
 
-    def _unnamed(self, rest: Mapping[Any, Any], path: Path) -> dict[Any, list[Path]]:
-        """The tensors right here, or what looks like a model's state: whichever has more tensors."""
-        looks = self._looks
-        sizes = {
-            key: looks.tensors(value)
-            for key, value in rest.items()
-            if key not in _SCHEDULERS and looks.tensors(value) and looks.is_state(value)
+    def _find_unnamed_models(self, node: Mapping[Any, Any], path: Path) -> dict[Any, list[Path]]:
+        """Return models under other keys: the dict's own tensors, or its state dicts, whichever have more tensors."""
+        classifier = self._classifier
+        tensor_counts = {
+            key: classifier.count_tensors(value)
+            for key, value in node.items()
+            if key not in _SCHEDULERS and classifier.count_tensors(value) and classifier.is_state(value)
         }
-        direct = _direct(rest, path)
-        if len(direct) > sum(sizes.values()):
-            return {"model": direct}
-        return {key: [(*path, key)] for key in sizes}
+        own_tensors = _list_tensors(node, path)
+        if len(own_tensors) > sum(tensor_counts.values()):
+            return {"model": own_tensors}
+        return {key: [(*path, key)] for key in tensor_counts}
 
 
-def _fill(found: ComponentPaths, kind: str, parts: Mapping[Any, list[Path]]) -> None:
-    """Several are told apart by their names; one is just what it is."""
-    if found.has(kind):
+def _add_slots(components: ComponentPaths, kind: str, paths_by_key: Mapping[Any, list[Path]]) -> None:
+    """Add the slots of a kind, if it has none yet: ``model``, or ``model/<key>`` if there are several."""
+    if components.has_kind(kind):
         return
     slots: dict[str, list[Path]] = {}
-    for key, paths in parts.items():
-        slot = f"{kind}/{key}" if len(parts) > 1 else kind
+    for key, paths in paths_by_key.items():
+        slot = f"{kind}/{key}" if len(paths_by_key) > 1 else kind
         if slot in slots:
-            raise find_collision(slot, slots[slot][0], paths[0])
+            raise collision_error(slot, slots[slot][0], paths[0])
         slots[slot] = paths
-    found.slots.update(slots)
+    components.slots.update(slots)
 
 
-def _joined(optimizers: dict[Any, list[Path]]) -> dict[Any, list[Path]]:
-    """Those that are called by numbers together, in their order."""
+def _group_numbered(optimizers: dict[Any, list[Path]]) -> dict[Any, list[Path]]:
+    """Return the optimizers with numbered keys as one, in the order of their numbers; others as they are."""
     if len(optimizers) > 1 and all(isinstance(key, str) and _NUMBERED.fullmatch(key) for key in optimizers):
         ordered = sorted(optimizers, key=lambda key: int(key.rpartition("_")[2]))
         return {"optimizer": [path for key in ordered for path in optimizers[key]]}
@@ -191,20 +202,20 @@ def _joined(optimizers: dict[Any, list[Path]]) -> dict[Any, list[Path]]:
 def _is_scheduler(key: Any, value: Any) -> bool:
     if key not in _SCHEDULERS or not value:
         return False
-    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(one, dict) for one in value))
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(state, dict) for state in value))
 
 
-def _direct(node: Any, path: Path) -> list[Path]:
-    """The tensors right in a dict."""
+def _list_tensors(node: Any, path: Path) -> list[Path]:
+    """Return the paths of the tensors that are entries of a dict."""
     return [(*path, key) for key, value in node.items() if is_tensor(value)] if isinstance(node, dict) else []
 
 
-def without_paths(tree: Mapping[Any, Any], taken: set[Path], path: Path = ()) -> Iterator[tuple[Any, Any]]:
-    """What is left of a dict, by key, when some parts of it are taken out."""
-    above = {part[: len(path) + 1] for part in taken if part[: len(path)] == path}
+def without_paths(tree: Mapping[Any, Any], removed: set[Path], path: Path = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of a dict without the values at the paths ``removed``. ``path`` is the path of the dict."""
+    prefixes = {removed_path[: len(path) + 1] for removed_path in removed if removed_path[: len(path)] == path}
     for key, value in tree.items():
         here = (*path, key)
-        if here not in above:
+        if here not in prefixes:
             yield key, value
-        elif here not in taken and isinstance(value, dict) and (rest := dict(without_paths(value, taken, here))):
-            yield key, rest
+        elif here not in removed and isinstance(value, dict) and (kept := dict(without_paths(value, removed, here))):
+            yield key, kept

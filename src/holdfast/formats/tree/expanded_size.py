@@ -1,7 +1,7 @@
-"""How large a tree is if every value counts as often as it is there. Asked before anybody walks it.
+"""The expanded size of a tree, in which a value that is referenced several times counts several times.
 
-A pickle can name one value many times. Whoever walks, compares or prints such a tree passes it as often, so all of that
-is paid for here, once, by looking at each value once.
+A pickle can reference one value many times, and walking, comparing or printing the tree visits it as often. So this
+size is charged to the budget before the tree is walked. Computing it examines each value once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.formats.pickles.unpickler import OpaqueObject
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.ondisk.values import MAX_DEPTH
 
-#: Levels that may be above the values, beside those that they may have themselves.
+#: Levels of nesting above the values, in addition to those that values may have.
 _ABOVE = 8
 
-#: More than the levels that there are.
+#: A limit that is larger than any number of levels.
 _LEVELS = 2**10
 
-#: Steps for a container, beside those for what is in it.
+#: Steps for a container, in addition to those for its items.
 _CONTAINER = 2
 
 _LEAVES = frozenset({str, int, float, bool, type(None), bytes})
@@ -32,51 +32,54 @@ _TABLES = frozenset({dict, OrderedDict, Counter})
 
 
 def check_expanded_size(tree: Any, budget: ReadBudget) -> None:
-    """Spend what it takes to walk a tree. Raises ``CorruptCheckpointError`` for one that is too deep or inside itself."""
-    steps, _ = _Scales(budget).weigh(tree, 0)
+    """Charge the steps for walking a tree to the budget.
+
+    Raises ``CorruptCheckpointError`` if the tree is nested too deeply or contains itself.
+    """
+    steps, _ = _SizeCounter(budget).measure_value(tree, 0)
     budget.spend(steps)
 
 
-class _Scales:
+class _SizeCounter:
     def __init__(self, budget: ReadBudget) -> None:
         self._budget = budget
-        self._known: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
 
-    def weigh(self, value: Any, depth: int) -> tuple[int, int]:
-        """The steps and the levels of a value."""
-        inside = _inside(value)
-        if inside is None:
+    def measure_value(self, value: Any, depth: int) -> tuple[int, int]:
+        """Return the steps for a value, and its levels of nesting."""
+        items = _list_inner_values(value)
+        if items is None:
             return 1, 0
-        if not inside:
+        if not items:
             return _CONTAINER, 0
         if depth > MAX_DEPTH + _ABOVE:
             raise CorruptCheckpointError(f"its values are nested deeper than {MAX_DEPTH} levels, or inside themselves")
-        known = self._known.get(id(value))
-        if known is None:
-            steps, levels = self._sum(inside, depth)
-            self._known[id(value)] = steps * _LEVELS + levels  # one number, as there may be many containers
+        size = self._sizes.get(id(value))
+        if size is None:
+            steps, levels = self._measure_items(items, depth)
+            self._sizes[id(value)] = steps * _LEVELS + levels  # one number, because there may be many containers
             return steps, levels
-        steps, levels = divmod(known, _LEVELS)
+        steps, levels = divmod(size, _LEVELS)
         if depth + levels > MAX_DEPTH + _ABOVE:
             raise CorruptCheckpointError(f"its values are nested deeper than {MAX_DEPTH} levels, or inside themselves")
         return steps, levels
 
-    def _sum(self, items: Iterable[Any], depth: int) -> tuple[int, int]:
+    def _measure_items(self, items: Iterable[Any], depth: int) -> tuple[int, int]:
         steps, levels = _CONTAINER, 0
         for item in items:
             if type(item) in _LEAVES:
                 steps += 1
                 continue
-            more, below = self.weigh(item, depth + 1)
-            steps += more
-            levels = max(levels, below + 1)
-            if steps > self._budget.left:  # at once, as these numbers may grow without end
+            item_steps, item_levels = self.measure_value(item, depth + 1)
+            steps += item_steps
+            levels = max(levels, item_levels + 1)
+            if steps > self._budget.left:  # stop here, because these numbers can grow exponentially
                 self._budget.spend(steps)
         return steps, levels
 
 
-def _inside(value: Any) -> Iterable[Any] | None:
-    """What is in a container; ``None`` for anything else."""
+def _list_inner_values(value: Any) -> Iterable[Any] | None:
+    """Return the items of a container, or ``None`` for any other value."""
     kind = type(value)
     if kind in _ROWS or isinstance(value, tuple):
         return value  # type: ignore[no-any-return]

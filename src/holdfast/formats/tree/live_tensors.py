@@ -1,4 +1,4 @@
-"""What values become that a pickle had and that are neither plain nor containers: tensors, dtypes, arrays."""
+"""Decoding the leaves of an unpickled tree that are not plain values: tensors, dtypes, devices, NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.errors import FormatError, ReadBudgetError
 from holdfast.formats.pickles import arrays
-from holdfast.formats.pickles.builtin_types import BYTES_IO, count_bytes
+from holdfast.formats.pickles.builtin_types import BYTES_IO, read_bytes_io
 from holdfast.formats.pickles.unpickler import OpaqueObject
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor, UnreadTensor
 from holdfast.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
@@ -27,27 +27,34 @@ _TORCH: Mapping[type, Callable[[ArrayCodec, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class LiveTensors:
-    """Makes them: tensors by their names in ``inside``, other objects by ``codec``, and arrays paid from ``budget``."""
+class LeafDecoder:
+    """A decoder of leaves.
+
+    ``codec`` decodes tensors, by their names in ``tensor_names``, and torch's other objects. Making NumPy arrays is
+    charged to ``budget``.
+    """
 
     codec: ArrayCodec
-    inside: Mapping[object, str]
+    tensor_names: Mapping[object, str]
     budget: ReadBudget
 
     def __call__(self, path: Path, value: Any) -> Any:
-        """See :data:`holdfast.formats.tree.traversal.Leaf`. Raises ``FormatError`` naming what nobody can make."""
+        """Return the decoded value, see :data:`holdfast.formats.tree.traversal.Leaf`.
+
+        Raises ``FormatError``, naming the path, if the value cannot be decoded.
+        """
         if isinstance(value, StoredTensor):
-            return self.codec.decode("$tensor", self.inside[value.identity])
+            return self.codec.decode("$tensor", self.tensor_names[value.identity])
         if type(value) in _TORCH:
             return _TORCH[type(value)](self.codec, value)
         if isinstance(value, OpaqueObject):
-            return self._object(path, value)
-        raise FormatError(f"{show_path(path)} holds {type(value).__name__}, which is no plain value")
+            return self._decode_object(path, value)
+        raise FormatError(f"{show_path(path)} holds {type(value).__name__}, which is not a plain value")
 
-    def _object(self, path: Path, record: OpaqueObject) -> Any:
+    def _decode_object(self, path: Path, record: OpaqueObject) -> Any:
         try:
             if record.name == BYTES_IO:
-                return count_bytes(record)
+                return read_bytes_io(record)
             if arrays.is_array(record):
                 self.budget.spend_memory(arrays.array_nbytes(record))
                 return arrays.make_array(record)
@@ -55,4 +62,4 @@ class LiveTensors:
             raise
         except (TypeError, ValueError) as error:
             raise FormatError(f"{show_path(path)} is {error}") from error
-        raise FormatError(f"{show_path(path)} holds {record.name}, which is no plain value")
+        raise FormatError(f"{show_path(path)} holds {record.name}, which is not a plain value")

@@ -1,6 +1,7 @@
-"""The state of optimizers in the forms that torch gives it, taken apart: tensors by parameter and state, and groups.
+"""Parsing the state dicts of optimizers into tensors by parameter and state, and parameter groups.
 
-Parameters are known by number (``ParsedOptimizer.state_dict``) or by name (``get_optimizer_state_dict``, also flattened).
+Parameters are identified by number (``Optimizer.state_dict``) or by name (``get_optimizer_state_dict``, which can also
+be flattened).
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ from typing import Any
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import is_tensor
 from holdfast.formats.tree.traversal import check_keys
-from holdfast.formats.tree.unique_names import find_collision, index_by_name, index_by_text
-from holdfast.ondisk.hash_limits import is_safe
+from holdfast.formats.tree.unique_names import collision_error, index_by_name, index_by_text
+from holdfast.ondisk.hash_limits import has_safe_hash
 from holdfast.ondisk.param_order import BY_NUMBER, ORDERED
 from holdfast.ondisk.read_budget import ReadBudget
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 STATE, GROUPS = "state", "param_groups"
 
-#: What a group says of its parameters; all else is a setting.
+#: The keys of a group that list its parameters; all other keys are settings.
 _PARAMS, _NAMES = "params", "param_names"
 
 #: Steps for a parameter, or for a state or setting of one.
 _PARAMETER = 4
 
-#: Takes wrappers' parts off the name of a parameter.
+#: A function that strips wrapper prefixes from the name of a parameter.
 Clean = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters that are trained alike; ``number`` is ``None`` where nobody kept which were in one group."""
+    """A parameter group. ``number`` is ``None`` if it was not saved which parameters were in one group."""
 
     number: int | None
     params: Sequence[str]
@@ -41,10 +42,10 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class ParsedOptimizer:
-    """One optimizer: its groups, and the states of its parameters by name.
+    """An optimizer: its parameter groups, and the states of its parameters by name.
 
-    With ``by_number`` the parameters have no names: they are known by their number, counted over all groups. ``kind``
-    is its class, where that was saved.
+    With ``by_number`` the parameters have no names, but are identified by their number, counted over all groups.
+    ``kind`` is the name of its class, if that was saved.
     """
 
     groups: Sequence[OptimizerGroup]
@@ -54,16 +55,16 @@ class ParsedOptimizer:
 
     @property
     def params(self) -> list[str]:
-        """Its parameters."""
+        """The names of its parameters."""
         return [name for group in self.groups for name in group.params]
 
-    def tensors(self) -> Iterator[tuple[str, str, Any]]:
-        """The tensors in the states, with parameter and state."""
+    def iterate_tensors(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the tensors in the states, each with its parameter and the name of the state."""
         for name, states in self.states.items():
             yield from ((name, state, value) for state, value in states.items() if is_tensor(value))
 
-    def values(self) -> dict[str, Any]:
-        """All else, as ``state.json`` has it."""
+    def to_values(self) -> dict[str, Any]:
+        """Return everything but the tensors, in the form of ``state.json``."""
         plain = {
             name: {state: value for state, value in states.items() if not is_tensor(value)}
             for name, states in self.states.items()
@@ -83,126 +84,139 @@ class ParsedOptimizer:
 
 
 def is_flattened(node: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the names of a flattened state of an optimizer."""
+    """Return whether a dict has the keys of a flattened optimizer state dict."""
     prefixes = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
     return GROUPS in prefixes and prefixes <= {STATE, GROUPS}
 
 
 def parse_optimizer(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
-    """Take the state of an optimizer apart. Raises ``CorruptCheckpointError`` where it contradicts itself.
+    """Parse the state dict of an optimizer.
 
-    Raises ``FormatError`` where two parameters, or two states or settings of one, would get the same name.
+    Raises ``CorruptCheckpointError`` if it contradicts itself, ``FormatError`` if two parameters, or two states or
+    settings of a parameter, would get the same name.
     """
-    found = _parse_flattened(node, clean, budget) if is_flattened(node) else _parse(node, clean, budget)
-    params = set(found.params)
-    if len(params) != len(found.params):
-        raise CorruptCheckpointError("the optimizer has one parameter twice in its groups")
-    beyond = next((name for name in found.states if name not in params), None)
-    if beyond is not None:
-        raise CorruptCheckpointError(f"the optimizer has a state of {beyond[:100]!r}, which is in none of its groups")
-    return found
+    optimizer = _parse_flattened(node, clean, budget) if is_flattened(node) else _parse_groups(node, clean, budget)
+    params = set(optimizer.params)
+    if len(params) != len(optimizer.params):
+        raise CorruptCheckpointError("the optimizer's groups list the same parameter twice")
+    unlisted = next((name for name in optimizer.states if name not in params), None)
+    if unlisted is not None:
+        raise CorruptCheckpointError(
+            f"the optimizer has a state of parameter {unlisted[:100]!r}, which is in none of its groups"
+        )
+    return optimizer
 
 
-def _parse(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
-    budget.spend(_PARAMETER * sum(len(_listed(group, _PARAMS)) + len(group) for group in node[GROUPS]))
-    names, by_number = _names(node[GROUPS], clean)
+def _parse_groups(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
+    budget.spend(_PARAMETER * sum(len(_get_list(group, _PARAMS)) + len(group) for group in node[GROUPS]))
+    names, by_number = _parameter_names(node[GROUPS], clean)
     groups = [
-        OptimizerGroup(number, [names[key] for key in _listed(group, _PARAMS)], _settings(group, (GROUPS, number)))
+        OptimizerGroup(
+            number, [names[key] for key in _get_list(group, _PARAMS)], _group_settings(group, (GROUPS, number))
+        )
         for number, group in enumerate(node[GROUPS])
     ]
-    texts = {str(key): name for key, name in names.items()}  # DCP makes text of numbers
+    texts = {str(key): name for key, name in names.items()}  # DCP converts the numbers to strings
     states: dict[str, dict[str, Any]] = {}
     keys: dict[str, Any] = {}
-    for key, own in node.get(STATE, {}).items():
-        if not isinstance(own, dict):
-            raise CorruptCheckpointError(f"the optimizer's state of {str(key)[:100]!r} has no names")
-        budget.spend(_PARAMETER * (1 + len(own)))
+    for key, param_states in node.get(STATE, {}).items():
+        if not isinstance(param_states, dict):
+            raise CorruptCheckpointError(f"the optimizer's state of parameter {str(key)[:100]!r} is not a dict")
+        budget.spend(_PARAMETER * (1 + len(param_states)))
         name = texts.get(str(key), str(key))
         if name in states:
-            raise find_collision(name, (STATE, keys[name]), (STATE, key))
-        keys[name], states[name] = key, index_by_text(own, (STATE, key))
+            raise collision_error(name, (STATE, keys[name]), (STATE, key))
+        keys[name], states[name] = key, index_by_text(param_states, (STATE, key))
     kind = node.get("class")
     return ParsedOptimizer(groups, states, by_number, kind if isinstance(kind, str) else None)
 
 
-def _settings(group: Mapping[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+def _group_settings(group: Mapping[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     return index_by_text({key: value for key, value in group.items() if key not in {_PARAMS, _NAMES}}, path)
 
 
-def _names(groups: Sequence[Mapping[str, Any]], clean: Clean) -> tuple[dict[str | int, str], bool]:
-    """What each parameter is called, by what the groups call it; and whether that is only a number."""
-    keys = [key for group in groups for key in _listed(group, _PARAMS)]
+def _parameter_names(groups: Sequence[Mapping[str, Any]], clean: Clean) -> tuple[dict[str | int, str], bool]:
+    """Return the name of each parameter by its key in the groups, and whether the names are only numbers."""
+    keys = [key for group in groups for key in _get_list(group, _PARAMS)]
     if not all(type(key) in {int, str} for key in keys):
-        raise CorruptCheckpointError("the optimizer's groups list what is neither a name nor a number of a parameter")
+        raise CorruptCheckpointError("the optimizer's groups must list parameters by name or number")
     check_keys(keys)
-    kept = [name for group in groups for name in _listed(group, _NAMES)]
-    if len(kept) == len(keys) and all(isinstance(name, str) for name in kept):
-        return {key: clean(name) for key, name in zip(keys, kept, strict=True)}, False
+    saved_names = [name for group in groups for name in _get_list(group, _NAMES)]
+    if len(saved_names) == len(keys) and all(isinstance(name, str) for name in saved_names):
+        return {key: clean(name) for key, name in zip(keys, saved_names, strict=True)}, False
     if any(isinstance(key, str) for key in keys):
         return {key: clean(str(key)) for key in keys}, False
     return {key: str(number) for number, key in enumerate(keys)}, bool(keys)
 
 
-def _listed(group: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = group.get(key, [])
-    if not isinstance(found, list | tuple):
-        raise CorruptCheckpointError(f"a group of the optimizer has no list as its {key!r}")
-    return found
+def _get_list(group: Mapping[str, Any], key: str) -> Sequence[Any]:
+    values = group.get(key, [])
+    if not isinstance(values, list | tuple):
+        raise CorruptCheckpointError(f"{key!r} in a group of the optimizer is not a list")
+    return values
 
 
 def _parse_flattened(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
-    """``state.FQN.name`` and ``param_groups.FQN.setting``: which parameters were in one group is not kept."""
+    """Parse ``state.FQN.name`` and ``param_groups.FQN.setting``. Parameters with equal settings get into one group."""
     budget.spend(_PARAMETER * len(node))
-    settings, states = (_cleaned(_below(node, part), clean, part) for part in (GROUPS, STATE))
+    settings_by_param, states = (
+        _clean_names(_iterate_parameters(node, section), clean, section) for section in (GROUPS, STATE)
+    )
     groups: dict[Any, list[tuple[dict[str, Any], list[str]]]] = {}
-    for name, own in settings.items():
-        alike = groups.setdefault(_likeness(own), [])
-        budget.spend(len(own) * len(alike))
-        params = next((params for other, params in alike if other == own), None)
+    for name, settings in settings_by_param.items():
+        candidates = groups.setdefault(_settings_key(settings), [])
+        budget.spend(len(settings) * len(candidates))
+        params = next((params for other, params in candidates if other == settings), None)
         if params is None:
-            alike.append((own, params := []))
+            candidates.append((settings, params := []))
         params.append(name)
     return ParsedOptimizer(
-        [OptimizerGroup(None, params, own) for alike in groups.values() for own, params in alike], states
+        [OptimizerGroup(None, params, settings) for candidates in groups.values() for settings, params in candidates],
+        states,
     )
 
 
-def _cleaned(found: Iterator[tuple[str, dict[str, Any]]], clean: Clean, part: str) -> dict[str, dict[str, Any]]:
-    """What is known of each parameter by its name without wrappers' parts."""
-    return index_by_name((((part, name), own) for name, own in found), lambda path: clean(path[-1]))
+def _clean_names(
+    entries: Iterator[tuple[str, dict[str, Any]]], clean: Clean, section: str
+) -> dict[str, dict[str, Any]]:
+    """Return the states or settings of each parameter by its name without wrapper prefixes."""
+    return index_by_name((((section, name), entry) for name, entry in entries), lambda path: clean(path[-1]))
 
 
-def _likeness(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Equal for equal settings, and for few others: so that not all have to be compared."""
-    return tuple((name, value if is_safe(value) else None) for name, value in sorted(settings.items()))
+def _settings_key(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return a hashable key that is equal for equal settings, and rarely for others, so that few must be compared."""
+    return tuple((name, value if has_safe_hash(value) else None) for name, value in sorted(settings.items()))
 
 
-def _below(node: Mapping[str, Any], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is known of each parameter in one part of a flattened state."""
-    found: dict[str, dict[str, Any]] = {}
+def _iterate_parameters(node: Mapping[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each parameter in one section of a flattened state dict, with its states or settings."""
+    entries: dict[str, dict[str, Any]] = {}
     for key, value in node.items():
-        whole, _, what = key.rpartition(".")
-        if key.startswith(f"{part}."):
-            found.setdefault(whole.removeprefix(f"{part}."), {})[what] = value
-    yield from found.items()
+        prefix, _, entry_name = key.rpartition(".")
+        if key.startswith(f"{section}."):
+            entries.setdefault(prefix.removeprefix(f"{section}."), {})[entry_name] = value
+    yield from entries.items()
 
 
-def merge_optimizers(found: Sequence[ParsedOptimizer]) -> ParsedOptimizer | None:
-    """Several optimizers as parts of one; ``None`` where two have parameters of one name.
+def merge_optimizers(optimizers: Sequence[ParsedOptimizer]) -> ParsedOptimizer | None:
+    """Return several optimizers as one, or ``None`` if two of them have a parameter of the same name.
 
-    Numbers of parameters get the number of their optimizer before them: ``1.0``.
+    If parameters are identified by number, the number of their optimizer is put before it: ``1.0``.
     """
-    if len(found) == 1:
-        return found[0]
-    by_number = any(one.by_number for one in found)
-    parts = [_numbered(one, f"{number}.") for number, one in enumerate(found)] if by_number else found
-    params = [name for one in parts for name in one.params]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    by_number = any(optimizer.by_number for optimizer in optimizers)
+    if by_number:
+        optimizers = [_prefix_names(optimizer, f"{number}.") for number, optimizer in enumerate(optimizers)]
+    params = [name for optimizer in optimizers for name in optimizer.params]
     if len(set(params)) != len(params):
         return None
-    groups = [group for one in parts for group in one.groups]
-    return ParsedOptimizer(groups, {name: states for one in parts for name, states in one.states.items()}, by_number)
+    groups = [group for optimizer in optimizers for group in optimizer.groups]
+    states = {name: states for optimizer in optimizers for name, states in optimizer.states.items()}
+    return ParsedOptimizer(groups, states, by_number)
 
 
-def _numbered(one: ParsedOptimizer, prefix: str) -> ParsedOptimizer:
-    groups = [replace(group, params=[prefix + name for name in group.params]) for group in one.groups]
-    return ParsedOptimizer(groups, {prefix + name: states for name, states in one.states.items()}, by_number=True)
+def _prefix_names(optimizer: ParsedOptimizer, prefix: str) -> ParsedOptimizer:
+    groups = [replace(group, params=[prefix + name for name in group.params]) for group in optimizer.groups]
+    states = {prefix + name: states for name, states in optimizer.states.items()}
+    return ParsedOptimizer(groups, states, by_number=True)

@@ -1,4 +1,4 @@
-"""Walking a tree that somebody else made: how deep it is, and how much one is led to do, is bounded."""
+"""Walking and copying untrusted trees. Their depth, and the work of walking them, is bounded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.ondisk.validation import check_utf8
 from holdfast.ondisk.values import MAX_DEPTH
 
-#: Where a value is in a tree: keys and numbers.
+#: The path of a value in a tree: keys and indices.
 Path = tuple[Any, ...]
 
-#: What becomes of a value that is neither plain nor a container.
+#: A function that is called with the path and the value of a leaf: a value that is neither plain nor a container.
 Leaf = Callable[[Path, Any], Any]
 
-#: The longest name of a tensor, and the longest part of a path that is shown, in characters.
+#: The longest name of a tensor, and the longest part of a path in messages, in characters.
 LONGEST, _SHOWN = 4096, 60
 
-#: What the names of extra state end with.
+#: The suffix of the keys of extra state.
 _EXTRA = "_extra_state"
 
-#: Steps for an entry of a model's state.
+#: Steps for an entry of a model's state dict.
 _ENTRY = 4
 
 _PLAIN = frozenset(
@@ -41,36 +41,38 @@ _PLAIN = frozenset(
 
 
 def show_path(path: Path) -> str:
-    """A path for people, and the same on all ranks."""
-    return ".".join(_part(part)[:_SHOWN] for part in path)
+    """Return a path for messages, ``model.layers.0``. It is the same on all ranks."""
+    return ".".join(_part_text(part)[:_SHOWN] for part in path)
 
 
 def show_key_path(path: Path) -> str:
-    """A path for people that tells keys of different types apart: ``['a'][1]``."""
-    return "".join(f"[{repr(part)[:_SHOWN] if isinstance(part, _WRITTEN) else _part(part)}]" for part in path)
+    """Return a path for messages in which keys of different types differ: ``['a'][1]``."""
+    return "".join(f"[{repr(part)[:_SHOWN] if isinstance(part, _WRITTEN) else _part_text(part)}]" for part in path)
 
 
-#: Keys that are written out.
+#: Types of keys that are shown by their value.
 _WRITTEN = (str, int, float, complex, bytes, tuple, type(None))
 
 
-def _part(part: Any) -> str:
+def _part_text(part: Any) -> str:
     text = str(part) if isinstance(part, _WRITTEN) else type(part).__name__
     return text.encode(errors="backslashreplace").decode()
 
 
 def path_name(path: Path, budget: ReadBudget) -> str:
-    """The name of what is at a path, of any length and of whole characters."""
-    name = ".".join(part if type(part) is str else _part(part) for part in path)
+    """Return the path joined by dots: a name of any length, in which lone surrogates are escaped."""
+    name = ".".join(part if type(part) is str else _part_text(part) for part in path)
     budget.spend_memory(len(name) + 8 * len(path))
     return name
 
 
 def join_path(path: Path, budget: ReadBudget) -> str:
-    """The name of what is at a path. Raises ``CorruptCheckpointError`` where that is no name."""
+    """Return the path joined by dots. Raises ``CorruptCheckpointError`` if it is too long or not valid UTF-8."""
     name = path_name(path, budget)
     if len(name) > LONGEST:
-        raise CorruptCheckpointError(f"the name {name[:_SHOWN]!r}… has {len(name)} characters")
+        raise CorruptCheckpointError(
+            f"the name {name[:_SHOWN]!r}… has {len(name)} characters; at most {LONGEST} are allowed"
+        )
     try:
         return check_utf8(name, "a name")
     except ValueError as error:
@@ -78,12 +80,12 @@ def join_path(path: Path, budget: ReadBudget) -> str:
 
 
 def is_extra(key: object) -> bool:
-    """Whether a part of a model's state is one that is kept as a value."""
+    """Return whether a key of a model's state dict is that of extra state, which is read as a value."""
     return isinstance(key, str) and key.endswith(_EXTRA)
 
 
 def iterate_leaves(tree: Mapping[Any, Any], budget: ReadBudget, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The entries of a model's state, with their paths: all but dicts, which have entries inside."""
+    """Yield the entries of a model's state dict with their paths, including those of nested dicts."""
     for key, value in tree.items():
         budget.spend(_ENTRY + len(path))
         here = (*path, key)
@@ -95,8 +97,8 @@ def iterate_leaves(tree: Mapping[Any, Any], budget: ReadBudget, path: Path = ())
 
 
 def visit_tree(tree: Any, leaf: Leaf) -> None:
-    """Show ``leaf`` everything in a tree that is neither plain nor a container, each once, at its first place."""
-    _Visit(leaf).visit(tree, ())
+    """Call ``leaf`` for each value of a tree that is neither plain nor a container, once, with its first path."""
+    _Visit(leaf).visit_value(tree, ())
 
 
 class _Visit:
@@ -104,8 +106,8 @@ class _Visit:
         self._leaf = leaf
         self._seen: set[int] = set()
 
-    def visit(self, value: Any, path: Path) -> None:
-        """A value and all in it."""
+    def visit_value(self, value: Any, path: Path) -> None:
+        """Visit a value and everything in it."""
         kind = type(value)
         if kind in _PLAIN or id(value) in self._seen:
             return
@@ -114,13 +116,13 @@ class _Visit:
         if kind in _ROWS:
             for number, item in enumerate(value):
                 if type(item) not in _PLAIN:
-                    self.visit(item, (*path, number))
+                    self.visit_value(item, (*path, number))
         elif kind in _TABLES or kind is Namespace:
             for key, item in (vars(value) if kind is Namespace else value).items():
                 if type(key) not in _PLAIN:
-                    self.visit(key, (*path, "key"))
+                    self.visit_value(key, (*path, "key"))
                 if type(item) not in _PLAIN:
-                    self.visit(item, (*path, key))
+                    self.visit_value(item, (*path, key))
         else:
             self._leaf(path, value)
 
@@ -130,53 +132,55 @@ _TABLES = frozenset({dict, OrderedDict, Counter})
 
 
 def rebuild_tree(value: Any, leaf: Leaf) -> Any:
-    """A copy of a tree, with what ``leaf`` makes of everything that is neither plain nor a container.
+    """Return a copy of a tree in which values that are neither plain nor containers are replaced by those of ``leaf``.
 
-    What is one value at several places of the tree is one in the copy.
+    A value that is referenced several times is copied once, and the copy is referenced several times.
     """
-    return _Copy(leaf).copy(value, ())
+    return _Copy(leaf).copy_value(value, ())
 
 
 class _Copy:
-    """One copy of each value."""
+    """A copy in progress, with the one copy of each value."""
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._made: dict[int, Any] = {}
+        self._copies: dict[int, Any] = {}
 
-    def copy(self, value: Any, path: Path) -> Any:
-        """The copy of a value."""
+    def copy_value(self, value: Any, path: Path) -> Any:
+        """Return the copy of a value."""
         if type(value) in _PLAIN:
             return value
-        if id(value) not in self._made:
+        if id(value) not in self._copies:
             check_depth(path)
-            self._made[id(value)] = self._new(value, path)
-        return self._made[id(value)]
+            self._copies[id(value)] = self._copy_container(value, path)
+        return self._copies[id(value)]
 
-    def _new(self, value: Any, path: Path) -> Any:
+    def _copy_container(self, value: Any, path: Path) -> Any:
         kind = type(value)
         if kind in _ROWS:
-            items = [item if type(item) in _PLAIN else self.copy(item, (*path, i)) for i, item in enumerate(value)]
+            items = [
+                item if type(item) in _PLAIN else self.copy_value(item, (*path, i)) for i, item in enumerate(value)
+            ]
             if kind in {set, frozenset}:
                 return kind(check_keys(items))
             return deque(items, value.maxlen) if kind is deque else items if kind is list else tuple(items)
         if kind in _TABLES:
-            table = self._pairs(value, path)
+            table = self._copy_pairs(value, path)
             return table if kind is dict else kind(table)
         if kind is Namespace:
             space = Namespace()
-            vars(space).update(self._pairs(vars(value), path))
+            vars(space).update(self._copy_pairs(vars(value), path))
             return space
         return self._leaf(path, value)
 
-    def _pairs(self, table: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
-        keys = [key if type(key) in _PLAIN else self.copy(key, (*path, "key")) for key in table]
-        items = [item if type(item) in _PLAIN else self.copy(item, (*path, key)) for key, item in table.items()]
+    def _copy_pairs(self, table: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
+        keys = [key if type(key) in _PLAIN else self.copy_value(key, (*path, "key")) for key in table]
+        items = [item if type(item) in _PLAIN else self.copy_value(item, (*path, key)) for key, item in table.items()]
         return dict(zip(check_keys(keys), items, strict=True))
 
 
 def check_keys(keys: list[Any]) -> list[Any]:
-    """Some keys. Raises ``CorruptCheckpointError`` for one that can be no key, and for those that would make a dict slow."""
+    """Return the keys. Raises ``CorruptCheckpointError`` if one is unhashable, or too many have the same hash."""
     try:
         for key in keys:
             if type(key) not in _PLAIN:
@@ -188,7 +192,7 @@ def check_keys(keys: list[Any]) -> list[Any]:
 
 
 def check_depth(path: Path) -> None:
-    """Raise ``CorruptCheckpointError`` for what is too deep in a tree."""
+    """Raise ``CorruptCheckpointError`` if a path is longer than the levels that a tree may have."""
     if len(path) > MAX_DEPTH:
         raise CorruptCheckpointError(
             f"its values are nested deeper than {MAX_DEPTH} levels, or inside themselves: {show_path(path[:8])}…"

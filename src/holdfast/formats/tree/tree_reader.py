@@ -1,4 +1,4 @@
-"""What the readers of formats that are trees have in common."""
+"""The base class of readers of formats that store a tree of tensors and values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.values import ArrayCodec
 from holdfast.storage import posix
 
-#: How much more tensors may have than their files have bytes, where they share storages.
+#: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
 _SHARED, _LEAST = 4, 2**20
 
 
 class TreeReader:
-    """A checkpoint that is a tree of tensors and values, arranged. See :class:`holdfast.formats.reader.Reader`."""
+    """A reader of a checkpoint that is a tree of tensors and values. See :class:`holdfast.formats.reader.Reader`."""
 
     def __init__(self, path: Path, kind: str, files: Sequence[Path], fingerprint: str, contents: TreeContents) -> None:
-        """Raises ``FormatError`` where tensors have many more bytes than the files."""
-        _check_repeats(path, files, contents)
+        """Take over the contents. Raises ``FormatError`` if the tensors have many more bytes than the files."""
+        _check_total_size(path, files, contents)
         self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
         self._contents = contents
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
@@ -30,36 +30,36 @@ class TreeReader:
         self.tied: Mapping[str, Mapping[str, str]] = contents.tied
         self.unread: Sequence[UnreadTensorNote] = contents.unread
 
-    def extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
-        """Where bytes of a tensor lie."""
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """See :class:`holdfast.formats.reader.Reader`."""
         if group not in self._contents.groups:
             raise FormatError(f"{self.path} holds no {group}")
-        return self._contents.groups[group][name].extents(start, stop)
+        return self._contents.groups[group][name].find_extents(start, stop)
 
-    def crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """The CRCs of a tensor's blocks, which most of these formats lack."""
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRCs of a tensor's blocks, or ``None``: most of these formats have none."""
         return self._contents.groups[group][name].crcs if group in self._contents.groups else None
 
-    def values(self, rank: int, shared: ArrayCodec, own: ArrayCodec) -> CheckpointValues:
-        """The values. None belong to single ranks."""
-        del rank, own
-        return CheckpointValues(self._contents.values(shared))
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the values. There are none of single ranks."""
+        del rank, rank_codec
+        return CheckpointValues(self._contents.decode_values(shared_codec))
 
     def is_current(self) -> bool:
-        """Nobody can tell: such a checkpoint has no name of its own."""
+        """Return ``True``: such a checkpoint has no id, so it is unknown whether it was replaced."""
         return True
 
     def check_files(self) -> None:
-        """All that can be checked was, when it was opened: there are no checksums."""
+        """Do nothing: there are no checksums of the files, and everything else was checked when they were opened."""
 
 
-def _check_repeats(path: Path, files: Sequence[Path], contents: TreeContents) -> None:
-    nbytes = contents.nbytes()
+def _check_total_size(path: Path, files: Sequence[Path], contents: TreeContents) -> None:
+    nbytes = contents.total_nbytes()
     if nbytes <= _LEAST:
         return
-    size = sum(posix.size_of(file) for file in files)
+    size = sum(posix.file_size(file) for file in files)
     if nbytes > _SHARED * size + _LEAST:
         raise FormatError(
-            f"{path} has {size} bytes, and tensors of {nbytes}: they are views that repeat elements; "
+            f"{path} has {size} bytes, but its tensors have {nbytes}: they are views that repeat elements; "
             "call contiguous() on them before they are saved"
         )

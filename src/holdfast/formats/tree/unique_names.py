@@ -1,4 +1,4 @@
-"""Names made of paths: no two things get the same one."""
+"""Names made of paths, which must be unique."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from holdfast.errors import FormatError
 from holdfast.formats.tree.traversal import Path, show_key_path
 
 
-def find_collision(name: str, first: Path, second: Path) -> FormatError:
-    """What is raised where two things would get one name."""
+def collision_error(name: str, first: Path, second: Path) -> FormatError:
+    """Return the error to raise if two values would get the same name."""
     return FormatError(
-        f"{show_key_path(first)} and {show_key_path(second)} would both be called {name[:100]!r}: holdfast joins keys by dots "
-        "and takes numbers as text. Load it as it was saved, rename one of them, and save it again"
+        f"{show_key_path(first)} and {show_key_path(second)} would both get the name {name[:100]!r}: holdfast joins "
+        "keys by dots and converts numbers to text. Load the checkpoint as it was saved, rename one of them, and save "
+        "it again"
     )
 
 
 def index_by_name(entries: Iterable[tuple[Path, Any]], name_of: Callable[[Path], str]) -> dict[str, Any]:
-    """Values by the names of their paths. Raises ``FormatError`` naming two paths of one name."""
+    """Return values by the names of their paths. Raises ``FormatError`` if two paths have the same name."""
     named: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for path, value in entries:
         name = name_of(path)
         if name in named:
-            raise find_collision(name, paths[name], path)
+            raise collision_error(name, paths[name], path)
         named[name], paths[name] = value, path
     return named
 
 
 def index_by_text(table: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """The entries of the dict at a path by the texts of their keys. Raises ``FormatError`` naming two of one text."""
-    return index_by_name((((*path, key), value) for key, value in table.items()), lambda place: str(place[-1]))
+    """Return the entries of a dict by their keys as text. Raises ``FormatError`` if two keys have the same text."""
+    return index_by_name((((*path, key), value) for key, value in table.items()), lambda key_path: str(key_path[-1]))

@@ -1,8 +1,8 @@
-"""FSDP1 (``FullyShardedDataParallel``): its flat parameters, read and filled where they are, without communication.
+"""FSDP1 (``FullyShardedDataParallel``): its flat parameters are read and filled in place, without communication.
 
-FSDP1 puts the parameters of a unit one after another into a flat parameter and cuts that into shards of equal length,
-so a rank holds one contiguous range of each. ``state_dict()`` of such a model gathers; nothing here calls it.
-Source: ``torch/distributed/fsdp/_flat_param.py``; torch makes none of this public.
+FSDP1 concatenates the parameters of a unit into a flat parameter and divides that into shards of equal length, so a
+rank holds one contiguous range of each. ``state_dict()`` of such a model gathers; nothing here calls it. Source:
+``torch/distributed/fsdp/_flat_param.py``; torch makes none of this public.
 """
 # ruff: noqa: SLF001
 
@@ -27,15 +27,16 @@ from holdfast.ondisk.validation import WRAPPERS
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """One parameter of an FSDP1 unit, and the part of it on this rank.
+    """One parameter of an FSDP1 unit, and the shard of it on this rank.
 
     The rank with coordinate ``i`` in the last dimension of the mesh holds, of the parameter's elements in row-major
-    order, those of ``[i * length - offset, (i + 1) * length - offset)`` that there are. HYBRID_SHARD has a replicating
-    dimension before it; the mesh of NO_SHARD, and of a single rank, is ``(ranks, 1)``.
+    order, the range ``[i * length - offset, (i + 1) * length - offset)``, clipped to the parameter. HYBRID_SHARD has a
+    replicating dimension before it; the mesh of NO_SHARD, and of a single rank, is ``(ranks, 1)``.
 
-    ``local`` is those elements, live, 1-D and of full precision; ``start_in_shard`` is where they begin in the rank's
-    shard. ``parameter`` is what an optimizer holds: the parameter itself, or, with ``use_orig_params=False``, the flat
-    parameter that it shares with others. ``tied`` are further names of the parameter.
+    ``local`` are those elements, live, 1-D and of full precision; ``start_in_shard`` is their offset in the rank's
+    shard of the flat parameter. ``parameter`` is the object that an optimizer holds: the parameter itself, or, with
+    ``use_orig_params=False``, the flat parameter that it shares with others. ``tied`` are further names of the
+    parameter.
     """
 
     fqn: str
@@ -51,38 +52,39 @@ class FlatShard:
     mesh_ranks: tuple[int, ...]
 
 
-def wrapped_modules(module: nn.Module) -> bool:
-    """Whether FSDP1 is anywhere in a module."""
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+def uses_fsdp1(module: nn.Module) -> bool:
+    """Return whether FSDP1 wraps a module or one of its submodules."""
+    return any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules())
 
 
 def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module under its clean name, in the order of ``state_dict``: at each of its places, wrappers included."""
+    """Yield every module under its clean name, at each of its paths, in the order of ``state_dict``; wrappers too."""
     yield name, module
-    for part, child in module._modules.items():
-        wraps = part in WRAPPERS or (isinstance(module, DistributedDataParallel) and part == "module")
+    for child_name, child in module._modules.items():
+        is_wrapper = child_name in WRAPPERS or (isinstance(module, DistributedDataParallel) and child_name == "module")
         if child is not None:
-            yield from named_modules(child, name if wraps else _join(name, part))
+            yield from named_modules(child, name if is_wrapper else _join_names(name, child_name))
 
 
-def flat_parts(module: nn.Module) -> Iterator[FlatShard]:
-    """Every parameter that FSDP1 manages in a module, each once, on all ranks in the same order.
+def flat_shards(module: nn.Module) -> Iterator[FlatShard]:
+    """Yield every parameter that FSDP1 manages in a module, each once, in the same order on all ranks.
 
-    Raises ``StateError`` inside a forward, a backward or ``summon_full_params``, and ``UnsupportedTensorError`` for
-    what is not laid out row by row or is a DTensor.
+    Raises ``StateError`` inside a forward, a backward or ``summon_full_params``, and ``UnsupportedTensorError`` if a
+    parameter is not contiguous in row-major order or is a DTensor.
     """
     names: dict[nn.Module, list[str]] = {}
-    for name, part in named_modules(module):
-        names.setdefault(part, []).append(name)
+    for name, submodule in named_modules(module):
+        names.setdefault(submodule, []).append(name)
     for unit in names:
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
-            yield from _unit_parts(unit, unit._handle, names)
+            yield from _unit_shards(unit, unit._handle, names)
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what a forward without a backward left gathered: to call before :func:`flat_parts` are written to.
+    """Free the gathered parameters that a forward without a backward left.
 
-    The next forward would use what was gathered, and not see what was written.
+    Call it before :func:`flat_shards` are written to. Otherwise the next forward would use the gathered parameters,
+    without the values written.
     """
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         handle = unit._handle
@@ -90,57 +92,57 @@ def reshard(module: nn.Module) -> None:
             _reshard(unit, handle, handle.uses_sharded_strategy)
 
 
-def flat_elements(part: FlatShard, state: torch.Tensor) -> torch.Tensor | None:
-    """The elements on this rank, live and 1-D, of a state tensor that an optimizer keeps for ``part.parameter``.
+def flat_elements(shard: FlatShard, state: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's elements, live and 1-D, of a state tensor that an optimizer keeps for ``shard.parameter``.
 
-    ``None`` for a 0-d state such as ``step``: one value, of all parameters that share the flat parameter. Raises
-    ``UnsupportedTensorError`` where the state is not of the parameter's shape.
+    Returns ``None`` for a 0-d state such as ``step``, which is one value of all parameters that share the flat
+    parameter. Raises ``UnsupportedTensorError`` if the state does not have the parameter's shape.
     """
     if state.ndim == 0:
         return None
-    if state.shape != part.parameter.shape:
+    if state.shape != shard.parameter.shape:
         raise UnsupportedTensorError(
-            f"an optimizer state of {part.fqn!r} has shape {list(state.shape)}, the part of the parameter on this rank "
-            f"{list(part.parameter.shape)}; under FSDP1 only states with a value for each element can be stored"
+            f"an optimizer state of {shard.fqn!r} has shape {list(state.shape)}, the shard of the parameter on this "
+            f"rank {list(shard.parameter.shape)}; under FSDP1 only states with a value for each element can be stored"
         )
-    start = part.start_in_shard if isinstance(part.parameter, FlatParameter) else 0
-    return state.view(-1)[start : start + part.local.numel()]
+    start = shard.start_in_shard if isinstance(shard.parameter, FlatParameter) else 0
+    return state.view(-1)[start : start + shard.local.numel()]
 
 
-def blank_flat_state(part: FlatShard, dtype: torch.dtype) -> torch.Tensor:
-    """A state tensor as an optimizer keeps it for ``part.parameter``: zeros, padding included.
+def blank_flat_state(shard: FlatShard, dtype: torch.dtype) -> torch.Tensor:
+    """Return a state tensor as an optimizer keeps it for ``shard.parameter``: zeros, padding included.
 
-    Parameters that share a flat parameter share its states: make one, and fill the :func:`flat_elements` of each.
+    Parameters that share a flat parameter share its states: create one, and fill the :func:`flat_elements` of each.
     """
-    return torch.zeros_like(part.parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros_like(shard.parameter, dtype=dtype, requires_grad=False)
 
 
-def _unit_parts(
+def _unit_shards(
     unit: FullyShardedDataParallel, handle: FlatParamHandle, names: dict[nn.Module, list[str]]
 ) -> Iterator[FlatShard]:
     flat = handle.flat_param
-    known = {(info.module, info.param_name): list(names[info.module]) for info in flat._param_infos}
-    known = {key: [_join(name, key[1]) for name in owners] for key, owners in known.items()}
+    fqns = {(info.module, info.param_name): list(names[info.module]) for info in flat._param_infos}
+    fqns = {key: [_join_names(name, key[1]) for name in owners] for key, owners in fqns.items()}
     for shared in flat._shared_param_infos:
-        same = known[shared.prim_module, shared.prim_param_name]
-        same += [_join(name, shared.param_name) for name in names[shared.module]]
-    _check_at_rest(handle, next(iter(known.values()))[0])
-    mesh_shape, mesh_ranks = _mesh(unit, handle)
-    shard, length = flat.detach(), flat._sharded_size.numel()
-    begin = handle.rank * length if handle.uses_sharded_strategy else 0
+        aliases = fqns[shared.prim_module, shared.prim_param_name]
+        aliases += [_join_names(name, shared.param_name) for name in names[shared.module]]
+    _check_resharded(handle, next(iter(fqns.values()))[0])
+    mesh_shape, mesh_ranks = _unit_mesh(unit, handle)
+    flat_shard, length = flat.detach(), flat._sharded_size.numel()
+    shard_start = handle.rank * length if handle.uses_sharded_strategy else 0
     starts = (start for start, _ in handle._get_flat_param_offsets())
     offsets = itertools.compress(starts, (not padding for padding in flat._is_padding_mask))
-    for i, (offset, (fqn, *tied)) in enumerate(zip(offsets, map(dict.fromkeys, known.values()), strict=True)):
+    for i, (offset, (fqn, *tied)) in enumerate(zip(offsets, map(dict.fromkeys, fqns.values()), strict=True)):
         shape, parameter = tuple(flat._shapes[i]), flat._params[i] if flat._params is not None else flat
-        low, high = (min(max(edge - begin, 0), length) for edge in (offset, offset + math.prod(shape)))
-        local = shard[low:high]
-        _check(flat, i, local, fqn)
+        low, high = (min(max(edge - shard_start, 0), length) for edge in (offset, offset + math.prod(shape)))
+        local = flat_shard[low:high]
+        _check_parameter(flat, i, local, fqn)
         yield FlatShard(
             fqn, tuple(tied), parameter, shape, flat.dtype, local, low, offset, length, mesh_shape, mesh_ranks
         )
 
 
-def _check_at_rest(handle: FlatParamHandle, fqn: str) -> None:
+def _check_resharded(handle: FlatParamHandle, fqn: str) -> None:
     # Before the first forward there is no _local_shard, and the flat parameter is the shard.
     flat = handle.flat_param
     address = getattr(flat, "_local_shard", flat).data_ptr()
@@ -152,41 +154,43 @@ def _check_at_rest(handle: FlatParamHandle, fqn: str) -> None:
         )
 
 
-def _check(flat: FlatParameter, i: int, local: torch.Tensor, fqn: str) -> None:
+def _check_parameter(flat: FlatParameter, i: int, local: torch.Tensor, fqn: str) -> None:
     if flat._param_extensions[i] is not None:
         raise UnsupportedTensorError(f"{fqn!r} is a DTensor inside FSDP1; shard the model with FSDP2's fully_shard")
     if not torch.empty_strided(flat._shapes[i], flat._strides[i], device="meta").is_contiguous():
         raise UnsupportedTensorError(
-            f"{fqn!r} is not laid out row by row, and FSDP1 flattens it as it lies in memory; "
-            "make it contiguous() before it is wrapped"
+            f"{fqn!r} is not in row-major order, and FSDP1 flattens it in memory order; "
+            "make it contiguous() before you wrap the model"
         )
     if flat._params is not None:
         info, parameter = flat._param_infos[i], flat._params[i]
-        moved = local.numel() > 0 and parameter.data_ptr() != local.data_ptr()
-        if moved or getattr(info.module, info.param_name) is not parameter:
+        is_replaced = local.numel() > 0 and parameter.data_ptr() != local.data_ptr()
+        if is_replaced or getattr(info.module, info.param_name) is not parameter:
             raise StateError(
-                f"{fqn!r} was given other memory than FSDP1's, which takes it over in the next forward only; "
-                "change parameters in place, with copy_()"
+                f"{fqn!r} was assigned memory outside of FSDP1's flat parameter, which FSDP1 copies only in the next "
+                "forward; change parameters in place, with copy_()"
             )
 
 
-def _mesh(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # vars(): a missing attribute of the unit would be looked up in the module that it wraps.
+def _unit_mesh(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # vars(): FSDP1 looks up attributes that the unit lacks in the module that it wraps.
     row, rank = dist.get_process_group_ranks(unit.process_group), dist.get_rank()
     replicas, mesh = vars(unit).get("_inter_node_pg"), vars(unit).get("_device_mesh")
     grid = [row]
     if replicas is not None:
-        # A rank knows its own groups only: those of a mesh of ranks at equal distances tell the others.
+        # A rank knows only its own groups. The others follow if the ranks of the mesh are at equal distances.
         column = dist.get_process_group_ranks(replicas)
-        told = [[other + first - rank for other in row] for first in column]
-        grid = told if mesh is None else mesh.mesh.tolist()
+        inferred = [[other + first - rank for other in row] for first in column]
+        grid = inferred if mesh is None else mesh.mesh.tolist()
     ranks = tuple(itertools.chain(*grid))
     if row not in grid or len({*ranks} & {*range(dist.get_world_size())}) < len(ranks):
-        raise UnsupportedTensorError("the process groups of FSDP1's HYBRID_SHARD make no mesh; pass it a device_mesh")
+        raise UnsupportedTensorError(
+            "the process groups of FSDP1's HYBRID_SHARD do not form a mesh; pass it a device_mesh"
+        )
     if not handle.uses_sharded_strategy:
         return (len(ranks), 1), ranks
     return (len(row),) if replicas is None else (len(grid), len(row)), ranks
 
 
-def _join(prefix: str, name: str) -> str:
+def _join_names(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name

@@ -1,4 +1,4 @@
-"""The files that make a folder of weights a transformers model: its configurations."""
+"""Configuration files that make a directory of weights a transformers model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.ondisk.validation import strip_wrapper_prefixes
 
-#: transformers' base class by name, as transformers need not be there.
+#: transformers' base class, by name because transformers may not be installed.
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
 
 def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of these files for the parts of a model; none for models that are not transformers'.
+    """Yield the names and contents of the configuration files of a model, given by its parts.
 
-    What wraps such a model and hands on its configuration is none of them, and neither is one with PEFT's adapters in
-    it: its tensors have other names, and transformers would open the folder with weights that it makes up.
+    There are none for models that are not transformers', for wrappers that only expose the configuration of the wrapped
+    model, and for models with PEFT adapters: their tensors have other names, so transformers would initialize weights
+    that it does not find.
     """
     module = unwrap_model(parts[0]) if isinstance(parts[0], nn.Module) else None
     config: Any = getattr(module, "config", None)
     if module is None or not hasattr(config, "to_json_string") or _is_wrapper(module):
         return
     config = copy.deepcopy(config)
-    # fully_shard() puts classes of its own before the model's; transformers must find the one it knows.
-    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    config.architectures = [kind.__name__]
+    # fully_shard() derives classes of its own from the model's class; transformers must find its own.
+    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    config.architectures = [cls.__name__]
     if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
         config.dtype = str(dtype).removeprefix("torch.")
     yield "config.json", config.to_json_string().encode()
@@ -40,18 +41,18 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether the configuration is of a model inside of the module, or of one without the adapters in it."""
+    """Return whether the configuration is that of a model inside the module, or of the model without its adapters."""
     if has_adapters(name for name, _ in module.named_modules()):
         return True
     return not _is_pretrained(module) and any(map(_is_pretrained, module.modules()))
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" == _PRETRAINED for kind in type(module).__mro__)
+    return any(f"{cls.__module__}.{cls.__qualname__}" == _PRETRAINED for cls in type(module).__mro__)
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Whether names, of modules or of tensors, are those of a model with PEFT's adapters in it."""
+    """Return whether names of modules or tensors are those of a model with PEFT adapters."""
     return any(
         "base_layer" in name.split(".")
         or f"{strip_wrapper_prefixes(name)}.".startswith(("base_model.model.", "prompt_encoder."))
@@ -60,7 +61,7 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside DDP, FSDP1 and ``torch.compile``."""
+    """Return the module inside DDP, FSDP1 and ``torch.compile``."""
     while True:
         if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
             model = model.module

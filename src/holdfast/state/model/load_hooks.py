@@ -1,7 +1,7 @@
-"""What modules do themselves when they are loaded: hooks and overrides of ``load_state_dict``, run on what was filled.
+"""Hooks and overrides of ``load_state_dict`` that modules have, run after their tensors were filled.
 
-A load fills tensors in place. Then ``load_state_dict`` is called with the model's own state dict, as a load of torch's
-DCP does: the tensors in it are those that the model has, so nothing is copied, and hooks see their values.
+A load fills tensors in place. Then ``load_state_dict`` is called with the model's own state dict, as torch's DCP does:
+its tensors are those of the model, so nothing is copied, and hooks see their values.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.ondisk.validation import strip_wrapper_prefixes
 
-#: Where code for loading is from that has an effect on what older versions have saved only, or is FSDP's own, which
-#: follows its tensors; and where within it has others: observers take the shapes of what is loaded.
+#: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
+#: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.
 _WITHOUT_EFFECT, _WITH_EFFECT = "torch.", ("torch.ao.", "torch.testing.")
 
-#: Where code for loading only renames what older versions have saved, and so may be left out.
+#: Prefixes of Python modules whose load hooks only rename what older versions saved, and may be left out.
 _RENAMING = ("transformers.", "torchvision.", "timm.")
 
 
 @dataclass(frozen=True)
 class HookCode:
-    """Code of a module that runs in ``load_state_dict``, and the name of the Python module that it is from."""
+    """Code of a module that runs in ``load_state_dict``. ``defined_in`` is the name of its Python module."""
 
     path: str
     module: nn.Module
-    home: str
+    defined_in: str
 
 
 @dataclass(frozen=True)
 class HookedLoader:
-    """A module that was looked at, as ``load_state_dict`` knows it.
+    """A viewed module, as ``load_state_dict`` sees it.
 
-    ``names`` are those that it has for its tensors and values, by clean name; ``splits`` those of parameters that its
-    hooks split, which load hooks need not put together again.
+    ``names`` are its own names of its tensors and values, by clean name. ``splits`` are the names of parameters that
+    its ``state_dict`` hooks split; hooks that join them again need not run.
     """
 
     module: nn.Module
@@ -50,82 +50,84 @@ class HookedLoader:
 
     @functools.cached_property
     def code(self) -> list[HookCode]:
-        """What has to run when it is loaded."""
-        return [one for one in self._every_code() if not _is_without_effect(one.home)]
+        """The code that must run when the module is loaded."""
+        return [hook_code for hook_code in self._iterate_code() if not _is_without_effect(hook_code.defined_in)]
 
-    def _every_code(self) -> Iterator[HookCode]:
-        kind = type(self.module)
-        if kind.load_state_dict is not nn.Module.load_state_dict:
-            yield HookCode("", self.module, _home(kind, "load_state_dict"))
+    def _iterate_code(self) -> Iterator[HookCode]:
+        cls = type(self.module)
+        if cls.load_state_dict is not nn.Module.load_state_dict:
+            yield HookCode("", self.module, _defining_module(cls, "load_state_dict"))
         for path, module in self.module.named_modules():
             if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:  # noqa: SLF001
-                yield HookCode(path, module, _home(type(module), "_load_from_state_dict"))
+                yield HookCode(path, module, _defining_module(type(module), "_load_from_state_dict"))
             hooks = [*module._load_state_dict_post_hooks.values()]  # noqa: SLF001
             hooks += () if self._is_split(path, module) else module._load_state_dict_pre_hooks.values()  # noqa: SLF001
             yield from (HookCode(path, module, _module_of(hook)) for hook in hooks)
 
     def _is_split(self, path: str, module: nn.Module) -> bool:
-        """Whether a module has hooks that split its parameters, and so hooks before a load that do the opposite."""
+        """Return whether a module has hooks that split its parameters, and so load hooks that join them again."""
         return bool(module._state_dict_hooks) and any(name.startswith(f"{path}.") for name in self.splits)  # noqa: SLF001
 
     def may_resize(self, name: str) -> bool:
-        """Whether code of its own may give a buffer, by clean name, the shape that it has in a checkpoint."""
-        raw = self.names.get(name)
-        owners = (one.path for one in self.code if not one.home.startswith(_RENAMING))
-        return raw is not None and any(not path or raw.startswith(f"{path}.") for path in owners)
+        """Return whether code of the module may give a buffer, by clean name, the shape that it has in a checkpoint."""
+        raw_name = self.names.get(name)
+        owners = (code.path for code in self.code if not code.defined_in.startswith(_RENAMING))
+        return raw_name is not None and any(not path or raw_name.startswith(f"{path}.") for path in owners)
 
-    def flattened(self) -> str | None:
-        """Why its code cannot be run under FSDP1, whose parameters are flat; ``None`` where it has none."""
-        code = next((one for one in self.code if not one.home.startswith(_RENAMING)), None)
+    def explain_fsdp1_conflict(self) -> str | None:
+        """Return why code of the module cannot run under FSDP1, where parameters are flat; ``None`` if it has none."""
+        code = next((candidate for candidate in self.code if not candidate.defined_in.startswith(_RENAMING)), None)
         if code is None:
             return None
         name = strip_wrapper_prefixes(code.path) or "the model"
         return (
             f"{name} ({type(code.module).__qualname__}) has code of its own that runs in load_state_dict, which cannot "
             "be run under FSDP1, whose parameters are flat: shard with FSDP2's fully_shard(), or load the model before "
-            "it is wrapped"
+            "you wrap it"
         )
 
-    def run(self, values: Mapping[str, Any]) -> None:
-        """Run its code, where it has any. ``values`` take the place of what the model has, by clean name.
+    def run_hooks(self, values: Mapping[str, Any]) -> None:
+        """Run the module's code, if there is any. ``values``, by clean name, replace those of the model.
 
-        Raises ``StateError`` where that fails.
+        Raises ``StateError`` if that fails.
         """
-        given = {self.names[name]: value for name, value in values.items() if name in self.names}
-        if not self.code and not given:
+        replaced = {self.names[name]: value for name, value in values.items() if name in self.names}
+        if not self.code and not replaced:
             return
-        kind = type(self.module).__qualname__
+        class_name = type(self.module).__qualname__
         try:
             with torch.no_grad():
                 state = self.module.state_dict(keep_vars=True)
-            state.update(given)
-            self.module.load_state_dict(state, **_options(self.module))
+            state.update(replaced)
+            self.module.load_state_dict(state, **_load_options(self.module))
         except Exception as error:
             raise StateError(
-                f"code of {kind} that runs in load_state_dict failed after its tensors were filled, and the model may "
-                f"be partly loaded: {error}"
+                f"code of {class_name} that runs in load_state_dict failed after its tensors were filled, and the "
+                f"model may be partly loaded: {error}"
             ) from error
 
 
-def _home(kind: type, method: str) -> str:
-    """The Python module of the class that a class has a method from."""
-    return next(one.__module__ for one in kind.__mro__ if method in vars(one))
+def _defining_module(cls: type, method: str) -> str:
+    """Return the Python module of the class from which a class has a method."""
+    return next(base.__module__ for base in cls.__mro__ if method in vars(base))
 
 
 def _module_of(hook: Any) -> str:
-    """The Python module that a hook is defined in."""
-    hook = getattr(hook, "hook", hook)  # torch wraps hooks that are given the module
+    """Return the Python module that defines a hook."""
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
     while isinstance(hook, functools.partial | MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
-def _is_without_effect(home: str) -> bool:
-    return home.startswith(_WITHOUT_EFFECT) and not home.startswith(_WITH_EFFECT)
+def _is_without_effect(defined_in: str) -> bool:
+    return defined_in.startswith(_WITHOUT_EFFECT) and not defined_in.startswith(_WITH_EFFECT)
 
 
-def _options(module: nn.Module) -> dict[str, bool]:
-    """Not strict, where it can be asked so: what a hook leaves out of the state dict stays as it is."""
-    takes = inspect.signature(module.load_state_dict).parameters.values()
-    can_be_lax = any(one.name == "strict" or one.kind is inspect.Parameter.VAR_KEYWORD for one in takes)
-    return {"strict": False} if can_be_lax else {}
+def _load_options(module: nn.Module) -> dict[str, bool]:
+    """Return ``strict=False`` if the module accepts it: tensors that a hook leaves out keep their values."""
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    accepts_strict = any(
+        parameter.name == "strict" or parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+    )
+    return {"strict": False} if accepts_strict else {}

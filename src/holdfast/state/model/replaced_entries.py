@@ -1,4 +1,4 @@
-"""A model that is saved with other entries than its own."""
+"""A model that is saved with other entries than those of its own state dict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ReplacedModel:
-    """``entries`` are saved as the state dict of ``module``, which tells the names of an optimizer's parameters.
+    """A model whose state dict is replaced by ``entries``. ``module`` provides the names of an optimizer's parameters.
 
     Entries under the name of a buffer may differ by rank, as buffers may.
     """

@@ -1,4 +1,4 @@
-"""A model's tensors under clean names, whatever wraps it, and its tied weights."""
+"""Views of models: their tensors under clean names, without wrappers' prefixes, and their tied weights."""
 
 from __future__ import annotations
 
@@ -29,182 +29,194 @@ from holdfast.state.tensors import NAMES, TensorView, check_kind, find_shared, v
 
 
 def model_components(model: object) -> dict[str, list[Any]]:
-    """The models passed, by slot; each a list of its parts."""
+    """Return the models passed, by slot. Each is a list of its parts."""
     return name_components("model", model, _is_state_dict)
 
 
 def _is_state_dict(given: Mapping[str, Any]) -> bool:
-    return not given or not all(isinstance(one, nn.Module | Mapping | list | tuple) for one in given.values())
+    return not given or not all(isinstance(value, nn.Module | Mapping | list | tuple) for value in given.values())
 
 
 def build_view(parts: Sequence[object], *, hooks: bool = True) -> ModelView:
-    """Look at the parts of one model, modules or state dicts.
+    """Return a view of the parts of one model, which are modules or state dicts.
 
-    With ``hooks`` tensors have the names that ``state_dict`` says, after its hooks; without, those that the modules
-    have for them. Raises ``StateError`` where two different tensors have one name, or hooks say something that could
-    not be put back.
+    With ``hooks`` tensors have the names that ``state_dict`` returns, after its hooks; without, the modules' own names.
+    Raises ``StateError`` if two different tensors have one name, or if hooks return tensors that could not be loaded
+    back.
     """
     views = [_view_part(part, hooks=hooks) for part in parts]
     if len(views) == 1:
         return views[0]
-    whole = ModelView()
-    for one in views:
-        merge_views(whole, one)
-    return whole
+    merged = ModelView()
+    for view in views:
+        merge_views(merged, view)
+    return merged
 
 
 def build_load_view(parts: Sequence[object], stored: Collection[str]) -> ModelView:
-    """The same for a load: as ``state_dict`` says, but where the stored names are those that the modules have."""
+    """Return a view for a load: like :func:`build_view`, but without hooks if the stored names are the modules' own."""
     if not any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
         return build_view(parts)
-    as_held = build_view(parts, hooks=False)
+    unhooked = build_view(parts, hooks=False)
     try:
-        said = build_view(parts)
+        hooked_view = build_view(parts)
     except StateError:
-        return as_held
-    is_less = said.tensors.keys() < as_held.tensors.keys() or any(name not in stored for name in said.tensors)
-    return as_held if is_less and all(name in stored for name in as_held.tensors) else said
+        return unhooked
+    is_incomplete = hooked_view.tensors.keys() < unhooked.tensors.keys() or any(
+        name not in stored for name in hooked_view.tensors
+    )
+    return unhooked if is_incomplete and all(name in stored for name in unhooked.tensors) else hooked_view
 
 
 def _view_part(model: object, *, hooks: bool) -> ModelView:
     if isinstance(model, nn.Module):
-        return _view_fsdp1(model) if fsdp1.wrapped_modules(model) else _view_module(model, hooks=hooks)
+        return _view_fsdp1(model) if fsdp1.uses_fsdp1(model) else _view_module(model, hooks=hooks)
     if isinstance(model, ReplacedModel):
         return _view_replaced(model)
     if isinstance(model, MutableMapping):
-        found = _view(dict(model), set(), frozenset())
-        found.owners = {name: (model, name) for name in found.extra}
-        return found
+        view = _view_entries(dict(model), set(), frozenset())
+        view.owners = {name: (model, name) for name in view.extra}
+        return view
     raise InvalidArgumentError(
-        f"model must be a torch.nn.Module or a state dict, or a list or dict of them, not {type(model).__qualname__}"
+        f"model must be a torch.nn.Module or a state dict, or a list or dict of them; got {type(model).__qualname__}"
     )
 
 
 def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     module = unwrap_model(model)
-    parts = _wrapper_prefixes(module)
-    said = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
-    if said.made:
+    ddp_prefixes = _wrapper_prefixes(module)
+    result = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
+    if result.computed:
         raise StateError(
-            f"{_clean(said.made[0], parts)!r} in the model's state_dict is made up by a hook or an override: neither a "
-            "tensor of the model nor a part of one, it could not be put back; pass state_dict_hooks=False to save the "
-            "parameters, buffers and extra state as the model has them, and nothing else that its state_dict says"
+            f"{_clean_name(result.computed[0], ddp_prefixes)!r} in the model's state_dict is computed by a hook or an "
+            "override: neither a tensor of the model nor a part of one, it could not be loaded back; pass "
+            "state_dict_hooks=False to save the parameters, buffers and extra state as the model has them, and nothing "
+            "else that its state_dict returns"
         )
     state: dict[str, Any] = {}
     raw_names: dict[str, str] = {}
-    for raw, value in said.values.items():
-        name = _clean(raw, parts)
+    for raw_name, value in result.values.items():
+        name = _clean_name(raw_name, ddp_prefixes)
         if name in state:
-            raise StateError(f"the model has two entries named {name!r} once wrappers' names are taken off")
+            raise StateError(f"the model has two entries named {name!r} after wrappers' prefixes are removed")
         state[name] = value
-        raw_names[name] = raw
+        raw_names[name] = raw_name
     parameters = {id(parameter) for parameter in module.parameters()}
     buffers = {name for name, value in state.items() if isinstance(value, torch.Tensor) and id(value) not in parameters}
     splits = {
-        _clean(raw, parts): tuple(replace(split, name=_clean(split.name, parts)) for split in found)
-        for raw, found in said.splits.items()
+        _clean_name(raw_name, ddp_prefixes): tuple(
+            replace(split, name=_clean_name(split.name, ddp_prefixes)) for split in raw_splits
+        )
+        for raw_name, raw_splits in result.splits.items()
     }
-    found = _view(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
-    found.owners = {name: (module, raw_names[name]) for name in found.extra}
-    found.loaders = [HookedLoader(module, raw_names, frozenset(said.splits))]
-    return found
+    view = _view_entries(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
+    view.owners = {name: (module, raw_names[name]) for name in view.extra}
+    view.loaders = [HookedLoader(module, raw_names, frozenset(result.splits))]
+    return view
 
 
 def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, part in module.named_modules(remove_duplicate=False):
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{path}.{EXTRA}" if path else EXTRA, part.get_extra_state()
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}.{EXTRA}" if path else EXTRA, submodule.get_extra_state()
 
 
 def _view_replaced(model: ReplacedModel) -> ModelView:
-    own = _view_part(model.module, hooks=True)
+    module_view = _view_part(model.module, hooks=True)
     entries = {strip_wrapper_prefixes(name): value for name, value in model.entries.items()}
-    found = _view(entries, own.buffers & entries.keys(), frozenset(own.tied))
-    found.handles = own.handles
-    return found
+    view = _view_entries(entries, module_view.buffers & entries.keys(), frozenset(module_view.tied))
+    view.refs = module_view.refs
+    return view
 
 
 def _view_fsdp1(model: nn.Module) -> ModelView:
-    """FSDP1's flat parameters, and beside them what it leaves alone: buffers, ignored parameters, extra state."""
-    found = ModelView()
-    taken = set()
-    for part in fsdp1.flat_parts(model):
-        handle = ParamRef(part.fqn, _describe_flat(part), part)
-        found.tensors[part.fqn] = handle.like
-        found.tied.update(dict.fromkeys(part.tied, part.fqn))
-        found.handles[id(part.parameter)] = (*found.handles.get(id(part.parameter), ()), handle)
-        taken.add(id(part.parameter))
+    """Return a view of a model under FSDP1.
+
+    It has the flat parameters and what FSDP1 does not manage: buffers, ignored parameters, extra state.
+    """
+    view = ModelView()
+    flat_ids = set()
+    for shard in fsdp1.flat_shards(model):
+        ref = ParamRef(shard.fqn, _describe_flat(shard), shard)
+        view.tensors[shard.fqn] = ref.tensor
+        view.tied.update(dict.fromkeys(shard.tied, shard.fqn))
+        view.refs[id(shard.parameter)] = (*view.refs.get(id(shard.parameter), ()), ref)
+        flat_ids.add(id(shard.parameter))
     state: dict[str, Any] = {}
     buffers: set[str] = set()
     for name, module in fsdp1.named_modules(model):
         prefix = f"{name}." if name else ""
-        own = {key: one for key, one in module._parameters.items() if one is not None}  # noqa: SLF001
-        state.update((prefix + key, one) for key, one in own.items() if not _is_flat(one, taken))
-        kept = {key for key in module._buffers if key not in module._non_persistent_buffers_set}  # noqa: SLF001
-        here = {prefix + key: module._buffers[key] for key in kept if module._buffers[key] is not None}  # noqa: SLF001
-        buffers |= here.keys()
-        state |= here
+        parameters = {key: value for key, value in module._parameters.items() if value is not None}  # noqa: SLF001
+        state.update((prefix + key, value) for key, value in parameters.items() if not _is_flat(value, flat_ids))
+        persistent = {key for key in module._buffers if key not in module._non_persistent_buffers_set}  # noqa: SLF001
+        named_buffers = {
+            prefix + key: module._buffers[key]  # noqa: SLF001
+            for key in persistent
+            if module._buffers[key] is not None  # noqa: SLF001
+        }
+        buffers |= named_buffers.keys()
+        state |= named_buffers
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             state[prefix + EXTRA] = module.get_extra_state()
-            found.owners[prefix + EXTRA] = (module, EXTRA)
-    rest = _view(state, buffers, frozenset())
-    rest.owners = found.owners
-    merge_views(found, rest)
-    found.loaders = [HookedLoader(model)]
-    return found
+            view.owners[prefix + EXTRA] = (module, EXTRA)
+    unmanaged = _view_entries(state, buffers, frozenset())
+    unmanaged.owners = view.owners
+    merge_views(view, unmanaged)
+    view.loaders = [HookedLoader(model)]
+    return view
 
 
-def _describe_flat(part: FlatShard) -> TensorView:
-    mesh = MeshShape(part.mesh_shape, part.mesh_ranks)
+def _describe_flat(shard: FlatShard) -> TensorView:
+    mesh = MeshShape(shard.mesh_shape, shard.mesh_ranks)
     layout = PlacementLayout(
-        mesh, (*(Replicated() for _ in part.mesh_shape[1:]), FlatSharded(part.offset, part.length))
+        mesh, (*(Replicated() for _ in shard.mesh_shape[1:]), FlatSharded(shard.offset, shard.length))
     )
-    return TensorView(NAMES[part.dtype], part.shape, layout, part.local)
+    return TensorView(NAMES[shard.dtype], shard.shape, layout, shard.local)
 
 
-def _is_flat(parameter: nn.Parameter, taken: set[int]) -> bool:
-    return id(parameter) in taken or isinstance(parameter, FlatParameter)
+def _is_flat(parameter: nn.Parameter, flat_ids: set[int]) -> bool:
+    return id(parameter) in flat_ids or isinstance(parameter, FlatParameter)
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """The prefixes, with ``module.``, of parts that are wrapped by DDP on their own."""
+    """Return the prefixes, with ``module.``, of submodules that are wrapped by DDP themselves."""
     return [
         f"{name}.module."
-        for name, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, DistributedDataParallel)
+        for name, submodule in module.named_modules(remove_duplicate=False)
+        if isinstance(submodule, DistributedDataParallel)
     ]
 
 
-def _clean(name: str, ddp: list[str]) -> str:
-    for prefix in sorted(ddp, key=len, reverse=True):
+def _clean_name(name: str, ddp_prefixes: list[str]) -> str:
+    for prefix in sorted(ddp_prefixes, key=len, reverse=True):
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
     return strip_wrapper_prefixes(name)
 
 
-def _view(
+def _view_entries(
     state: Mapping[str, Any],
     buffers: set[str],
     aliases: frozenset[str],
     splits: Mapping[str, Splits] = MappingProxyType({}),
 ) -> ModelView:
-    found = ModelView(buffers=buffers)
+    view = ModelView(buffers=buffers)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if not isinstance(name, str):
-            raise InvalidArgumentError(f"a state dict's keys are names, not {name!r}")
+            raise InvalidArgumentError(f"the keys of a state dict must be strings; got {name!r}")
         if isinstance(value, torch.Tensor) and not is_extra(name):
             check_kind(value, f"model tensor {name!r}")
             tensors[name] = value
         else:
-            found.extra[name] = value
-    for same in find_shared(tensors):
-        # transformers lists the names that it drops when it saves; a checkpoint keeps the other one.
-        kept = next((name for name in same if name not in aliases), same[0])
-        found.tied.update((name, kept) for name in same if name != kept)
+            view.extra[name] = value
+    for tied_names in find_shared(tensors):
+        # transformers lists the names that it leaves out when it saves; a checkpoint keeps the other one.
+        kept = next((name for name in tied_names if name not in aliases), tied_names[0])
+        view.tied.update((name, kept) for name in tied_names if name != kept)
     for name, tensor in tensors.items():
-        if name not in found.tied:
-            found.tensors[name] = view_of(tensor, f"model tensor {name!r}")
-            found.splits |= {name: splits[name]} if name in splits else {}
-            found.handles[id(tensor)] = (ParamRef(name, found.tensors[name], splits=splits.get(name, ())),)
-    return found
+        if name not in view.tied:
+            view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
+            view.splits |= {name: splits[name]} if name in splits else {}
+            view.refs[id(tensor)] = (ParamRef(name, view.tensors[name], splits=splits.get(name, ())),)
+    return view

@@ -1,4 +1,4 @@
-"""Models seen alike, whatever they are: tensors and values by name, and parameters as optimizers know them."""
+"""Uniform views of models: tensors and values by name, and references to parameters as optimizers see them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from holdfast.state.model.fsdp1 import FlatShard
 from holdfast.state.model.load_hooks import HookedLoader
 from holdfast.state.tensors import TensorView
 
-#: The name under which ``state_dict`` keeps what ``get_extra_state`` returns.
+#: The name under which ``state_dict`` returns the result of ``get_extra_state``.
 EXTRA = "_extra_state"
 
 
 def is_extra(name: str) -> bool:
-    """Whether an entry of a state dict is what ``get_extra_state`` returned."""
+    """Return whether an entry of a state dict is the result of ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA
 
 
 @dataclass(frozen=True)
 class ParamRef:
-    """A parameter as an optimizer knows it: its name, and what its states are laid out like.
+    """A reference from an optimizer to a parameter: its name, and ``tensor``, whose layout its states share.
 
-    ``flat`` tells where it is in a flat parameter of FSDP1, several of which an optimizer may know as one. ``splits``
-    are what it is stored as, where that is not one tensor of its name.
+    ``flat`` is its place in a flat parameter of FSDP1, which an optimizer may see as one parameter for several.
+    ``splits`` are the tensors that it is stored as, if it is not stored as one tensor of its name.
     """
 
     name: str
-    like: TensorView
+    tensor: TensorView
     flat: FlatShard | None = None
     splits: Splits = ()
 
     def with_prefix(self, prefix: str) -> ParamRef:
-        """The same with ``prefix`` before its name, and before those that it is stored under."""
+        """Return the same reference with ``prefix`` before its name, and before the names that it is stored under."""
         splits = tuple(msgspec.structs.replace(split, name=prefix + split.name) for split in self.splits)
         return replace(self, name=prefix + self.name, splits=splits)
 
@@ -48,51 +48,56 @@ class ParamRef:
 class ModelView:
     """A model as a checkpoint sees it.
 
-    ``tensors`` are live, each once, by FQN; ``splits`` tell of those that are stored in parts under names of their own;
-    ``twins`` are further ones that several parts of the model have under one name; ``tied`` maps further names of one
-    to the name it has there. ``handles`` are the parameters by ``id``. ``extra`` are values of a state dict that are no
-    tensors, and what ``get_extra_state`` gave, by name, with ``owners`` of them to be given them back under the name
-    that they have there. ``loaders`` are the modules, whose load hooks are to be run.
+    ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
+    names; ``duplicates`` are further tensors that several parts of the model have under one name; ``tied`` maps further
+    names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``. ``extra`` are values of a state
+    dict that are not tensors, and results of ``get_extra_state``, by name; ``owners`` are the objects that they are
+    given back to, with the name that they have there. ``loaders`` are the modules whose load hooks must run.
     """
 
     tensors: dict[str, TensorView] = field(default_factory=dict)
     splits: dict[str, Splits] = field(default_factory=dict)
-    twins: list[tuple[str, TensorView]] = field(default_factory=list)
+    duplicates: list[tuple[str, TensorView]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
-    handles: dict[int, tuple[ParamRef, ...]] = field(default_factory=dict)
+    refs: dict[int, tuple[ParamRef, ...]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
     loaders: list[HookedLoader] = field(default_factory=list)
 
-    def put_extra(self, name: str, value: object) -> None:
-        """Give back one of ``extra``, but for a value that only ``load_state_dict`` knows where to put."""
-        owner, inside = self.owners[name]
+    def set_extra(self, name: str, value: object) -> None:
+        """Give one of ``extra`` back to its owner, unless only the owner's ``load_state_dict`` can take it."""
+        owner, inner_name = self.owners[name]
         if not isinstance(owner, nn.Module):
-            owner[inside] = value
-        elif is_extra(inside):
-            owner.get_submodule(inside.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
+            owner[inner_name] = value
+        elif is_extra(inner_name):
+            owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
 
 
-def merge_views(whole: ModelView, one: ModelView) -> None:
-    """Take the names of another view in. Raises ``StateError`` where two different tensors have one name."""
-    for name, tensor in one.tensors.items():
-        known = whole.tensors.setdefault(name, tensor)
-        if known.local is not tensor.local:
-            if (known.dtype, known.shape, known.layout) != (tensor.dtype, tensor.shape, tensor.layout):
+def merge_views(merged: ModelView, view: ModelView) -> None:
+    """Add another view to ``merged``. Raises ``StateError`` if two different tensors have one name."""
+    for name, tensor in view.tensors.items():
+        first = merged.tensors.setdefault(name, tensor)
+        if first.local is not tensor.local:
+            if (first.dtype, first.shape, first.layout) != (tensor.dtype, tensor.shape, tensor.layout):
                 raise StateError(f"two parts of the model have different tensors named {name!r}")
-            whole.twins.append((name, tensor))
-    whole.twins += one.twins
-    whole.loaders += one.loaders
-    pairs = (whole.tied, one.tied), (whole.extra, one.extra), (whole.owners, one.owners), (whole.splits, one.splits)
-    for mine, others in pairs:
-        mine.update(others)  # type: ignore[arg-type]
-    whole.buffers |= one.buffers
-    whole.handles |= one.handles
+            merged.duplicates.append((name, tensor))
+    merged.duplicates += view.duplicates
+    merged.loaders += view.loaders
+    pairs = (
+        (merged.tied, view.tied),
+        (merged.extra, view.extra),
+        (merged.owners, view.owners),
+        (merged.splits, view.splits),
+    )
+    for target, source in pairs:
+        target.update(source)  # type: ignore[arg-type]
+    merged.buffers |= view.buffers
+    merged.refs |= view.refs
 
 
-def check_duplicate_tensors(found: ModelView) -> None:
-    """Raise ``StateError`` where parts of a model hold different values under one name."""
-    for name, tensor in found.twins:
-        if not torch.equal(tensor.local, found.tensors[name].local):
-            raise StateError(f"two parts of the model hold different values of {name!r}; give them names of their own")
+def check_duplicate_tensors(view: ModelView) -> None:
+    """Raise ``StateError`` if parts of a model hold different values under one name."""
+    for name, tensor in view.duplicates:
+        if not torch.equal(tensor.local, view.tensors[name].local):
+            raise StateError(f"two parts of the model hold different values of {name!r}; give them different names")

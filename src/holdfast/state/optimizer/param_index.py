@@ -1,4 +1,4 @@
-"""Parameters of an optimizer that are known by number only, in a checkpoint (as ``state_dict()`` has them) or here."""
+"""Parameters of an optimizer that have only a number, in a checkpoint (as in ``state_dict()``) or here."""
 
 from __future__ import annotations
 
@@ -12,116 +12,118 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.param_order import ORDERED
 from holdfast.ondisk.validation import split_state_key
 from holdfast.state.model.view import ParamRef
-from holdfast.state.optimizer.param_groups import Encoded
+from holdfast.state.optimizer.param_groups import EncodedGroups
 from holdfast.state.optimizer.view import GroupMember, ParamGroup
 
 
-def match_by_number(found: Sequence[ParamGroup], saved: Encoded) -> list[ParamGroup]:
-    """The same groups, with parameters named by their number, counted over all groups of an optimizer.
+def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
+    """Return the same groups, with parameters named by their number, counted over all groups of an optimizer.
 
-    Where ``saved`` are as many as are trained here, and no more, frozen ones are not counted (as ColossalAI's
-    LowLevelZero saves them), and have no number. Parameters that share a flat parameter are counted in its order. With
-    several optimizers the number of each comes before: ``1.0``. Raises ``OptimizerMismatchError`` where a flat
-    parameter has not as many as were saved.
+    If ``saved`` has exactly as many parameters as are trained here, frozen ones are not counted, and have no number
+    (this is how ColossalAI's LowLevelZero saves them). Parameters that share a flat parameter are counted in its order.
+    With several optimizers the number of each is prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat
+    parameter is used and the number of parameters differs.
     """
     number = sum(len(group["params"]) for group in saved)
-    found = _counted(found, number)
-    _check_flat(found, number)
-    reached: dict[int, int] = {id(group.source): 0 for group in found}
-    order = list(reached)
-    numbered = []
-    for group in found:
-        source = id(group.source)
-        prefix = f"{order.index(source)}." if len(order) > 1 else ""
+    groups = _skip_frozen(groups, number)
+    _check_flat_params(groups, number)
+    counts: dict[int, int] = {id(group.adapter): 0 for group in groups}
+    order = list(counts)
+    numbered_groups = []
+    for group in groups:
+        identity = id(group.adapter)
+        prefix = f"{order.index(identity)}." if len(order) > 1 else ""
         members = []
-        for one in group.members:
-            members.append(_numbered(one, prefix, reached[source]))
-            reached[source] += len(one.handles)
-        numbered.append(replace(group, members=members))
-    return numbered
+        for member in group.members:
+            members.append(_number_member(member, prefix, counts[identity]))
+            counts[identity] += len(member.refs)
+        numbered_groups.append(replace(group, members=members))
+    return numbered_groups
 
 
-def has_names(found: Sequence[ParamGroup]) -> bool:
-    """Whether parameters are known by more than their places, for what the optimizer itself says of them."""
-    return any("param_names" in group.settings for group in found) or any(
-        isinstance(member.key, str) for group in found for member in group.members
+def has_names(groups: Sequence[ParamGroup]) -> bool:
+    """Return whether parameters have names and not only positions, according to the optimizer itself."""
+    return any("param_names" in group.settings for group in groups) or any(
+        isinstance(member.key, str) for group in groups for member in group.members
     )
 
 
-def match_by_position(found: Sequence[ParamGroup], saved: Encoded) -> list[ParamGroup]:
-    """The same groups, with parameters that have no names here called as those in the same places in a checkpoint.
+def match_by_position(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
+    """Return the same groups, with parameters named like those at the same positions in a checkpoint.
 
-    Raises ``OptimizerMismatchError`` where the places are not known there, or there is another number of them.
+    Raises ``OptimizerMismatchError`` if the checkpoint does not have positions, or another number of parameters.
     """
-    theirs = [name for group in saved for name in group["params"]]
+    saved_names = [name for group in saved for name in group["params"]]
     if not all(group.get(ORDERED) for group in saved):
         raise OptimizerMismatchError(
-            "the checkpoint has the optimizer's parameters by name, in an order that nobody knows, and here they have "
-            "no names: pass the model, or make the optimizer with model.named_parameters()"
+            "the checkpoint has the optimizer's parameters by name, in an unknown order, and here they have no names: "
+            "pass the model, or create the optimizer with model.named_parameters()"
         )
-    if len(theirs) != sum(len(group.members) for group in found):
+    if len(saved_names) != sum(len(group.members) for group in groups):
         raise OptimizerMismatchError(
-            f"the checkpoint holds an optimizer of {len(theirs)} parameters, this one trains "
-            f"{sum(len(group.members) for group in found)}; pass the model, so that they are found by name"
+            f"the checkpoint holds an optimizer of {len(saved_names)} parameters, this one trains "
+            f"{sum(len(group.members) for group in groups)}; pass the model, so that they are matched by name"
         )
-    name = iter(theirs)
-    return [replace(group, members=[_called(one, next(name)) for one in group.members]) for group in found]
-
-
-def _called(member: GroupMember, name: str) -> GroupMember:
-    return GroupMember(member.key, tuple(ParamRef(name, one.like, one.flat) for one in member.handles))
-
-
-def _counted(found: Sequence[ParamGroup], number: int) -> Sequence[ParamGroup]:
-    """The groups, with frozen parameters known by nothing where all that are trained are just as many as ``number``."""
-    members = [member for group in found for member in group.members]
-    trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
-    if len(members) == number or len(trained) != number:
-        return found
-    known = {id(member) for member in trained}
+    names = iter(saved_names)
     return [
-        replace(group, members=[one if id(one) in known else GroupMember(one.key, ()) for one in group.members])
-        for group in found
+        replace(group, members=[_rename_member(member, next(names)) for member in group.members]) for group in groups
     ]
 
 
-def _check_flat(found: Sequence[ParamGroup], number: int) -> None:
-    members = [member for group in found for member in group.members]
-    shared = next((member for member in members if len(member.handles) > 1), None)
-    if shared is not None and sum(len(member.handles) for member in members) != number:
+def _rename_member(member: GroupMember, name: str) -> GroupMember:
+    return GroupMember(member.key, tuple(ParamRef(name, ref.tensor, ref.flat) for ref in member.refs))
+
+
+def _skip_frozen(groups: Sequence[ParamGroup], number: int) -> Sequence[ParamGroup]:
+    """Return the groups, with no reference for frozen parameters if exactly ``number`` parameters are trained."""
+    members = [member for group in groups for member in group.members]
+    trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
+    if len(members) == number or len(trained) != number:
+        return groups
+    trained_ids = {id(member) for member in trained}
+    return [
+        replace(group, members=[m if id(m) in trained_ids else GroupMember(m.key, ()) for m in group.members])
+        for group in groups
+    ]
+
+
+def _check_flat_params(groups: Sequence[ParamGroup], number: int) -> None:
+    members = [member for group in groups for member in group.members]
+    shared = next((member for member in members if len(member.refs) > 1), None)
+    if shared is not None and sum(len(member.refs) for member in members) != number:
         raise OptimizerMismatchError(
-            "the checkpoint knows the optimizer's parameters by number only, and FSDP1 keeps "
-            f"{shared.handles[0].name!r} and others as one here: wrap with use_orig_params=True"
+            "the checkpoint has the optimizer's parameters by number only, and FSDP1 keeps "
+            f"{shared.refs[0].name!r} and others as one here: wrap with use_orig_params=True"
         )
 
 
-def _numbered(member: GroupMember, prefix: str, first: int) -> GroupMember:
-    handles = enumerate(member.handles, start=first)
-    return GroupMember(member.key, tuple(ParamRef(f"{prefix}{i}", one.like, one.flat) for i, one in handles))
+def _number_member(member: GroupMember, prefix: str, first: int) -> GroupMember:
+    numbered_refs = enumerate(member.refs, start=first)
+    return GroupMember(member.key, tuple(ParamRef(f"{prefix}{i}", ref.tensor, ref.flat) for i, ref in numbered_refs))
 
 
-def check_order(found: Sequence[ParamGroup], infos: Mapping[str, TensorInfo]) -> None:
-    """Raise ``OptimizerMismatchError`` where a state is not of the shape of the parameter that has its number."""
-    known = (member for group in found for member in group.members if _has_shape(group, member))
-    handles = (handle for member in known for handle in member.handles)
-    shapes = {handle.name: handle.like.shape for handle in handles}
+def check_order(groups: Sequence[ParamGroup], infos: Mapping[str, TensorInfo]) -> None:
+    """Raise ``OptimizerMismatchError`` if a state does not have the shape of the parameter with its number."""
+    members = (member for group in groups for member in group.members if _has_shape(group, member))
+    refs = (ref for member in members for ref in member.refs)
+    shapes = {ref.name: ref.tensor.shape for ref in refs}
     for name, info in infos.items():
         number, state = split_state_key(name)
         shape = shapes.get(number, info.shape)
-        if not _spreads(info.shape, shape):
+        if not _can_spread(info.shape, shape):
             raise OptimizerMismatchError(
-                f"the optimizer's parameters are known by their places only; {state!r} of {number!r} has shape "
-                f"{list(info.shape)} in the checkpoint, the parameter in that place has {list(shape)} here: make the "
-                "optimizer with its parameters in the order in which it was saved"
+                f"the optimizer's parameters are matched by position only; {state!r} of {number!r} has shape "
+                f"{list(info.shape)} in the checkpoint, the parameter at that position has {list(shape)} here: create "
+                "the optimizer with its parameters in the order in which it was saved"
             )
 
 
 def _has_shape(group: ParamGroup, member: GroupMember) -> bool:
-    """Whether it is known here: not of what a state dict has no states of."""
-    return isinstance(member.key, torch.Tensor) or bool(group.source.states(member.key))
+    """Return whether the shape of a parameter is known. In a state dict it is not if there are no states of it."""
+    return isinstance(member.key, torch.Tensor) or bool(group.adapter.get_states(member.key))
 
 
-def _spreads(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
-    """Whether a state of a shape can be that of a parameter: one value for each element, row, column or tensor."""
+def _can_spread(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
+    """Return whether a state's shape fits a parameter's: one value for each element, row, column or tensor."""
     last = over[len(over) - len(shape) :]
     return len(shape) <= len(over) and all(size in {1, whole} for size, whole in zip(shape, last, strict=True))

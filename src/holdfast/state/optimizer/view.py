@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, read at its own dtypes, without a step and without a cast.
+"""Views of optimizers: states by parameter name, read at their own dtypes, without a step and without a cast.
 
 ``torch.optim.Optimizer.load_state_dict`` casts float32 moments of bfloat16 parameters down, and torch's
 ``get_optimizer_state_dict`` steps an optimizer that never stepped; neither is used.
@@ -23,142 +23,148 @@ from holdfast.state.tensors import NAMES, TensorView, view_of
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One entry of a parameter group: what the optimizer knows it by, and the parameters that it is."""
+    """An entry of a parameter group: the optimizer's key for it, and references to the parameters behind it."""
 
     key: Key
-    handles: tuple[ParamRef, ...]
+    refs: tuple[ParamRef, ...]
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """A parameter group: ``number`` in its optimizer, ``settings`` live."""
+    """A parameter group: ``number`` is its index in its optimizer, ``settings`` are live."""
 
-    source: OptimizerAdapter
+    adapter: OptimizerAdapter
     number: int
     settings: dict[str, Any]
     members: list[GroupMember]
 
-    def names(self) -> list[str]:
-        """The names of its parameters."""
-        return [handle.name for member in self.members for handle in member.handles]
+    def param_names(self) -> list[str]:
+        """Return the names of its parameters."""
+        return [ref.name for member in self.members for ref in member.refs]
 
-    def values(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+    def to_values(self) -> dict[str, Any]:
+        """Return the group as a checkpoint stores it, without states."""
         settings = {name: value for name, value in self.settings.items() if name not in {"params", "param_names"}}
         return {
-            "class": self.source.kind,
+            "class": self.adapter.class_name,
             "number": self.number,
-            "params": self.names(),
+            "params": self.param_names(),
             "ordered": True,
             "settings": settings,
         }
 
 
-def view_groups(parts: Sequence[object], handles: Mapping[int, tuple[ParamRef, ...]] | None) -> list[ParamGroup]:
-    """The parameter groups of the parts of an optimizer.
+def view_groups(parts: Sequence[object], refs: Mapping[int, tuple[ParamRef, ...]] | None) -> list[ParamGroup]:
+    """Return the parameter groups of the parts of an optimizer.
 
-    Parameters are named by the model's ``handles``, else by the names that torch keeps in the groups, else by position.
-    Raises ``StateError`` for a parameter that the model does not have, and for a name twice.
+    Parameters are named by the model's ``refs``, else by the names that torch keeps in the groups, else by position.
+    Raises ``StateError`` if the model does not have a parameter, or if two have one name.
     """
-    found = []
+    groups = []
     for part in parts:
-        seen = adapt_optimizer(part)
+        adapter = adapt_optimizer(part)
         position = 0
-        for number, settings in enumerate(seen.groups):
-            members = list(_members(settings, handles, number, position))
-            found.append(ParamGroup(seen, number, settings, members))
+        for number, settings in enumerate(adapter.param_groups):
+            members = list(_iterate_members(settings, refs, number, position))
+            groups.append(ParamGroup(adapter, number, settings, members))
             position += len(members)
-    every = parameter_names(found)
-    if len(every) != len(set(every)):
-        twice = next(name for name in every if every.count(name) > 1)
-        raise StateError(f"the optimizer, or two parts of it, have the parameter {twice!r} twice; pass the model, too")
-    return found
+    names = parameter_names(groups)
+    if len(names) != len(set(names)):
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise StateError(
+            f"the optimizer, or two parts of it, have the parameter {duplicate!r} twice; pass the model, too"
+        )
+    return groups
 
 
-def parameter_names(found: Sequence[ParamGroup]) -> list[str]:
-    """The parameters of some groups."""
-    return [name for group in found for name in group.names()]
+def parameter_names(groups: Sequence[ParamGroup]) -> list[str]:
+    """Return the names of the parameters of some groups."""
+    return [name for group in groups for name in group.param_names()]
 
 
 def refs_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[ParamRef, ...]] | None:
-    """The handles for the optimizer in ``slot``; of several models, those of others than its own get their name."""
+    """Return the parameter references for the optimizer in ``slot``.
+
+    If there are several models, references to others than the optimizer's own are prefixed by the model's name.
+    """
     if not models:
         return None
-    own = "model" + slot.removeprefix("optimizer")
-    found: dict[int, tuple[ParamRef, ...]] = {}
-    for name, view in sorted(models.items(), key=lambda item: item[0] != own):
-        prefix = "" if name in {own, "model"} else name.removeprefix("model/") + "/"
-        for identity, handles in view.handles.items():
-            found.setdefault(identity, tuple(one.with_prefix(prefix) for one in handles) if prefix else handles)
-    return found
+    own_slot = "model" + slot.removeprefix("optimizer")
+    merged: dict[int, tuple[ParamRef, ...]] = {}
+    for name, view in sorted(models.items(), key=lambda item: item[0] != own_slot):
+        prefix = "" if name in {own_slot, "model"} else name.removeprefix("model/") + "/"
+        for identity, refs in view.refs.items():
+            merged.setdefault(identity, tuple(ref.with_prefix(prefix) for ref in refs) if prefix else refs)
+    return merged
 
 
-def _members(
-    settings: Mapping[str, Any], handles: Mapping[int, tuple[ParamRef, ...]] | None, number: int, position: int
+def _iterate_members(
+    settings: Mapping[str, Any], refs: Mapping[int, tuple[ParamRef, ...]] | None, number: int, position: int
 ) -> Iterator[GroupMember]:
-    kept = settings.get("param_names")
+    stored_names = settings.get("param_names")
     for i, entry in enumerate(settings["params"]):
-        if isinstance(entry, torch.Tensor) and handles is not None:
-            yield GroupMember(entry, _known(entry, handles, f"parameter {i} of the optimizer's group {number}"))
+        if isinstance(entry, torch.Tensor) and refs is not None:
+            yield GroupMember(entry, _find_refs(entry, refs, f"parameter {i} of the optimizer's group {number}"))
         else:
-            name = entry if isinstance(entry, str) else kept[i] if kept else str(position + i)
-            like = view_of(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
-            yield GroupMember(entry, (ParamRef(name, like),))
+            name = entry if isinstance(entry, str) else stored_names[i] if stored_names else str(position + i)
+            tensor = view_of(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
+            yield GroupMember(entry, (ParamRef(name, tensor),))
 
 
-#: What nothing is known of, in a state dict.
+#: A parameter in a state dict, of which nothing but its key is known.
 _UNKNOWN = TensorView("", (), None, torch.empty(0))
 
 
-def _known(parameter: torch.Tensor, handles: Mapping[int, tuple[ParamRef, ...]], what: str) -> tuple[ParamRef, ...]:
-    found = handles.get(id(parameter))
-    if found is None:
+def _find_refs(parameter: torch.Tensor, refs: Mapping[int, tuple[ParamRef, ...]], subject: str) -> tuple[ParamRef, ...]:
+    param_refs = refs.get(id(parameter))
+    if param_refs is None:
         raise StateError(
-            f"{what}, of shape {list(parameter.shape)}, is not one of the model's; make the optimizer after the model "
-            "is wrapped, and pass the model that it trains, itself and not its state dict"
+            f"{subject}, of shape {list(parameter.shape)}, is not a parameter of the model; create the optimizer after "
+            "the model is wrapped, and pass the model that it trains, not its state dict"
         )
-    return found
+    return param_refs
 
 
-def optimizer_tensors(found: Sequence[ParamGroup]) -> Iterator[tuple[str, TensorView]]:
-    """The state tensors, live, by :func:`key`. Nothing is made up for parameters that have no state."""
-    for member, states in _states(found):
+def optimizer_tensors(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, TensorView]]:
+    """Yield the state tensors, live, by :func:`state_key`. Parameters without state have none."""
+    for member, states in _owned_states(groups):
         for state, value in states.items():
             if isinstance(value, torch.Tensor):
-                for handle in member.handles:
-                    yield state_key(handle.name, str(state)), place_states(handle, str(state), value)
+                for ref in member.refs:
+                    yield state_key(ref.name, str(state)), place_states(ref, str(state), value)
 
 
-def optimizer_values(found: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """All that is not a tensor of the state: each group's class, parameters and settings, and plain states."""
+def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Return everything but the state tensors: each group's class, parameters and settings, and other states."""
     plain: dict[str, dict[str, Any]] = {}
-    for member, states in _states(found):
+    for member, states in _owned_states(groups):
         for state, value in states.items():
             if not isinstance(value, torch.Tensor):
-                for handle in member.handles:
-                    plain.setdefault(handle.name, {})[str(state)] = value
+                for ref in member.refs:
+                    plain.setdefault(ref.name, {})[str(state)] = value
     return [
-        {**group.values(), "state": {name: plain[name] for name in group.names() if name in plain}} for group in found
+        {**group.to_values(), "state": {name: plain[name] for name in group.param_names() if name in plain}}
+        for group in groups
     ]
 
 
-def _states(found: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, Mapping[str, Any]]]:
-    for group in found:
+def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, Mapping[str, Any]]]:
+    for group in groups:
         for member in group.members:
-            if group.source.owns(member.key):
-                yield member, group.source.states(member.key)
+            if group.adapter.owns_state(member.key):
+                yield member, group.adapter.get_states(member.key)
 
 
-def place_states(handle: ParamRef, state: str, value: torch.Tensor) -> TensorView:
-    """A state tensor as a checkpoint sees it. Raises ``UnsupportedTensorError`` where its layout is not known."""
-    if handle.flat is not None:
-        local = fsdp1.flat_elements(handle.flat, value)
+def place_states(ref: ParamRef, state: str, value: torch.Tensor) -> TensorView:
+    """Return a state tensor as a checkpoint sees it. Raises ``UnsupportedTensorError`` if its layout is unknown."""
+    if ref.flat is not None:
+        local = fsdp1.flat_elements(ref.flat, value)
         if local is not None:
-            return TensorView(NAMES[local.dtype], handle.like.shape, handle.like.layout, local)
-    what = f"optimizer state {state_key(handle.name, state)!r}"
-    if not isinstance(value, DTensor) and value.numel() > 1 and handle.like.is_divided():
+            return TensorView(NAMES[local.dtype], ref.tensor.shape, ref.tensor.layout, local)
+    subject = f"optimizer state {state_key(ref.name, state)!r}"
+    if not isinstance(value, DTensor) and value.numel() > 1 and ref.tensor.is_divided():
         raise UnsupportedTensorError(
-            f"{what} is a plain tensor of shape {list(value.shape)}, and its parameter is sharded: which part of "
-            "what it is cannot be told (block-quantised states are like that)"
+            f"{subject} is a plain tensor of shape {list(value.shape)}, and its parameter is sharded: it is "
+            "unknown which part of the state it holds (as for block-quantized states)"
         )
-    return view_of(value, what)
+    return view_of(value, subject)

@@ -1,4 +1,4 @@
-"""The work of a conversion to NxD's format: the first rank plans and writes, the others wait for it."""
+"""The conversion to NxD's format: rank 0 plans and writes, the other ranks wait."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from holdfast.run.staging_dir import staging_directory
 
 
 def convert_to_nxd(request: ConversionRequest, session: Session, options: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of NxD's format. On failure nothing is left, and all ranks raise the same error.
+    """Write a checkpoint in NxD's format. On failure nothing is left, and all ranks raise the same error.
 
-    ``options`` are those of :class:`~holdfast.compat.nxd.convert.options.NxdOptions`. Raises ``InvalidArgumentError``.
+    ``options`` are those of :class:`~holdfast.compat.nxd.convert.options.NxdOptions`. Raises ``InvalidArgumentError``
+    for invalid ones.
     """
-    checked = _check_options(options)
+    nxd_options = _check_options(options)
 
-    def write() -> bytes:
-        request.check()
-        checked.check()
-        material = request.material()
-        with detect_replacement(material.reader):
-            writer = NxdWriter(material, checked)
+    def plan_and_write() -> bytes:
+        request.check_arguments()
+        nxd_options.check_values()
+        source = request.open_source()
+        with detect_replacement(source.reader):
+            writer = NxdWriter(source, nxd_options)
             with staging_directory(request.final) as staging:
-                writer.write(staging)
+                writer.write_checkpoint(staging)
         return b""
 
-    session.vote("converting", lambda: None, lambda _: b"", lambda _: write())
+    session.vote("converting", lambda: None, lambda _: b"", lambda _: plan_and_write())
     return request.final
 
 
 def _check_options(given: Mapping[str, Any]) -> NxdOptions:
+    """Return the options as an object. Raises ``InvalidArgumentError`` for unknown ones."""
     names = {field.name for field in fields(NxdOptions)}
     unknown = given.keys() - names
     if unknown:
-        known = ", ".join(sorted(names - {LAYOUT}))
-        raise InvalidArgumentError(f"for {NXD!r} there are {known}, and no {', '.join(unknown)}")
+        valid = ", ".join(sorted(names - {LAYOUT}))
+        raise InvalidArgumentError(f"format {NXD!r} has the options {valid}; got {', '.join(unknown)}")
     return NxdOptions(**given)

@@ -1,4 +1,4 @@
-"""The states of an optimizer as ranks of NxD have them, by number of parameter."""
+"""The optimizer states of each NxD rank, by parameter number."""
 
 from __future__ import annotations
 
@@ -10,80 +10,103 @@ from holdfast.compat.nxd.convert import torch_files
 from holdfast.compat.nxd.convert.options import NxdOptions
 from holdfast.compat.nxd.convert.parameters import ShardedParameters
 from holdfast.compat.nxd.format import zero
-from holdfast.compat.nxd.format.consistency import digest_evidence
+from holdfast.compat.nxd.format.consistency import digest_tensor
 from holdfast.compat.nxd.format.shard import ShardedTensor
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.stored_tensor import StoredTensor
 
-#: The groups of an optimizer, as values have them.
+#: The param groups of an optimizer, in the format of holdfast's values.
 Groups = Sequence[Mapping[str, Any]]
 
-#: States of whole parameters, by parameter and state, tensors and others.
+#: States of whole parameters, by parameter name and state name. A state is a tensor or another value.
 States = Mapping[str, Mapping[str, Any]]
 
 
 class ShardedOptimizerStates:
-    """What goes into the files of each rank. ``source`` is named where it does not fit."""
+    """The optimizer states for the files of each rank. ``origin`` is the path that error messages name."""
 
     def __init__(
-        self, groups: Groups, states: States, parameters: ShardedParameters, options: NxdOptions, source: Path
+        self, groups: Groups, states: States, parameters: ShardedParameters, options: NxdOptions, origin: Path
     ) -> None:
         self._groups, self._states, self._parameters = groups, states, parameters
-        self._options, self._source = options, source
+        self._options, self._origin = options, origin
 
-    def of(self, stage: Sequence[ShardedTensor], tp: int) -> list[dict[str, Any]]:
-        """Those of all data-parallel ranks of a tensor-parallel one; of one where it is no ZeRO-1 optimizer."""
-        rows, numbered = self._numbered(stage)
-        own = {pid: found for pid, one in numbered.items() if (found := self._own(one, tp))}
-        groups = [{**group["settings"], "params": row} for group, row in zip(self._groups, rows, strict=True)]
+    def rank_states(self, stage: Sequence[ShardedTensor], tp: int) -> list[dict[str, Any]]:
+        """Return the states of all data-parallel ranks of a tensor-parallel rank.
+
+        Without ZeRO-1 (``dp_size`` is ``None``) there is only one.
+        """
+        pids_by_group, numbered = self._number_parameters(stage)
+        states = {
+            pid: param_states
+            for pid, parameter in numbered.items()
+            if (param_states := self._parameter_states(parameter, tp))
+        }
+        groups = [
+            {**group["settings"], "params": pids} for group, pids in zip(self._groups, pids_by_group, strict=True)
+        ]
         if self._options.dp_size is None:
-            return [{"state": own, "param_groups": groups}]
-        here = {pid: self._parameters.local(one, tp) for pid, one in numbered.items()}
-        shapes = {pid: list(one.info.shape) for pid, one in here.items()}
-        root = {"state": {}, "param_groups": groups, zero.BASE: own, zero.SHAPES: shapes}
+            return [{"state": states, "param_groups": groups}]
+        local_tensors = {pid: self._parameters.local_tensor(parameter, tp) for pid, parameter in numbered.items()}
+        shapes = {pid: list(tensor.info.shape) for pid, tensor in local_tensors.items()}
+        root = {"state": {}, "param_groups": groups, zero.BASE: states, zero.SHAPES: shapes}
         if self._options.master_weights:
-            root[zero.MASTERS] = {pid: torch_files.cast_provider(one, "F32") for pid, one in here.items()}
-        return zero.shard_zero_state(root, self._options.dp_size, self._source)
+            root[zero.MASTERS] = {pid: torch_files.cast_tensor(tensor, "F32") for pid, tensor in local_tensors.items()}
+        return zero.shard_zero_state(root, self._options.dp_size, self._origin)
 
-    def _numbered(self, stage: Sequence[ShardedTensor]) -> tuple[list[list[int]], dict[int, ShardedTensor]]:
-        """The numbers in each group, and what has them."""
-        rows: list[list[int]] = []
+    def _number_parameters(self, stage: Sequence[ShardedTensor]) -> tuple[list[list[int]], dict[int, ShardedTensor]]:
+        """Return the parameter numbers of each group, and the parameters by number.
+
+        Raises ``InvalidArgumentError`` if an NxD parameter is made of parameters in different groups.
+        """
+        pids_by_group: list[list[int]] = []
         numbered: dict[int, ShardedTensor] = {}
         for group in self._groups:
             names = set(group["params"])
-            members = [one for one in stage if not names.isdisjoint(one.names)]
-            apart = next((one for one in members if not names.issuperset(one.names)), None)
-            if apart is not None:
+            members = [parameter for parameter in stage if not names.isdisjoint(parameter.names)]
+            split = next((parameter for parameter in members if not names.issuperset(parameter.names)), None)
+            if split is not None:
                 raise InvalidArgumentError(
-                    f"{apart.name!r} of NxD is made of parameters in different groups of the optimizer"
+                    f"the NxD parameter {split.name!r} is made of parameters in different groups of the optimizer"
                 )
-            rows.append([len(numbered) + index for index in range(len(members))])
-            numbered |= dict(zip(rows[-1], members, strict=True))
-        return rows, numbered
+            pids_by_group.append([len(numbered) + index for index in range(len(members))])
+            numbered |= dict(zip(pids_by_group[-1], members, strict=True))
+        return pids_by_group, numbered
 
-    def _own(self, one: ShardedTensor, tp: int) -> dict[str, Any]:
-        every = [self._states.get(name, {}) for name in one.names]
-        if any(own.keys() != every[0].keys() for own in every):
-            raise InvalidArgumentError(f"{one.name!r} of NxD is made of parameters with different states")
-        return {state: self._state(one, state, [own[state] for own in every], tp) for state in every[0]}
+    def _parameter_states(self, parameter: ShardedTensor, tp: int) -> dict[str, Any]:
+        """Return the states of one parameter on a tensor-parallel rank, by state name."""
+        whole_states = [self._states.get(name, {}) for name in parameter.names]
+        if any(states.keys() != whole_states[0].keys() for states in whole_states):
+            raise InvalidArgumentError(
+                f"the NxD parameter {parameter.name!r} is made of parameters with different states"
+            )
+        return {
+            state: self._shard_state(parameter, state, [states[state] for states in whole_states], tp)
+            for state in whole_states[0]
+        }
 
-    def _state(self, one: ShardedTensor, state: str, row: Sequence[Any], tp: int) -> Any:
-        first = row[0]
+    def _shard_state(self, parameter: ShardedTensor, state: str, values: Sequence[Any], tp: int) -> Any:
+        """Return one state of a parameter on a tensor-parallel rank: its shard, or a value that all ranks have."""
+        first = values[0]
         if not isinstance(first, StoredTensor) or not first.info.shape:
-            if not all(_same(first, other) for other in row[1:]):
-                raise InvalidArgumentError(f"{state!r} differs among what {one.name!r} of NxD is made of")
+            if not all(_are_equal(first, other) for other in values[1:]):
+                raise InvalidArgumentError(
+                    f"{state!r} differs among the parameters that the NxD parameter {parameter.name!r} is made of"
+                )
             return first
-        whole = dict(zip(one.names, row, strict=True))
-        if any(whole[name].info.shape != self._parameters.whole[name].info.shape for name in whole):
-            if one.rule.dim is None or self._options.tp_size == 1 == len(row):
+        whole_values = dict(zip(parameter.names, values, strict=True))
+        if any(
+            whole_values[name].info.shape != self._parameters.whole_tensors[name].info.shape for name in whole_values
+        ):
+            if parameter.rule.dim is None or self._options.tp_size == 1 == len(values):
                 return first
             raise InvalidArgumentError(
-                f"how tensor-parallel ranks would divide {state!r} of {one.name!r}, nobody can tell"
+                f"cannot tell how tensor-parallel ranks divide {state!r} of {parameter.name!r}: its shape differs"
             )
-        return self._parameters.local_of(one, tp, state, whole)
+        return self._parameters.local_state(parameter, tp, state, whole_values)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
-        return one.info == other.info and digest_evidence(one) == digest_evidence(other)
-    return type(one) is type(other) and bool(one == other)
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, StoredTensor) and isinstance(other, StoredTensor):
+        return value.info == other.info and digest_tensor(value) == digest_tensor(other)
+    return type(value) is type(other) and bool(value == other)

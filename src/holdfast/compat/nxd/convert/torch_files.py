@@ -1,4 +1,7 @@
-"""Writing files of ``torch.save`` that are planned to the byte: a buffer at a time, by several threads; read back."""
+"""Writes planned files of ``torch.save``, whose size and layout are known to the byte.
+
+Several threads write one buffer at a time; everything is read back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from holdfast.storage.posix import allocate_space, make_parents
 
 
 class _Range(NamedTuple):
-    """Bytes from ``start`` on of a tensor of a file, by their numbers, and where they go in it."""
+    """A range of a tensor: ``size`` bytes from byte ``start`` on, written at byte ``offset`` of the file.
+
+    ``file`` and ``tensor`` are numbers.
+    """
 
     file: int
     tensor: int
@@ -40,7 +46,7 @@ class _Range(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """What was written there: CRC-32 for the file, CRC-64 for us."""
+    """The checksums of a written range: CRC-32 for the file format, CRC-64 for the verification."""
 
     range: _Range
     crc32: int
@@ -48,123 +54,130 @@ class _Written(NamedTuple):
 
 
 def write_torch_files(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """Write files that are not there yet, read them back, and make them durable.
+    """Write files that do not exist yet, read them back, and make them durable.
 
-    Through the page cache, so that reading back costs little: it proves that every byte is where it should be, and not
-    that the disk keeps it. Raises ``CorruptCheckpointError`` where one is read as something else.
+    They are written through the page cache, so reading back is cheap: it proves that every byte is in its place, not
+    that the disk stores it. Raises ``CorruptCheckpointError`` if a range reads back differently.
     """
     for file in files:
         make_parents(folder, file.name)
         allocate_space(folder / file.name, file.frame.size)
-    ranges = [one for number, file in enumerate(files) for one in _ranges(number, file)]
+    ranges = [file_range for number, file in enumerate(files) for file_range in _split_ranges(number, file)]
     sources = _Sources(tensor for file in files for tensor in file.tensors)
     buffers = BufferPool(CHUNK)
-    with SourceReader(sources.files) as opened:
-        written = run_in_threads(lambda one: _write(one, folder, files[one.file], sources, opened, buffers), ranges)
-    run_in_threads(lambda pair: _finish(folder / pair[0].name, *pair, buffers), list(_by_file(files, written)))
+    with SourceReader(sources.files) as reader:
+        written = run_in_threads(
+            lambda file_range: _write_range(file_range, folder, files[file_range.file], sources, reader, buffers),
+            ranges,
+        )
+    run_in_threads(lambda item: _finish_file(folder / item[0].name, *item, buffers), list(_by_file(files, written)))
 
 
-def _ranges(number: int, file: PlannedFile) -> Iterator[_Range]:
-    """Cut where offsets in the file are multiples of a buffer's size."""
-    for tensor, (stored, begin) in enumerate(zip(file.tensors, file.frame.starts, strict=True)):
-        at, end = begin, begin + stored.info.nbytes
-        while at < end:
-            stop = min(end, (at // CHUNK + 1) * CHUNK)
-            yield _Range(number, tensor, at - begin, stop - at, at)
-            at = stop
+def _split_ranges(number: int, file: PlannedFile) -> Iterator[_Range]:
+    """Yield the ranges of a file's tensors, cut at multiples of the buffer size in the file."""
+    for tensor, (stored, begin) in enumerate(zip(file.tensors, file.frame.storage_offsets, strict=True)):
+        position, end = begin, begin + stored.info.nbytes
+        while position < end:
+            stop = min(end, (position // CHUNK + 1) * CHUNK)
+            yield _Range(number, tensor, position - begin, stop - position, position)
+            position = stop
 
 
 @dataclass(frozen=True, eq=False)
-class CastProvider(StoredTensor):
-    """A tensor in another dtype than ``whole`` has it in."""
+class CastTensor(StoredTensor):
+    """A tensor that is cast from the dtype of ``whole``."""
 
     info: TensorInfo
     whole: StoredTensor
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
-        """What is cast lies in no file."""
-        raise FormatError(f"bytes {start} to {stop} of a tensor that is cast are in no file")
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+        """Raise ``FormatError``: the bytes of a cast tensor are stored in no file."""
+        raise FormatError(f"bytes {start} to {stop} of a cast tensor are stored in no file")
 
 
-def cast_provider(stored: StoredTensor, dtype: str) -> StoredTensor:
-    """A tensor in some dtype."""
-    return stored if stored.info.dtype == dtype else CastProvider(TensorInfo(dtype, stored.info.shape), stored)
+def cast_tensor(stored: StoredTensor, dtype: str) -> StoredTensor:
+    """Return the tensor in a dtype, unchanged if it already has it."""
+    return stored if stored.info.dtype == dtype else CastTensor(TensorInfo(dtype, stored.info.shape), stored)
 
 
 class _Sources:
-    """Numbers what is read from."""
+    """The files to read, numbered, and the methods that read tensors from them."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self.files: list[Source] = []
         self._numbers: dict[Source, int] = {}
-        for stored in {id(one): one for one in map(_in_files, tensors)}.values():
-            for extent in stored.extents(0, stored.info.nbytes):
+        for stored in {id(tensor): tensor for tensor in map(_stored_tensor, tensors)}.values():
+            for extent in stored.find_extents(0, stored.info.nbytes):
                 if extent.file not in self._numbers:
                     self._numbers[extent.file] = len(self.files)
                     self.files.append(extent.file)
 
-    def fill(self, stored: StoredTensor, start: int, into: Bytes, opened: SourceReader) -> None:
-        """Bytes of a tensor, from ``start`` on; zeros where it has no more."""
-        if isinstance(stored, CastProvider):
-            self._cast(stored, start, into, opened)
+    def fill_buffer(self, stored: StoredTensor, start: int, into: Bytes, reader: SourceReader) -> None:
+        """Read bytes of a tensor from ``start`` on into a buffer; fill with zeros after its end."""
+        if isinstance(stored, CastTensor):
+            self._fill_cast(stored, start, into, reader)
             return
         if isinstance(stored, ShardRows):
-            number = max(0, min(len(into), stored.nbytes - start))
-            self.fill(stored.whole, stored.start + start, into[:number], opened)
-            into[number:] = 0
+            n_bytes = max(0, min(len(into), stored.nbytes - start))
+            self.fill_buffer(stored.whole, stored.start + start, into[:n_bytes], reader)
+            into[n_bytes:] = 0
             return
-        for source, offset, low, high in stored.extents(start, start + len(into)):
-            opened.read(self._numbers[source], offset, into[low - start : high - start].data)
+        for source, offset, low, high in stored.find_extents(start, start + len(into)):
+            reader.read(self._numbers[source], offset, into[low - start : high - start].data)
 
-    def _cast(self, stored: CastProvider, start: int, into: Bytes, opened: SourceReader) -> None:
-        here, there = (DTYPES[one.info.dtype] for one in (stored, stored.whole))
-        raw = np.empty(len(into) // here.itemsize * there.itemsize, np.uint8)
-        self.fill(stored.whole, start // here.itemsize * there.itemsize, raw, opened)
-        torch.from_numpy(into).view(here).copy_(torch.from_numpy(raw).view(there))
+    def _fill_cast(self, stored: CastTensor, start: int, into: Bytes, reader: SourceReader) -> None:
+        """Read bytes of a cast tensor from ``start`` on into a buffer."""
+        target_dtype, source_dtype = (DTYPES[tensor.info.dtype] for tensor in (stored, stored.whole))
+        raw = np.empty(len(into) // target_dtype.itemsize * source_dtype.itemsize, np.uint8)
+        self.fill_buffer(stored.whole, start // target_dtype.itemsize * source_dtype.itemsize, raw, reader)
+        torch.from_numpy(into).view(target_dtype).copy_(torch.from_numpy(raw).view(source_dtype))
 
 
-def _in_files(stored: StoredTensor) -> StoredTensor:
-    """What a tensor is made of that lies in files."""
-    while isinstance(stored, CastProvider | ShardRows):
+def _stored_tensor(stored: StoredTensor) -> StoredTensor:
+    """Return the tensor that is stored in files, from which this tensor is derived."""
+    while isinstance(stored, CastTensor | ShardRows):
         stored = stored.whole
     return stored
 
 
-def _write(  # noqa: PLR0917 - what a thread needs
-    one: _Range, folder: Path, file: PlannedFile, sources: _Sources, opened: SourceReader, buffers: BufferPool
+def _write_range(  # noqa: PLR0917 - the arguments of a thread
+    file_range: _Range, folder: Path, file: PlannedFile, sources: _Sources, reader: SourceReader, buffers: BufferPool
 ) -> _Written:
-    data = buffers.get()[: one.size]
-    sources.fill(file.tensors[one.tensor], one.start, data, opened)
+    """Write a range, and return its checksums."""
+    data = buffers.get()[: file_range.size]
+    sources.fill_buffer(file.tensors[file_range.tensor], file_range.start, data, reader)
     with BufferedWriter(folder / file.name) as writer:
-        writer.write(one.offset, data.data)
-    return _Written(one, zlib.crc32(data.data), crc64(data))
+        writer.write(file_range.offset, data.data)
+    return _Written(file_range, zlib.crc32(data.data), crc64(data))
 
 
 def _by_file(files: Sequence[PlannedFile], written: Iterable[_Written]) -> Iterator[tuple[PlannedFile, list[_Written]]]:
-    """What was written of each file."""
-    found: list[list[_Written]] = [[] for _ in files]
-    for one in written:
-        found[one.range.file].append(one)
-    return zip(files, found, strict=True)
+    """Group the written ranges by file."""
+    by_file: list[list[_Written]] = [[] for _ in files]
+    for record in written:
+        by_file[record.range.file].append(record)
+    return zip(files, by_file, strict=True)
 
 
-def _finish(path: Path, file: PlannedFile, written: Sequence[_Written], buffers: BufferPool) -> None:
+def _finish_file(path: Path, file: PlannedFile, written: Sequence[_Written], buffers: BufferPool) -> None:
+    """Write all but the tensors, verify the ranges, and sync the file."""
     crcs = dict.fromkeys(range(len(file.tensors)), 0)
     for (_, tensor, _, size, _), crc, _ in written:
         crcs[tensor] = combine_crc32(crcs[tensor], crc, size)
     with BufferedWriter(path) as writer:
-        for offset, data in file.frame.around(crcs):
+        for offset, data in file.frame.non_tensor_bytes(crcs):
             writer.write(offset, memoryview(data))
-        for one in written:
-            _check(one, path, buffers)
+        for record in written:
+            _verify_range(record, path, buffers)
         writer.sync()
 
 
-def _check(one: _Written, path: Path, buffers: BufferPool) -> None:
-    data = buffers.get()[: one.range.size]
+def _verify_range(record: _Written, path: Path, buffers: BufferPool) -> None:
+    """Raise ``CorruptCheckpointError`` if a range reads back differently than it was written."""
+    data = buffers.get()[: record.range.size]
     with BufferedReader(path) as reader:
-        reader.read(one.range.offset, data.data)
-    if crc64(data) != one.crc64:
+        reader.read(record.range.offset, data.data)
+    if crc64(data) != record.crc64:
         raise CorruptCheckpointError(
-            f"{path} was read back as something else than what was written, from byte {one.range.offset} on"
+            f"{path} read back differently than it was written, from byte {record.range.offset} on"
         )

@@ -1,4 +1,4 @@
-"""The values of a checkpoint on their way into one of NxD, with the tensors in them."""
+"""The values of a checkpoint that is converted to NxD's format, with the tensors in them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.capture import STATE
 
 
-def decode_values(material: ConversionSource) -> dict[str, Any]:
-    """The values, with the tensors in them."""
-    infos = {name: info for (group, name), info in material.infos.items() if group == STATE}
+def decode_values(source: ConversionSource) -> dict[str, Any]:
+    """Decode the values of a source, and read the tensors in them."""
+    infos = {name: info for (group, name), info in source.tensor_infos.items() if group == STATE}
     arrays = ArrayDecoder(infos)
-    found = values.decode_value(dict(material.carried.shared), arrays, "the values")
+    decoded = values.decode_value(dict(source.carried.shared), arrays, "the values")
     for name, tensor in arrays.tensors.items():
-        _fill(material, name, tensor)
-    return dict(found)
+        _read_tensor(source, name, tensor)
+    return dict(decoded)
 
 
-def _fill(material: ConversionSource, name: str, tensor: torch.Tensor) -> None:
-    if name in material.carried.arrays:
-        tensor.copy_(material.carried.arrays[name])
+def _read_tensor(source: ConversionSource, name: str, tensor: torch.Tensor) -> None:
+    """Read a tensor of the values into memory."""
+    if name in source.carried.arrays:
+        tensor.copy_(source.carried.arrays[name])
         return
-    into = np.empty(tensor.nbytes, np.uint8)
-    extents = material.reader.extents(*material.chosen.sources[STATE, name], 0, tensor.nbytes)
-    with SourceReader([extent.file for extent in extents]) as opened:
+    buffer = np.empty(tensor.nbytes, np.uint8)
+    extents = source.reader.find_extents(*source.selected.sources[STATE, name], 0, tensor.nbytes)
+    with SourceReader([extent.file for extent in extents]) as reader:
         for index, extent in enumerate(extents):
-            opened.read(index, extent.offset, into[extent.start : extent.stop].data)
+            reader.read(index, extent.offset, buffer[extent.start : extent.stop].data)
     if tensor.nbytes:
-        TensorBytes(tensor).write(0, into)
+        TensorBytes(tensor).write(0, buffer)

@@ -1,4 +1,4 @@
-"""Into a checkpoint of NxD: what each of its ranks would have saved."""
+"""Writes a checkpoint in NxD's format: the files that each of its ranks would have saved."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from holdfast.conversion.source_checksums import check_source_checksums
 from holdfast.conversion.state_dict_schemas import check_named, scheduler_state_dict
 from holdfast.conversion.target import ConversionSource
 from holdfast.conversion.torch_names_hash import names_hash
-from holdfast.conversion.torch_target import as_saved_tensor
+from holdfast.conversion.torch_target import as_saved_bytes
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_pieces
+from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.tensor_bytes import NullSink
 from holdfast.engine.plan.file_ranges import FileRange
@@ -38,35 +38,38 @@ _OPTIMIZER = "optimizer"
 class NxdWriter:
     """Plans the files of all ranks, and writes them into a folder."""
 
-    def __init__(self, material: ConversionSource, options: NxdOptions) -> None:
-        """Raises ``InvalidArgumentError`` for what NxD has no place for, and where the layout does not fit."""
-        self._material, self._options = material, options
-        self._values = decode_values(material)
-        self._check()
+    def __init__(self, source: ConversionSource, options: NxdOptions) -> None:
+        """Plan the parameters. Raises ``InvalidArgumentError`` if NxD cannot store the source or the layout is bad."""
+        self._source, self._options = source, options
+        self._values = decode_values(source)
+        self._check_components()
         self._groups: Sequence[Mapping[str, Any]] = self._values.get(_OPTIMIZER, {}).get("groups", [])
         trained = [name for group in self._groups for name in group["params"]]
-        self._parameters = ShardedParameters(material, options, trained)
+        self._parameters = ShardedParameters(source, options, trained)
 
-    def _check(self) -> None:
-        groups = self._material.chosen.groups()
+    def _check_components(self) -> None:
+        """Raise ``InvalidArgumentError`` if the source has components that NxD cannot store."""
+        groups = self._source.selected.group_names()
         if groups and MODEL not in groups:
-            raise InvalidArgumentError("a checkpoint of NxD has one model, and there is none; name it by keys")
+            raise InvalidArgumentError("an NxD checkpoint needs one model, and the source has none: name it by keys")
         others = [group for group in groups if "/" in group]
         if others or len([name for name in self._values if name.startswith(_OPTIMIZER)]) > 1:
-            raise InvalidArgumentError(f"NxD has one model and one optimizer; choose one of {', '.join(others)}")
+            raise InvalidArgumentError(
+                f"an NxD checkpoint has one model and one optimizer: choose one of {', '.join(others)}"
+            )
         check_named(self._values.get(_OPTIMIZER, {}))
 
-    def write(self, folder: Path) -> None:
-        """All files, into a folder that is there, markers last; what was written is read back."""
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write all files into an existing folder, markers last, and read back what was written."""
         self._verify_source()
-        files = [*self._models(), *self._optimizers()]
+        files = [*self._plan_models(), *self._plan_optimizers()]
         check_space(folder.parent, sum(file.frame.size for file in files))
         torch_files.write_torch_files(folder, files)
         for slot, name in VALUES.items():
             if slot in self._values:
                 value = self._values[slot]
                 posix.write_small(
-                    folder / name, as_saved_tensor(scheduler_state_dict(value) if slot == "scheduler" else value)
+                    folder / name, as_saved_bytes(scheduler_state_dict(value) if slot == "scheduler" else value)
                 )
         for marker in MARKERS:
             posix.write_small(folder / marker, b"1")
@@ -75,47 +78,59 @@ class NxdWriter:
         NxdReader(folder, {LAYOUT: layout, COPIES: "first"} if layout else {}).check_files()
 
     def _verify_source(self) -> None:
-        """Raise ``CorruptCheckpointError`` where the source has checksums, and its bytes are others."""
-        reader, keys = self._material.reader, list(self._material.chosen.sources.values())
+        """Raise ``CorruptCheckpointError`` if the source has checksums that its bytes do not match."""
+        reader, keys = self._source.reader, list(self._source.selected.sources.values())
         check_source_checksums(reader, keys)
-        if not any(reader.crcs(*key) is not None for key in keys):
+        if not any(reader.block_crcs(*key) is not None for key in keys):
             return
         files: dict[Source, int] = {}
-        pieces = [
-            FileRange(index, one.start, one.stop, one.start, files.setdefault(one.file, len(files)), one.offset)
+        file_ranges = [
+            FileRange(
+                index, extent.start, extent.stop, extent.start, files.setdefault(extent.file, len(files)), extent.offset
+            )
             for index, key in enumerate(keys)
-            for one in reader.extents(*key, 0, reader.groups[key[0]][key[1]].nbytes)
+            for extent in reader.find_extents(*key, 0, reader.groups[key[0]][key[1]].nbytes)
         ]
-        ChecksumVerifier(reader, keys).check_own(read_pieces(list(files), pieces, lambda _: NullSink()))
+        ChecksumVerifier(reader, keys).verify_local(read_file_ranges(list(files), file_ranges, lambda _: NullSink()))
 
-    def _models(self) -> Iterator[PlannedFile]:
-        every = self._parameters
-        for pp, stage in enumerate(every.stages()):
+    def _plan_models(self) -> Iterator[PlannedFile]:
+        """Yield the planned files of the model."""
+        parameters = self._parameters
+        for pp, stage in enumerate(parameters.split_stages()):
             for tp in range(self._options.tp_size):
-                tree = {one.name: torch_files.cast_provider(every.local(one, tp), every.dtype(one)) for one in stage}
-                yield from self._files(f"{MODEL}/{RankCoordinates(0, 0, tp, pp).name(experts=False)}", tree)
+                tree = {
+                    parameter.name: torch_files.cast_tensor(
+                        parameters.local_tensor(parameter, tp), parameters.dtype_of(parameter)
+                    )
+                    for parameter in stage
+                }
+                yield from self._plan_files(f"{MODEL}/{RankCoordinates(0, 0, tp, pp).file_name(experts=False)}", tree)
 
-    def _optimizers(self) -> Iterator[PlannedFile]:
+    def _plan_optimizers(self) -> Iterator[PlannedFile]:
+        """Yield the planned files of the optimizer."""
         if not self._groups:
             return
-        source = self._material.reader.path
-        states = ShardedOptimizerStates(self._groups, self._states(), self._parameters, self._options, source)
-        for pp, stage in enumerate(self._parameters.stages()):
+        origin = self._source.reader.path
+        states = ShardedOptimizerStates(self._groups, self._collect_states(), self._parameters, self._options, origin)
+        for pp, stage in enumerate(self._parameters.split_stages()):
             for tp in range(self._options.tp_size):
-                for dp, tree in enumerate(states.of(stage, tp)):
-                    yield from self._files(f"{OPTIM}/{RankCoordinates(dp, 0, tp, pp).name(experts=False)}", tree)
+                for dp, tree in enumerate(states.rank_states(stage, tp)):
+                    yield from self._plan_files(
+                        f"{OPTIM}/{RankCoordinates(dp, 0, tp, pp).file_name(experts=False)}", tree
+                    )
 
-    def _states(self) -> dict[str, dict[str, Any]]:
-        """The states of whole parameters, by parameter and state, tensors and others."""
-        chosen = self._material.chosen
-        found: dict[str, dict[str, Any]] = {}
-        for name in chosen.group(_OPTIMIZER):
+    def _collect_states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of whole parameters, by parameter name and state name."""
+        selected = self._source.selected
+        states: dict[str, dict[str, Any]] = {}
+        for name in selected.infos_of_group(_OPTIMIZER):
             fqn, state = split_state_key(name)
-            found.setdefault(fqn, {})[state] = stored_slices(self._material.reader, *chosen.sources[_OPTIMIZER, name])
+            states.setdefault(fqn, {})[state] = stored_slices(self._source.reader, *selected.sources[_OPTIMIZER, name])
         for group in self._groups:
             for fqn, plain in group["state"].items():
-                found.setdefault(fqn, {}).update(plain)
-        return found
+                states.setdefault(fqn, {}).update(plain)
+        return states
 
-    def _files(self, name: str, tree: Mapping[str, Any]) -> list[PlannedFile]:
+    def _plan_files(self, name: str, tree: Mapping[str, Any]) -> list[PlannedFile]:
+        """Plan the files of one rank."""
         return plan_rank_files(name, tree, names_hash, xser=self._options.xser)

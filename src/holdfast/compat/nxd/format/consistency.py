@@ -1,4 +1,4 @@
-"""What must be so where ranks' files belong together: copies are equal, and what fills up the last rows is zero."""
+"""Evidence that the files of ranks belong together: copies are equal, and the padding of the last rows is zero."""
 
 from __future__ import annotations
 
@@ -11,66 +11,66 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.blocks import crc64
 
-#: Bytes that are read at a time.
+#: The number of bytes that are read at a time.
 _CHUNK = 4 * 2**20
 
 
 @dataclass
 class ReplicaEvidence:
-    """Noted while files are put together, looked at when somebody wants to be sure: it means reading.
+    """Tensors to compare, which are collected while files are joined. Comparing them means reading them.
 
-    ``replicas`` are copies that tensor-parallel ranks have calculated each for itself; nothing keeps them equal.
+    ``replicas`` are copies that each tensor-parallel rank has computed by itself, so they may have drifted apart.
     """
 
     copies: list[tuple[str, Sequence[StoredTensor]]] = field(default_factory=list)
     replicas: list[tuple[str, Sequence[StoredTensor]]] = field(default_factory=list)
     padding: list[tuple[str, RankShard, int]] = field(default_factory=list)
 
-    def check(self, *, replicas: bool = True) -> None:
-        """Raise ``CorruptCheckpointError`` naming the first tensor, and its file, that is not as it should be."""
-        for what, shards in self.copies:
-            _check_equal(what, shards, "")
-        for what, shards in self.replicas if replicas else ():
-            _check_equal(what, shards, ". If its ranks have drifted apart, take the first one's: --key copies=first")
-        for what, shard, start in self.padding:
-            if any(read_evidence(shard, start, shard.info.nbytes)):
+    def require_consistent(self, *, replicas: bool = True) -> None:
+        """Raise ``CorruptCheckpointError`` naming the first tensor, and its file, that is inconsistent."""
+        for subject, shards in self.copies:
+            _check_equal(subject, shards, "")
+        for subject, shards in self.replicas if replicas else ():
+            _check_equal(subject, shards, ". If the ranks have drifted apart, use the first rank's: --key copies=first")
+        for subject, shard, start in self.padding:
+            if any(read_tensor_bytes(shard, start, shard.info.nbytes)):
                 raise CorruptCheckpointError(
-                    f"{what}: what {shard.file} has from byte {start} of its tensor on only fills it up, and is not "
-                    "zero: it is of a save by another number of ranks, or damaged"
+                    f"{subject}: the padding of the tensor in {shard.file}, from its byte {start} on, is not zero: the "
+                    "file is from a save by another number of ranks, or corrupt"
                 )
 
 
-def _check_equal(what: str, shards: Sequence[StoredTensor], advice: str) -> None:
-    first = digest_evidence(shards[0])
+def _check_equal(subject: str, shards: Sequence[StoredTensor], advice: str) -> None:
+    first = digest_tensor(shards[0])
     for other in shards[1:]:
-        if digest_evidence(other) != first:
+        if digest_tensor(other) != first:
             raise CorruptCheckpointError(
-                f"{what} differs between {_file(shards[0])} and {_file(other)}, and ranks have the same of it: they "
-                f"are of two different steps, or one is damaged{advice}"
+                f"{subject} differs between {_file_name(shards[0])} and {_file_name(other)}, but ranks must have equal "
+                f"copies: the files are from two different steps, or one is corrupt{advice}"
             )
 
 
-def _file(stored: StoredTensor) -> str:
-    if isinstance(stored, JoinedTensor) and stored.parts:
-        return str(stored.parts[0].near[0])
+def _file_name(stored: StoredTensor) -> str:
+    if isinstance(stored, JoinedTensor) and stored.chunks:
+        return str(stored.chunks[0].order_hint[0])
     return str(stored.file) if isinstance(stored, RankShard) else "another file"
 
 
-def read_evidence(stored: StoredTensor, start: int, stop: int) -> bytes:
-    """Bytes of a tensor."""
-    from holdfast.engine.io.source_reader import SourceReader  # noqa: PLC0415 - NumPy takes its time, and to show a file needs none
+def read_tensor_bytes(stored: StoredTensor, start: int, stop: int) -> bytes:
+    """Read a range of a tensor's bytes."""
+    from holdfast.engine.io.source_reader import SourceReader  # noqa: PLC0415 - importing NumPy is slow, and showing a file does not need it
 
-    into = bytearray(stop - start)
-    extents = stored.extents(start, stop)
-    with SourceReader([extent.file for extent in extents]) as opened:
+    buffer = bytearray(stop - start)
+    extents = stored.find_extents(start, stop)
+    with SourceReader([extent.file for extent in extents]) as reader:
         for number, (_, offset, low, high) in enumerate(extents):
-            opened.read(number, offset, memoryview(into)[low - start : high - start])
-    return bytes(into)
+            reader.read(number, offset, memoryview(buffer)[low - start : high - start])
+    return bytes(buffer)
 
 
-def digest_evidence(stored: StoredTensor) -> int:
-    """The CRC of a tensor's bytes."""
+def digest_tensor(stored: StoredTensor) -> int:
+    """Return the CRC-64 of a tensor's bytes."""
     crc = 0
     for start in range(0, stored.info.nbytes, _CHUNK):
-        crc = crc64(read_evidence(stored, start, min(start + _CHUNK, stored.info.nbytes)), crc)
+        crc = crc64(read_tensor_bytes(stored, start, min(start + _CHUNK, stored.info.nbytes)), crc)
     return crc

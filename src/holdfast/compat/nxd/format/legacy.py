@@ -1,6 +1,7 @@
-"""What ``parallel_layers.save``, Lightning's ``NeuronCheckpointIO`` and early ZeRO-1 optimizers wrote: a tree a rank.
+"""Readers for one tree per rank: ``parallel_layers.save``, Lightning's ``NeuronCheckpointIO``, early ZeRO-1 optimizers.
 
-It is a model by itself, one under ``model``, or Lightning's checkpoint, with ``state_dict`` and ``optimizer_states``.
+The tree is a model, a dict with a model under ``model``, or Lightning's checkpoint with ``state_dict`` and
+``optimizer_states``.
 """
 
 from __future__ import annotations
@@ -21,44 +22,46 @@ _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optimizer", "optimizer_states", "optimizer_state_dict")
 _SCHEDULERS = ("scheduler", "lr_schedulers", "lr_scheduler")
 
-#: What early ZeRO-1 files have beside a state.
-_PLACE = ("dp_rank", "tp_rank")
+#: Keys that early ZeRO-1 files have next to a state.
+_RANK_FIELDS = ("dp_rank", "tp_rank")
 
 Files = dict[RankCoordinates, RankFile]
 
 
 def read_legacy_files(path: Path, access: FileAccess) -> tuple[Files, Files, dict[str, Any]]:
-    """The models, the optimizers, and the values of the first rank."""
-    found, early = file_names.find_legacy(path), file_names.find_legacy_zero(path)
-    whole = {rank: read_rank_file(file, access) for rank, file in found.files.items()} if found else {}
-    models = {rank: file for rank, file in _parts(whole, _MODELS).items() if not rank.dp}
+    """Read the models and optimizers of all ranks, and the values of the first rank."""
+    rank_files, zero_files = file_names.find_legacy_files(path), file_names.find_legacy_zero_files(path)
+    files = {rank: read_rank_file(file, access) for rank, file in rank_files.files.items()} if rank_files else {}
+    models = {rank: file for rank, file in _select_component(files, _MODELS).items() if not rank.dp}
     if not models:
-        models = {rank: file for rank, file in whole.items() if not rank.dp and _is_model(file.root)}
-    optimizers = _parts(whole, _OPTIMIZERS)
-    if early:
-        optimizers = {rank: _without_place(read_rank_file(file, access)) for rank, file in early.files.items()}
-    first = whole.get(RankCoordinates(0, 0, 0, 0))
-    values = _values(first.root) if first is not None and RankCoordinates(0, 0, 0, 0) in models else {}
-    return models, _once(optimizers), values
+        models = {rank: file for rank, file in files.items() if not rank.dp and _is_model(file.root)}
+    optimizers = _select_component(files, _OPTIMIZERS)
+    if zero_files:
+        optimizers = {
+            rank: _without_rank_fields(read_rank_file(file, access)) for rank, file in zero_files.files.items()
+        }
+    first = files.get(RankCoordinates(0, 0, 0, 0))
+    values = _collect_values(first.root) if first is not None and RankCoordinates(0, 0, 0, 0) in models else {}
+    return models, _drop_replicated(optimizers), values
 
 
-def _parts(whole: Mapping[RankCoordinates, RankFile], keys: tuple[str, ...]) -> Files:
-    """What is under one of some keys of each file."""
-    found: Files = {}
-    for rank, file in whole.items():
+def _select_component(files: Mapping[RankCoordinates, RankFile], keys: tuple[str, ...]) -> Files:
+    """Return the component under the first matching key of each file."""
+    components: Files = {}
+    for rank, file in files.items():
         root = file.root if isinstance(file.root, dict) else {}
-        part = next((root[key] for key in keys if isinstance(root.get(key), dict | list) and root[key]), None)
-        if isinstance(part, list):
-            if len(part) != 1:
-                raise CorruptCheckpointError(f"{file.path} has {len(part)} optimizers, of which NxD has one")
-            part = part[0]
-        if part is not None:
-            found[rank] = replace(file, root=part)
-    return found
+        component = next((root[key] for key in keys if isinstance(root.get(key), dict | list) and root[key]), None)
+        if isinstance(component, list):
+            if len(component) != 1:
+                raise CorruptCheckpointError(f"{file.path} has {len(component)} optimizers; NxD has one")
+            component = component[0]
+        if component is not None:
+            components[rank] = replace(file, root=component)
+    return components
 
 
-def _once(optimizers: Files) -> Files:
-    """Those of further data-parallel ranks only where each has its own."""
+def _drop_replicated(optimizers: Files) -> Files:
+    """Drop the optimizers of further data-parallel ranks, unless each rank has its own shard."""
     is_zero = any(BASE in file.root for file in optimizers.values() if isinstance(file.root, dict))
     return {rank: file for rank, file in optimizers.items() if is_zero or not rank.dp}
 
@@ -67,20 +70,26 @@ def _is_model(root: Any) -> bool:
     return isinstance(root, dict) and bool(root) and all(isinstance(value, StoredTensor) for value in root.values())
 
 
-def _without_place(file: RankFile) -> RankFile:
-    root = {key: value for key, value in file.root.items() if key not in _PLACE} if isinstance(file.root, dict) else {}
+def _without_rank_fields(file: RankFile) -> RankFile:
+    """Return the file without the keys that identify its rank."""
+    root = (
+        {key: value for key, value in file.root.items() if key not in _RANK_FIELDS}
+        if isinstance(file.root, dict)
+        else {}
+    )
     return replace(file, root=root)
 
 
-def _values(root: Any) -> dict[str, Any]:
+def _collect_values(root: Any) -> dict[str, Any]:
+    """Return the scheduler and the user content of a tree."""
     if not isinstance(root, dict) or _is_model(root):
         return {}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     schedulers = next((root[key] for key in _SCHEDULERS if root.get(key)), None)
     if schedulers is not None:
-        found["scheduler"] = schedulers[0] if isinstance(schedulers, list) and len(schedulers) == 1 else schedulers
-    taken = {*_MODELS, *_OPTIMIZERS, *_SCHEDULERS}
-    rest = {key: value for key, value in root.items() if key not in taken}
-    if rest:
-        found["user_content"] = rest
-    return found
+        values["scheduler"] = schedulers[0] if isinstance(schedulers, list) and len(schedulers) == 1 else schedulers
+    component_keys = {*_MODELS, *_OPTIMIZERS, *_SCHEDULERS}
+    user_content = {key: value for key, value in root.items() if key not in component_keys}
+    if user_content:
+        values["user_content"] = user_content
+    return values

@@ -1,4 +1,4 @@
-"""One rank's file: a tree, with tensors in it or in files of their own beside it. No pickle is run.
+"""Readers for one rank's file: a tree, with tensors in it or in separate files next to it. No pickle is run.
 
 Source: ``trainer/checkpoint.py`` of NxD 0.5 to 0.18, ``utils/serialization.py`` of torch_xla.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.compat.nxd.format.file_names import INFO, TENSORS
-from holdfast.compat.nxd.format.slicing import Parts
+from holdfast.compat.nxd.format.slicing import Chunks
 from holdfast.engine.io.sources import SourceChunk, StridedLocation
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError, FormatError
@@ -33,7 +33,7 @@ from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
-#: What stands where a tensor is in a file of its own. The second is a mistake of NxD's, which nothing there undoes.
+#: Classes of references to tensors in separate files. The second is a bug of NxD, which it does not correct on load.
 _REFERENCES = (
     "torch_xla.utils.serialization.TensorReference",
     "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
@@ -43,7 +43,7 @@ _ALLOWED: Mapping[str, object] = {**NAMES, **{name: AllowedCallable(name, plain_
 
 @dataclass(frozen=True)
 class FileAccess:
-    """A checkpoint that is open: its folder, what reads files in it, and what all of them may cost."""
+    """An open checkpoint: its folder, the readers of its files, and the budget that all of them share."""
 
     root: Path
     readers: ReaderPool
@@ -52,50 +52,50 @@ class FileAccess:
 
 @dataclass(frozen=True, eq=False)
 class RankShard(StoredTensor):
-    """What one rank has of a tensor. ``expert`` says whether it is an expert's, where that was written down."""
+    """A rank's shard of a tensor. ``expert`` says whether it belongs to an expert, if the file records it."""
 
     info: TensorInfo
     file: Path
-    find: Callable[[], TorchTensor]
+    load_tensor: Callable[[], TorchTensor]
     expert: bool | None = None
 
     @cached_property
     def tensor(self) -> TorchTensor:
-        """The tensor in the file, looked for when it is first needed. Raises ``CorruptCheckpointError``."""
-        found = self.find()
-        if found.info != self.info:
-            there, here = ([one.info.dtype, list(one.info.shape)] for one in (found, self))
+        """The tensor in the file, read when it is first needed. Raises ``CorruptCheckpointError`` if it differs."""
+        tensor = self.load_tensor()
+        if tensor.info != self.info:
+            actual, expected = ([stored.info.dtype, list(stored.info.shape)] for stored in (tensor, self))
             raise CorruptCheckpointError(
-                f"{self.file} has a tensor of {there}, and should have one of {here}: it is of another save"
+                f"{self.file} has a tensor of {actual}, and should have one of {expected}: it is from another save"
             )
-        return found
+        return tensor
 
     @property
     def exists(self) -> bool:
-        """Whether its file is there."""
-        return posix.is_taken(self.file)
+        """True if its file exists."""
+        return posix.file_exists(self.file)
 
     @property
     def identity(self) -> Hashable:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
         return id(self)
 
-    def extents(self, start: int, stop: int) -> Sequence[FileExtent]:
+    def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
-        return self.tensor.extents(start, stop)
+        return self.tensor.find_extents(start, stop)
 
-    def _place(self) -> StridedLocation:
-        return self.tensor.place()
+    def _find_location(self) -> StridedLocation:
+        return self.tensor.find_location()
 
-    def parts(self) -> Parts:
-        """All of it, as a box."""
+    def as_chunks(self) -> Chunks:
+        """Return the whole shard as one chunk; none for an empty shard."""
         whole = IndexBox((0,) * len(self.info.shape), self.info.shape)
-        return (SourceChunk(whole, self._place, (self.file, 0)),) if self.info.nbytes else ()
+        return (SourceChunk(whole, self._find_location, (self.file, 0)),) if self.info.nbytes else ()
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank saved. ``nbytes`` and ``digest`` are those of the pickle; ``files``: those that are there of it."""
+    """The file of a rank. ``nbytes`` and ``digest`` are those of the pickle; ``files`` are its existing files."""
 
     path: Path
     root: Any
@@ -105,50 +105,52 @@ class RankFile:
     shards: Sequence[RankShard]
     xser: bool
 
-    def check(self) -> None:
-        """Look at every tensor's file. Raises ``CorruptCheckpointError`` naming the first that is not as it should be."""
+    def check_tensors(self) -> None:
+        """Check every tensor's file. Raises ``CorruptCheckpointError`` naming the first that is missing or invalid."""
         for shard in self.shards:
             end = shard.tensor.storage.start + shard.tensor.storage.nbytes
-            if end > posix.size_of(shard.file):
-                raise CorruptCheckpointError(f"{shard.file} is cut short: its tensor ends at byte {end}")
+            if end > posix.file_size(shard.file):
+                raise CorruptCheckpointError(f"{shard.file} is truncated: its tensor ends at byte {end}")
 
 
 def read_rank_file(path: Path, access: FileAccess, redirect: Path | None = None) -> RankFile:
-    """Read a rank's file. Tensors that are not beside it are looked for beside ``redirect``."""
-    return _Loading(path, access, redirect).read()
+    """Read a rank's file. Tensors that are not next to it are looked up next to ``redirect``."""
+    return _RankFileReader(path, access, redirect).read_file()
 
 
 def read_tree(path: Path, access: FileAccess, budget: ReadBudget | None = None) -> archive.ArchiveTree:
-    """The tree in a file of ``torch.save``, with what NxD puts into it, paid from a ``budget`` or from the common one.
+    """Read the tree in a file of ``torch.save``, including NxD's references, within a ``budget`` or the shared one.
 
-    Raises ``UnsafeNameError`` where the file is not in the folder that was opened.
+    Raises ``UnsafeNameError`` if the file is not in the folder that was opened.
     """
     check_contained(path, access.root)
-    window = FileWindow(path, 0, posix.size_of(path), access.readers)
-    paid = access.budget if budget is None else budget
+    window = FileWindow(path, 0, posix.file_size(path), access.readers)
+    used_budget = access.budget if budget is None else budget
     return (
-        archive.read_archive(window, paid, _ALLOWED)
+        archive.read_archive(window, used_budget, _ALLOWED)
         if is_zip(window)
-        else legacy.read_legacy_archive(window, paid, _ALLOWED)
+        else legacy.read_legacy_archive(window, used_budget, _ALLOWED)
     )
 
 
-class _Loading:
+class _RankFileReader:
+    """Reads a rank's file."""
+
     def __init__(self, path: Path, access: FileAccess, redirect: Path | None) -> None:
         self._path, self._access, self._redirect = path, access, redirect
         self._shards: dict[Hashable, RankShard] = {}
         self._infos: Mapping[Any, Any] = {}
 
-    def read(self) -> RankFile:
+    def read_file(self) -> RankFile:
         tree = read_tree(self._path, self._access)
-        info = self._beside(INFO)
-        extra = [info] if posix.is_taken(info) else []
-        if extra:
-            found = read_tree(info, self._access).root
-            self._infos = found if isinstance(found, dict) else {}
+        info_path = self._with_suffix(INFO)
+        info_files = [info_path] if posix.file_exists(info_path) else []
+        if info_files:
+            infos = read_tree(info_path, self._access).root
+            self._infos = infos if isinstance(infos, dict) else {}
         try:
             check_expanded_size(tree.root, self._access.budget)
-            root = rebuild_tree(tree.root, self._leaf)
+            root = rebuild_tree(tree.root, self._convert_leaf)
         except RecursionError as error:
             raise CorruptCheckpointError(f"{self._path}: its values are nested too deeply") from error
         except (CorruptCheckpointError, FormatError) as error:
@@ -156,52 +158,53 @@ class _Loading:
         shards = list(self._shards.values())
         files = [
             self._path,
-            *extra,
-            *dict.fromkeys(one.file for one in shards if one.file != self._path and one.exists),
+            *info_files,
+            *dict.fromkeys(shard.file for shard in shards if shard.file != self._path and shard.exists),
         ]
-        xser = bool(extra) or posix.is_directory(self._beside(TENSORS))
+        xser = bool(info_files) or posix.is_directory(self._with_suffix(TENSORS))
         return RankFile(self._path, root, tree.nbytes, tree.digest, files, shards, xser)
 
-    def _beside(self, ending: str) -> Path:
-        return self._path.with_name(self._path.name + ending)
+    def _with_suffix(self, suffix: str) -> Path:
+        return self._path.with_name(self._path.name + suffix)
 
-    def _leaf(self, path: tuple[Any, ...], value: Any) -> Any:
+    def _convert_leaf(self, path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, TorchTensor):
             return self._shards.setdefault(value.identity, RankShard(value.info, self._path, lambda: value))
         if isinstance(value, OpaqueObject) and value.name in _REFERENCES:
             tid = value.state.get("tid") if isinstance(value.state, dict) else None
             if type(tid) is not int or tid < 0:
-                raise CorruptCheckpointError(f"{show_path(path)} refers to no tensor")
+                raise CorruptCheckpointError(f"{show_path(path)} refers to a tensor without a number")
             if tid not in self._shards:
-                self._shards[tid] = self._referred(tid)
+                self._shards[tid] = self._open_reference(tid)
             return self._shards[tid]
         return value
 
-    def _referred(self, tid: int) -> RankShard:
-        row = self._infos.get(tid)
-        row = row if isinstance(row, dict) else {}
-        expert = row.get("expert_model_parallel")
-        file = self._tensor_file(tid)
-        find = partial(_tensor, file, self._access)
-        dtype, shape = row.get("dtype"), row.get("shape")
+    def _open_reference(self, tid: int) -> RankShard:
+        """Return the shard that a reference stands for. Its file is only read now if nothing describes the tensor."""
+        description = self._infos.get(tid)
+        description = description if isinstance(description, dict) else {}
+        expert = description.get("expert_model_parallel")
+        file = self._find_tensor_file(tid)
+        load_tensor = partial(_read_tensor_file, file, self._access)
+        dtype, shape = description.get("dtype"), description.get("shape")
         if isinstance(dtype, TorchDtype) and dtype.name in DTYPES and isinstance(shape, tuple):
-            return RankShard(TensorInfo(DTYPES[dtype.name], tuple(shape)), file, find, expert)
-        found = find()
-        return RankShard(found.info, file, lambda: found, expert)
+            return RankShard(TensorInfo(DTYPES[dtype.name], tuple(shape)), file, load_tensor, expert)
+        tensor = load_tensor()
+        return RankShard(tensor.info, file, lambda: tensor, expert)
 
-    def _tensor_file(self, tid: int) -> Path:
-        """A rank of experts has the files of their tensors only; all else is beside the first such rank's."""
-        own = self._beside(TENSORS) / f"tensor_{tid}.pt"
-        if self._redirect is not None and not posix.is_taken(own):
-            other = self._redirect.with_name(self._redirect.name + TENSORS) / own.name
-            return other if posix.is_taken(other) else own
-        return own
+    def _find_tensor_file(self, tid: int) -> Path:
+        """Return the path of a tensor's file. Further expert-parallel ranks only store the tensors of experts."""
+        rank_path = self._with_suffix(TENSORS) / f"tensor_{tid}.pt"
+        if self._redirect is not None and not posix.file_exists(rank_path):
+            first_path = self._redirect.with_name(self._redirect.name + TENSORS) / rank_path.name
+            return first_path if posix.file_exists(first_path) else rank_path
+        return rank_path
 
 
-def _tensor(file: Path, access: FileAccess) -> TorchTensor:
-    if not posix.is_taken(file):
-        raise CorruptCheckpointError(f"{file} is missing; the file of its rank names it")
-    found = read_tree(file, access, ReadBudget()).root
-    if not isinstance(found, TorchTensor):
-        raise FormatError(f"{file} should hold a tensor, and holds {getattr(found, 'why', 'something else')}")
-    return found
+def _read_tensor_file(file: Path, access: FileAccess) -> TorchTensor:
+    if not posix.file_exists(file):
+        raise CorruptCheckpointError(f"{file} is missing; the file of its rank refers to it")
+    tensor = read_tree(file, access, ReadBudget()).root
+    if not isinstance(tensor, TorchTensor):
+        raise FormatError(f"{file} must hold a tensor, but holds {getattr(tensor, 'why', 'something else')}")
+    return tensor

@@ -1,4 +1,4 @@
-"""Whole tensors, divided among tensor-parallel ranks as a layout says: the way back of :mod:`.assembly`."""
+"""Shards whole tensors among tensor-parallel ranks as a layout says: the inverse of :mod:`.unshard`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from holdfast.compat.nxd.format.sharding_spec import (
     ShardingRule,
     ShardingSpec,
     ShardPiece,
-    held_range,
-    number_of,
+    match_number,
+    rank_block,
     shard_pieces,
 )
 from holdfast.compat.nxd.format.slicing import (
+    Chunks,
     JoinedTensor,
-    Parts,
     cut_slice,
+    offset_along,
     offset_slices,
     permute_slices,
     slice_along,
-    slice_at,
     unsqueeze_slices,
 )
 from holdfast.compat.nxd.format.unshard import slices_of
@@ -38,41 +38,45 @@ from holdfast.ondisk.files import TensorInfo
 
 
 def stored_slices(reader: Reader, group: str, name: str) -> JoinedTensor:
-    """A tensor of a checkpoint of any format, as the boxes that it lies in."""
+    """Return a tensor of a checkpoint of any format, as chunks of files.
+
+    Raises ``FormatError`` if it is stored neither in ranges nor in boxes of files.
+    """
     info = reader.groups[group][name]
-    parts: Parts = ()
-    for extent in reader.extents(group, name, 0, info.nbytes):
-        found = _boxes(extent, info)
-        if found is None:
+    chunks: Chunks = ()
+    for extent in reader.find_extents(group, name, 0, info.nbytes):
+        extent_chunks = _extent_chunks(extent, info)
+        if extent_chunks is None:
             raise FormatError(
-                f"{reader.path}: {group} tensor {name!r} lies neither in ranges nor in boxes of files; convert it to "
-                "native first"
+                f"{reader.path}: {group} tensor {name!r} is stored neither in ranges nor in boxes of files; convert "
+                "the checkpoint to native first"
             )
-        parts += found
-    return JoinedTensor(info, parts)
+        chunks += extent_chunks
+    return JoinedTensor(info, chunks)
 
 
-def _boxes(extent: FileExtent, info: TensorInfo) -> Parts | None:
-    size = dtype_width(info.dtype)
-    rows = list(boxes_of_range(info.shape, extent.start // size, extent.stop // size))
+def _extent_chunks(extent: FileExtent, info: TensorInfo) -> Chunks | None:
+    """Return the chunks of an extent, or ``None`` if they are unknown."""
+    width = dtype_width(info.dtype)
+    boxes = list(boxes_of_range(info.shape, extent.start // width, extent.stop // width))
     if isinstance(extent.file, ChunkedSource) and extent.file.shape == info.shape:
-        return extent.file.parts
-    if isinstance(extent.file, ChunkedSource) and len(rows) == 1 and rows[0].shape == extent.file.shape:
-        return offset_slices(extent.file.parts, rows[0].offset)
+        return extent.file.chunks
+    if isinstance(extent.file, ChunkedSource) and len(boxes) == 1 and boxes[0].shape == extent.file.shape:
+        return offset_slices(extent.file.chunks, boxes[0].offset)
     if not isinstance(extent.file, Path):
         return None
-    found: list[SourceChunk] = []
+    chunks: list[SourceChunk] = []
     offset = extent.offset
-    for box in rows:
-        place = StridedLocation(extent.file, offset, row_major_strides(box.shape, size))
-        found.append(SourceChunk(box, partial(StridedLocation._make, place), (extent.file, offset)))
-        offset += math.prod(box.shape) * size
-    return tuple(found)
+    for box in boxes:
+        location = StridedLocation(extent.file, offset, row_major_strides(box.shape, width))
+        chunks.append(SourceChunk(box, partial(StridedLocation._make, location), (extent.file, offset)))
+        offset += math.prod(box.shape) * width
+    return tuple(chunks)
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter of NxD: its rule, and the names of what it is made of, in the order of its pieces."""
+    """A parameter of NxD: its rule, and the names of the whole parameters of its pieces, in order."""
 
     name: str
     rule: ShardingRule
@@ -80,93 +84,106 @@ class ShardedTensor:
 
 
 def shard_tensor(spec: ShardingSpec, whole: Sequence[str]) -> list[ShardedTensor]:
-    """The parameters of NxD that some whole ones make up, in their order.
+    """Return the NxD parameters that some whole parameters make up, in their order.
 
-    Raises ``InvalidArgumentError`` where the layout does not say it, or where one is missing that it needs.
+    Raises ``InvalidArgumentError`` if the layout has no rule for one, or if a parameter is missing that a rule needs.
     """
-    names = dict.fromkeys(spec.stored(name) for name in whole)
-    found = []
+    names = dict.fromkeys(spec.stored_name(name) for name in whole)
+    sharded = []
     for name in names:
-        rule = spec.rule(name)
-        parts = list(dict.fromkeys(one for piece in shard_pieces(rule, name) for one in _each(piece.name, whole)))
-        missing = next((one for one in parts if one not in set(whole)), None)
-        if missing is not None or not parts:
-            raise InvalidArgumentError(
-                f"{name!r} of NxD is made of {missing or name!r} among others, which is not there"
+        rule = spec.rule_for(name)
+        piece_names = list(
+            dict.fromkeys(
+                piece_name for piece in shard_pieces(rule, name) for piece_name in _expand_experts(piece.name, whole)
             )
-        found.append(ShardedTensor(name, rule, parts))
-    taken = {part for one in found for part in one.names}
-    left = next((name for name in whole if name not in taken), None)
-    if left is not None:
-        raise InvalidArgumentError(
-            f"the layout puts {left!r} into {spec.stored(left)!r} of NxD, which is not made of it"
         )
-    return found
+        missing = next((piece_name for piece_name in piece_names if piece_name not in set(whole)), None)
+        if missing is not None or not piece_names:
+            raise InvalidArgumentError(
+                f"the NxD parameter {name!r} needs {missing or name!r}, which the checkpoint does not have"
+            )
+        sharded.append(ShardedTensor(name, rule, piece_names))
+    used = {piece_name for parameter in sharded for piece_name in parameter.names}
+    unused = next((name for name in whole if name not in used), None)
+    if unused is not None:
+        raise InvalidArgumentError(
+            f"the layout puts {unused!r} into the NxD parameter {spec.stored_name(unused)!r}, which is not made of it"
+        )
+    return sharded
 
 
-def _each(pattern: str, whole: Sequence[str]) -> list[str]:
-    """The names of all experts."""
+def _expand_experts(pattern: str, whole: Sequence[str]) -> list[str]:
+    """Expand a pattern to the names of all experts."""
     if EXPERT not in pattern:
         return [pattern]
-    numbers = sorted({found for name in whole if (found := number_of(pattern, name)) is not None})
-    return [pattern.replace(EXPERT, str(one)) for one in range(len(numbers))]
+    numbers = sorted({number for name in whole if (number := match_number(pattern, name)) is not None})
+    return [pattern.replace(EXPERT, str(index)) for index in range(len(numbers))]
 
 
 def local_slices(parameter: ShardedTensor, whole: Mapping[str, StoredTensor], tp: int, rank: int) -> StoredTensor:
-    """What one of some tensor-parallel ranks has of it."""
+    """Return the shard that one of some tensor-parallel ranks has of a parameter."""
     rule = parameter.rule
-    every = shard_pieces(rule, parameter.name)
-    joined = {piece.name: _joined(rule, piece.name, parameter.names, whole) for piece in every}
+    pieces = shard_pieces(rule, parameter.name)
+    joined = {piece.name: _join_piece(rule, piece.name, parameter.names, whole) for piece in pieces}
     if rule.dim is None:
-        return joined[every[0].name]
-    shape, parts = _Row(rule.dim, tp, rank, parameter.name).of(every, joined)
-    return JoinedTensor(TensorInfo(joined[every[0].name].info.dtype, shape), parts)
+        return joined[pieces[0].name]
+    shape, chunks = _RankPieces(rule.dim, tp, rank, parameter.name).join_pieces(pieces, joined)
+    return JoinedTensor(TensorInfo(joined[pieces[0].name].info.dtype, shape), chunks)
 
 
 @dataclass(frozen=True)
-class _Row:
-    """The pieces of one rank beside each other in a dimension."""
+class _RankPieces:
+    """Concatenates the pieces of one rank along a dimension."""
 
     dim: int
     tp: int
     rank: int
     name: str
 
-    def of(self, every: Sequence[ShardPiece], joined: Mapping[str, StoredTensor]) -> tuple[tuple[int, ...], Parts]:
-        done: dict[str, int] = {}
-        parts: Parts = ()
-        size, shape = 0, joined[every[0].name].info.shape
-        repeats = {piece.name: sum(other.name == piece.name for other in every) for piece in every}
-        for piece in every:
+    def join_pieces(
+        self, pieces: Sequence[ShardPiece], joined: Mapping[str, StoredTensor]
+    ) -> tuple[tuple[int, ...], Chunks]:
+        """Return the shape and the chunks of the concatenated pieces."""
+        blocks_done: dict[str, int] = {}
+        chunks: Chunks = ()
+        size, shape = 0, joined[pieces[0].name].info.shape
+        repeats = {piece.name: sum(other.name == piece.name for other in pieces) for piece in pieces}
+        for piece in pieces:
             whole = joined[piece.name]
-            count, block = held_range(piece, self.tp, self.rank)
-            each = self._each(whole.info.shape, count * repeats[piece.name])
-            start = (done.setdefault(piece.name, 0) + block) * each
-            done[piece.name] += count
-            own = cut_slice(slices_of(whole), slice_along(whole.info.shape, self.dim, start, start + each))
-            parts += offset_slices(own, slice_at(whole.info.shape, self.dim, size))
-            size += each
-        return slice_along(shape, self.dim, 0, size).shape, parts
+            count, block = rank_block(piece, self.tp, self.rank)
+            block_size = self._block_size(whole.info.shape, count * repeats[piece.name])
+            start = (blocks_done.setdefault(piece.name, 0) + block) * block_size
+            blocks_done[piece.name] += count
+            rank_chunks = cut_slice(
+                slices_of(whole), slice_along(whole.info.shape, self.dim, start, start + block_size)
+            )
+            chunks += offset_slices(rank_chunks, offset_along(whole.info.shape, self.dim, size))
+            size += block_size
+        return slice_along(shape, self.dim, 0, size).shape, chunks
 
-    def _each(self, shape: tuple[int, ...], blocks: int) -> int:
+    def _block_size(self, shape: tuple[int, ...], blocks: int) -> int:
         if self.dim >= len(shape) or shape[self.dim] % blocks:
             raise InvalidArgumentError(
-                f"{self.name!r} is made of what has shape {list(shape)}, whose dimension {self.dim} is no multiple "
+                f"{self.name!r} has a piece of shape {list(shape)}, whose dimension {self.dim} is no multiple "
                 f"of {blocks}, as {self.tp} tensor-parallel ranks need"
             )
         return shape[self.dim] // blocks
 
 
-def _joined(rule: ShardingRule, pattern: str, names: Sequence[str], whole: Mapping[str, StoredTensor]) -> StoredTensor:
-    """A piece as NxD has it: experts together, and columns for rows."""
+def _join_piece(
+    rule: ShardingRule, pattern: str, names: Sequence[str], whole: Mapping[str, StoredTensor]
+) -> StoredTensor:
+    """Return a piece in NxD's format: experts stacked, and transposed if the rule says so."""
     if EXPERT not in pattern:
-        return _turned(rule, whole[pattern])
-    rows = [_turned(rule, whole[name]) for name in names if number_of(pattern, name) is not None]
-    parts = tuple(part for index, row in enumerate(rows) for part in unsqueeze_slices(slices_of(row), index))
-    return JoinedTensor(TensorInfo(rows[0].info.dtype, (len(rows), *rows[0].info.shape)), parts)
+        return _transpose(rule, whole[pattern])
+    experts = [_transpose(rule, whole[name]) for name in names if match_number(pattern, name) is not None]
+    chunks = tuple(
+        chunk for index, expert in enumerate(experts) for chunk in unsqueeze_slices(slices_of(expert), index)
+    )
+    return JoinedTensor(TensorInfo(experts[0].info.dtype, (len(experts), *experts[0].info.shape)), chunks)
 
 
-def _turned(rule: ShardingRule, stored: StoredTensor) -> StoredTensor:
+def _transpose(rule: ShardingRule, stored: StoredTensor) -> StoredTensor:
     if not rule.transposed or len(stored.info.shape) < 2:  # noqa: PLR2004 - rows and columns
         return stored
     order = list(range(len(stored.info.shape)))

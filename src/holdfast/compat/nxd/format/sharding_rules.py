@@ -1,4 +1,4 @@
-"""Layouts of models that NxD's own examples train: Llama, Mixtral, GPT-NeoX.
+"""Sharding specs of the models that NxD's examples train: Llama, Mixtral, GPT-NeoX.
 
 Source: ``examples/training`` and ``scripts/checkpoint_converter.py`` of NxD 0.18.
 """
@@ -13,22 +13,23 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.storage.posix import path_exists, read_small
 
 _ASK = (
-    "whether keys and values are repeated cannot be told from it: say layout='{}:kv_size_multiplier=1', or what the "
-    "model's kv_size_multiplier and number of key and value heads were: kv_size_multiplier=4,kv_heads=8"
+    "it does not say whether keys and values are repeated: pass layout='{}:kv_size_multiplier=1', or the model's "
+    "kv_size_multiplier and number of key and value heads: kv_size_multiplier=4,kv_heads=8"
 )
 _ASK_FUSED = (
-    "how many heads are in it cannot be told from it: say layout='{}:kv_size_multiplier=1,heads=32,kv_heads=8', with "
-    "the model's numbers"
+    "it does not say how many heads it has: pass layout='{}:kv_size_multiplier=1,heads=32,kv_heads=8', with the "
+    "model's numbers"
 )
 
 
-def _attention(family: str, given: Mapping[str, int]) -> tuple[ShardingRule, ...]:
-    copies = given.get("kv_size_multiplier", 1)
-    told = given.keys() >= {"kv_size_multiplier"} and (copies == 1 or "kv_heads" in given)
-    ask = "" if told else _ASK.format(family)
-    heads = given.get("kv_heads", 0)
-    known = {"heads", "kv_heads", "kv_size_multiplier"} <= given.keys()
-    shares = (given["heads"], given["kv_heads"] * copies, given["kv_heads"] * copies) if known else ()
+def _attention_rules(family: str, options: Mapping[str, int]) -> tuple[ShardingRule, ...]:
+    """Return the rules of attention layers of the Llama family."""
+    copies = options.get("kv_size_multiplier", 1)
+    has_copies = options.keys() >= {"kv_size_multiplier"} and (copies == 1 or "kv_heads" in options)
+    ask = "" if has_copies else _ASK.format(family)
+    heads = options.get("kv_heads", 0)
+    has_heads = {"heads", "kv_heads", "kv_size_multiplier"} <= options.keys()
+    shares = (options["heads"], options["kv_heads"] * copies, options["kv_heads"] * copies) if has_heads else ()
     projections = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight")
     return (
         ShardingRule("*.qkv_proj.weight_q", 0, projections[:1], ordered_for=(copies,), kv_heads=heads, asks=ask),
@@ -45,7 +46,7 @@ def _attention(family: str, given: Mapping[str, int]) -> tuple[ShardingRule, ...
             copies=(1, copies, copies),
             ordered_for=(copies, 1, 1),
             kv_heads=heads,
-            asks="" if known else _ASK_FUSED.format(family),
+            asks="" if has_heads else _ASK_FUSED.format(family),
         ),
         ShardingRule("*.qkv_proj.weight", 0, projections),
         ShardingRule("*.o_proj.weight", 1, ordered_for=(copies,), kv_heads=heads, asks=ask if copies > 1 else ""),
@@ -80,19 +81,19 @@ _MIXTRAL_MLP = (
 )
 
 
-def _llama(given: Mapping[str, int]) -> ShardingSpec:
-    rules = (*_attention("llama", given), *_LLAMA_MLP, *_ENDS, *_NORMS)
+def _llama_spec(options: Mapping[str, int]) -> ShardingSpec:
+    rules = (*_attention_rules("llama", options), *_LLAMA_MLP, *_ENDS, *_NORMS)
     return ShardingSpec(rules, ("*inv_freq",), layer="*layers.{}.*", first=("*embed_tokens.weight",))
 
 
-def _mixtral(given: Mapping[str, int]) -> ShardingSpec:
-    rules = (*_attention("mixtral", given), *_MIXTRAL_MLP, *_ENDS, *_NORMS)
+def _mixtral_spec(options: Mapping[str, int]) -> ShardingSpec:
+    rules = (*_attention_rules("mixtral", options), *_MIXTRAL_MLP, *_ENDS, *_NORMS)
     return ShardingSpec(rules, ("*inv_freq",), layer="*layers.{}.*", first=("*embed_tokens.weight",))
 
 
-def _gpt_neox(given: Mapping[str, int]) -> ShardingSpec:
-    del given
-    divided = (
+def _gpt_neox_spec(options: Mapping[str, int]) -> ShardingSpec:
+    del options
+    sharded = (
         ("embed_in.weight", 0),
         ("embed_out.weight", 0),
         ("query_key_value.weight", 0),
@@ -107,30 +108,30 @@ def _gpt_neox(given: Mapping[str, int]) -> ShardingSpec:
     whole = ("dense_4h_to_h.bias", "attention.dense.bias", "layernorm.weight", "layernorm.bias", "layer_norm.weight")
     buffers = ("*.attention.bias", "*.masked_bias", "*inv_freq")
     rules = (
-        *(ShardingRule(f"*{name}", dim) for name, dim in (*divided, *mlp)),
+        *(ShardingRule(f"*{name}", dim) for name, dim in (*sharded, *mlp)),
         *(ShardingRule(f"*{name}") for name in (*whole, "layer_norm.bias")),
         *map(ShardingRule, buffers),
     )
     return ShardingSpec(rules, buffers, layer="*layers.{}.*", first=("*embed_in.weight",))
 
 
-#: The layouts that have a name, and what may be said of them: ``llama:kv_size_multiplier=4``.
+#: Functions that build the named layouts from their options, such as ``llama:kv_size_multiplier=4``.
 BUILT_IN: Mapping[str, Callable[[Mapping[str, int]], ShardingSpec]] = {
-    "gpt-neox": _gpt_neox,
-    "llama": _llama,
-    "mixtral": _mixtral,
+    "gpt-neox": _gpt_neox_spec,
+    "llama": _llama_spec,
+    "mixtral": _mixtral_spec,
 }
 
-_SAID = ("kv_size_multiplier", "heads", "kv_heads")
+_OPTIONS = ("kv_size_multiplier", "heads", "kv_heads")
 
 
-def rules_named(text: str) -> ShardingSpec:
-    """A layout by its name, from the path of a spec file, or from JSON itself. Raises ``InvalidArgumentError``."""
+def load_spec(text: str) -> ShardingSpec:
+    """Load a spec from its name, the path of a spec file, or JSON text. Raises ``InvalidArgumentError``."""
     if text.lstrip().startswith("{"):
         return parse_spec(text, "the layout")
-    name, _, said = text.partition(":")
+    name, _, options = text.partition(":")
     if name in BUILT_IN:
-        return BUILT_IN[name](dict(_said(part, text) for part in said.split(",") if part))
+        return BUILT_IN[name](dict(_parse_option(option, text) for option in options.split(",") if option))
     if not path_exists(Path(text)):
         raise InvalidArgumentError(
             f"layout {text!r} is neither one of {', '.join(BUILT_IN)} nor the path of a spec file"
@@ -138,8 +139,11 @@ def rules_named(text: str) -> ShardingSpec:
     return parse_spec(read_small(Path(text)).decode(errors="replace"), text)
 
 
-def _said(part: str, text: str) -> tuple[str, int]:
-    key, _, value = part.partition("=")
-    if key not in _SAID or not value.isdecimal() or int(value) < 1:
-        raise InvalidArgumentError(f"layout {text!r}: of {', '.join(_SAID)} a number is said, not {part!r}")
+def _parse_option(option: str, text: str) -> tuple[str, int]:
+    """Parse an option of a named layout."""
+    key, _, value = option.partition("=")
+    if key not in _OPTIONS or not value.isdecimal() or int(value) < 1:
+        raise InvalidArgumentError(
+            f"layout {text!r}: options must be {', '.join(_OPTIONS)} with a number; got {option!r}"
+        )
     return key, int(value)

@@ -1,4 +1,4 @@
-"""Tensors as boxes that lie somewhere in files: cut, moved and turned without reading any of them. Pure functions."""
+"""Tensors as chunks of files, which are cut, moved and permuted without reading them. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from holdfast.engine.io.sources import SourceChunk, StridedLocation
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
 
-#: The boxes of one tensor.
-Parts = tuple[SourceChunk, ...]
+#: The chunks of one tensor.
+Chunks = tuple[SourceChunk, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class JoinedTensor(ChunkedTensor):
-    """A tensor of boxes from several files. Others are near the same places, so these do not tell which one it is."""
+    """A tensor of chunks from several files.
+
+    Several such tensors may consist of the same chunks, so its identity is that of the object.
+    """
 
     @property
     def identity(self) -> Hashable:
@@ -25,76 +28,79 @@ class JoinedTensor(ChunkedTensor):
         return id(self)
 
 
-def cut_slice(parts: Iterable[SourceChunk], box: IndexBox) -> Parts:
-    """What lies in a box, as a tensor of its own."""
-    return tuple(piece for part in parts for piece in _common(part, box))
+def cut_slice(chunks: Iterable[SourceChunk], box: IndexBox) -> Chunks:
+    """Return the chunks inside a box, with offsets in the box."""
+    return tuple(common for chunk in chunks for common in _intersect(chunk, box))
 
 
-def _common(part: SourceChunk, box: IndexBox) -> Parts:
-    starts = tuple(map(max, part.box.offset, box.offset))
-    stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*part.box, *box, strict=True))
+def _intersect(chunk: SourceChunk, box: IndexBox) -> Chunks:
+    """Return the part of a chunk that is inside a box; none if they do not overlap."""
+    starts = tuple(map(max, chunk.box.offset, box.offset))
+    stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*chunk.box, *box, strict=True))
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return ()
-    skipped = tuple(map(operator.sub, starts, part.box.offset))
+    skipped = tuple(map(operator.sub, starts, chunk.box.offset))
     inside = IndexBox(tuple(map(operator.sub, starts, box.offset)), tuple(map(operator.sub, stops, starts)))
-    return (SourceChunk(inside, partial(_further, part, skipped), part.near),)
+    return (SourceChunk(inside, partial(_skip_to, chunk, skipped), chunk.order_hint),)
 
 
-def _further(part: SourceChunk, skipped: Sequence[int]) -> StridedLocation:
-    place = part.place
-    return place._replace(offset=place.offset + sum(map(operator.mul, skipped, place.strides)))
+def _skip_to(chunk: SourceChunk, skipped: Sequence[int]) -> StridedLocation:
+    location = chunk.location
+    return location._replace(offset=location.offset + sum(map(operator.mul, skipped, location.strides)))
 
 
-def offset_slices(parts: Iterable[SourceChunk], by: Sequence[int]) -> Parts:
-    """The same further on in another tensor."""
+def offset_slices(chunks: Iterable[SourceChunk], by: Sequence[int]) -> Chunks:
+    """Move chunks by an offset."""
     return tuple(
         SourceChunk(
-            IndexBox(tuple(map(operator.add, part.box.offset, by)), part.box.shape), partial(_same, part), part.near
+            IndexBox(tuple(map(operator.add, chunk.box.offset, by)), chunk.box.shape),
+            partial(_same_location, chunk),
+            chunk.order_hint,
         )
-        for part in parts
+        for chunk in chunks
     )
 
 
-def _same(part: SourceChunk) -> StridedLocation:
-    return part.place
+def _same_location(chunk: SourceChunk) -> StridedLocation:
+    return chunk.location
 
 
-def permute_slices(parts: Iterable[SourceChunk], order: Sequence[int]) -> Parts:
-    """With dimensions in another order: the first is what was number ``order[0]``."""
+def permute_slices(chunks: Iterable[SourceChunk], order: Sequence[int]) -> Chunks:
+    """Permute the dimensions: the first of the result is dimension ``order[0]``."""
     return tuple(
         SourceChunk(
-            IndexBox(_picked(part.box.offset, order), _picked(part.box.shape, order)),
-            partial(_turned, part, order),
-            part.near,
+            IndexBox(_permute_items(chunk.box.offset, order), _permute_items(chunk.box.shape, order)),
+            partial(_permuted_location, chunk, order),
+            chunk.order_hint,
         )
-        for part in parts
+        for chunk in chunks
     )
 
 
-def _turned(part: SourceChunk, order: Sequence[int]) -> StridedLocation:
-    return part.place._replace(strides=_picked(part.place.strides, order))
+def _permuted_location(chunk: SourceChunk, order: Sequence[int]) -> StridedLocation:
+    return chunk.location._replace(strides=_permute_items(chunk.location.strides, order))
 
 
-def _picked(row: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(row[index] for index in order)
+def _permute_items(items: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(items[index] for index in order)
 
 
 def slice_along(shape: Sequence[int], dim: int, start: int, stop: int) -> IndexBox:
-    """The box of a tensor with indices from ``start`` to ``stop`` in one dimension, and all in the others."""
+    """Return the box with indices from ``start`` to ``stop`` in one dimension, and all in the others."""
     offset = tuple(start if index == dim else 0 for index in range(len(shape)))
     return IndexBox(offset, tuple(stop - start if index == dim else size for index, size in enumerate(shape)))
 
 
-def slice_at(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
-    """How far to move what begins at ``start`` in one dimension."""
+def offset_along(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
+    """Return the offset of the elements that begin at ``start`` in one dimension."""
     return slice_along(shape, dim, start, start).offset
 
 
-def unsqueeze_slices(parts: Iterable[SourceChunk], number: int) -> Parts:
-    """As the ``number``-th of what a new first dimension counts."""
-    zeros = ((IndexBox((number, *part.box.offset), (1, *part.box.shape)), part) for part in parts)
-    return tuple(SourceChunk(box, partial(_raised, part), part.near) for box, part in zeros)
+def unsqueeze_slices(chunks: Iterable[SourceChunk], number: int) -> Chunks:
+    """Insert a first dimension, and put the chunks at index ``number`` of it."""
+    boxes = ((IndexBox((number, *chunk.box.offset), (1, *chunk.box.shape)), chunk) for chunk in chunks)
+    return tuple(SourceChunk(box, partial(_unsqueezed_location, chunk), chunk.order_hint) for box, chunk in boxes)
 
 
-def _raised(part: SourceChunk) -> StridedLocation:
-    return part.place._replace(strides=(0, *part.place.strides))
+def _unsqueezed_location(chunk: SourceChunk) -> StridedLocation:
+    return chunk.location._replace(strides=(0, *chunk.location.strides))

@@ -1,6 +1,7 @@
-"""Which of the checkpoints in a folder of NxD's is the newest that was finished.
+"""The checkpoints in a folder of NxD's, and which of them is the newest complete one.
 
-Every release had another sign: a text file ``newest`` (to 0.6), ``done`` (0.7), ``checkpoint`` for those begun (0.8).
+Each release marks them differently: a text file ``newest`` (up to 0.6), a file ``done`` in complete ones (0.7), and
+also ``checkpoint`` in those that were begun (0.8).
 """
 
 from __future__ import annotations
@@ -14,48 +15,48 @@ from holdfast.storage import posix
 
 BEGUN, DONE, NEWEST = "checkpoint", "done", "newest"
 
-#: What is written last, in this order: who finds the second takes the checkpoint for complete.
+#: The marker files, which are written last, in this order. The second marks a checkpoint as complete.
 MARKERS = (BEGUN, DONE)
 
 
 def is_tag(path: Path) -> bool:
-    """Whether a folder is one checkpoint."""
+    """Return whether a folder is one checkpoint."""
     return any(
         file_names.has_rank_files(path / kind) for kind in (file_names.MODEL, file_names.OPTIM)
     ) or file_names.has_legacy_files(path)
 
 
 def is_nxd_run(path: Path) -> bool:
-    """Whether a folder has checkpoints in it."""
+    """Return whether a folder contains checkpoints."""
     return posix.is_directory(path) and any(is_tag(folder) for folder in posix.list_subdirectories(path))
 
 
 def tensor_parallel_degree(path: Path) -> int:
-    """How many tensor-parallel ranks a checkpoint is of."""
-    found = (
+    """Return the number of tensor-parallel ranks of a checkpoint."""
+    rank_files = (
         file_names.find_rank_files(path / file_names.MODEL)
-        or file_names.find_legacy(path)
+        or file_names.find_legacy_files(path)
         or file_names.find_rank_files(path / file_names.OPTIM)
     )
-    return 1 if found is None else found.degrees.tp
+    return 1 if rank_files is None else rank_files.degrees.tp
 
 
 def check_finished(path: Path) -> None:
-    """Raise ``CorruptCheckpointError`` for a checkpoint that was begun and never finished."""
+    """Raise ``CorruptCheckpointError`` for a checkpoint that was begun and not finished."""
     if posix.is_file(path / BEGUN) and not posix.is_file(path / DONE):
         raise CorruptCheckpointError(
-            f"{path} was begun and has no {DONE!r} in it: its save never ended, or, with async_save, nobody called "
-            f"finalize_checkpoint. If you know that it is whole, make an empty file of that name"
+            f"{path} was begun and has no {DONE!r} in it: its save did not end or, with async_save, "
+            f"finalize_checkpoint was not called. If you know that it is complete, create an empty file of that name"
         )
 
 
 def newest_tag(path: Path) -> Path:
-    """The newest checkpoint in a folder that was finished. Raises ``NoCheckpointError``.
+    """Return the newest finished checkpoint in a folder. Raises ``NoCheckpointError`` if there is none.
 
-    By the number in its name; not by the time of a file, which every copy changes.
+    Goes by the number in the name, not by a file's time, which every copy changes.
     """
     tags = [folder for folder in posix.list_subdirectories(path) if is_tag(folder)]
-    if posix.is_taken(path / NEWEST):
+    if posix.file_exists(path / NEWEST):
         posix.check_regular(path / NEWEST, within=(path,))
         lines = posix.read_small(path / NEWEST).decode(errors="replace").split()
         if named := [path / line for line in lines if path / line in tags]:
@@ -63,8 +64,9 @@ def newest_tag(path: Path) -> Path:
     finished = [tag for tag in tags if posix.is_file(tag / DONE) or not posix.is_file(tag / BEGUN)]
     if not finished:
         raise NoCheckpointError(f"none of the checkpoints in {path} was finished")
-    return max(finished, key=_order)
+    return max(finished, key=_sort_key)
 
 
-def _order(tag: Path) -> tuple[list[int], str]:
+def _sort_key(tag: Path) -> tuple[list[int], str]:
+    """Return the last number in a tag's name, and the name."""
     return [int(number) for number in re.findall(r"\d+", tag.name)[-1:]], tag.name

@@ -1,4 +1,4 @@
-"""Tensor-parallel shards, put together as a layout says."""
+"""Joins tensor-parallel shards to whole tensors as a layout says."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from holdfast.compat.nxd.format.sharding_spec import (
     ShardingRule,
     ShardingSpec,
     ShardPiece,
-    held_range,
+    rank_block,
     shard_pieces,
 )
 from holdfast.compat.nxd.format.slicing import (
+    Chunks,
     JoinedTensor,
-    Parts,
     cut_slice,
+    offset_along,
     offset_slices,
     permute_slices,
     slice_along,
-    slice_at,
 )
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.files import TensorInfo
 
-#: The most experts of a layer: what a shape says of them is looked at one by one.
-_EXPERTS = 2**16
+#: The maximum number of experts of a layer: each gets an object, so a forged shape must not ask for more.
+_MAX_EXPERTS = 2**16
 
-#: What ranks of a tensor-parallel group have of one tensor, by their expert-parallel rank.
+#: The shards of one tensor, by expert-parallel and tensor-parallel rank.
 Shards = Sequence[Sequence[StoredTensor]]
 
 
 @dataclass
 class Unsharder:
-    """Makes whole tensors; the same of the same shards."""
+    """Joins shards to whole tensors. The same shards give the same objects."""
 
     spec: ShardingSpec
     evidence: ReplicaEvidence
-    _made: dict[Hashable, dict[str, StoredTensor]] = field(default_factory=dict)
+    _cache: dict[Hashable, dict[str, StoredTensor]] = field(default_factory=dict)
 
-    def whole(self, name: str, shards: Shards, what: str) -> dict[str, StoredTensor]:
-        """The tensors that a parameter of NxD, or a state of its shape, is part of, by the names of parameters.
+    def join_shards(self, name: str, shards: Shards, subject: str) -> dict[str, StoredTensor]:
+        """Join the shards of an NxD parameter, or of a state of its shape, to the tensors of whole parameters, by name.
 
-        ``what`` it is goes into messages. Raises ``CorruptCheckpointError`` where shards do not fit together,
-        ``InvalidArgumentError`` where the layout does not fit them.
+        ``subject`` names the tensor in messages. Raises ``CorruptCheckpointError`` if shards do not fit together,
+        ``InvalidArgumentError`` if the layout does not fit them.
         """
-        rule = self.spec.rule(name)
+        rule = self.spec.rule_for(name)
         key = (rule, tuple(shard.identity for row in shards for shard in row))
-        if key not in self._made:
-            row = self._experts(rule, shards, what)
-            self._check_alike(row, what)
-            self._made[key] = self._joined(rule, name, row, what)
-        return self._made[key]
+        if key not in self._cache:
+            row = self._join_expert_ranks(rule, shards, subject)
+            self._check_same_info(row, subject)
+            self._cache[key] = self._join_ranks(rule, name, row, subject)
+        return self._cache[key]
 
-    def _experts(self, rule: ShardingRule, shards: Shards, what: str) -> Sequence[StoredTensor]:
-        """For each tensor-parallel rank, what its expert-parallel ranks have beside each other."""
+    def _join_expert_ranks(self, rule: ShardingRule, shards: Shards, subject: str) -> Sequence[StoredTensor]:
+        """Return the tensor of each tensor-parallel rank, with the experts of expert-parallel ranks concatenated."""
         first = shards[0]
         is_expert = rule.experts or (isinstance(first[0], RankShard) and first[0].expert)
         if len(shards) == 1:
@@ -67,116 +67,132 @@ class Unsharder:
         if not is_expert:
             for row in shards[1:]:
                 self.evidence.replicas += [
-                    (what, pair) for pair in zip(first, row, strict=True) if pair[0] is not pair[1]
+                    (subject, pair) for pair in zip(first, row, strict=True) if pair[0] is not pair[1]
                 ]
             return first
         columns = list(zip(*shards, strict=True))
         for column in columns:
-            self._check_alike(column, what)
-        return [_beside(column) for column in columns]
+            self._check_same_info(column, subject)
+        return [_concatenate_experts(column) for column in columns]
 
-    def _check_alike(self, row: Sequence[StoredTensor], what: str) -> None:
+    def _check_same_info(self, row: Sequence[StoredTensor], subject: str) -> None:
+        """Raise ``CorruptCheckpointError`` if ranks have different dtypes or shapes."""
         for other in row[1:]:
             if other.info != row[0].info:
-                one, two = ([stored.info.dtype, list(stored.info.shape)] for stored in (row[0], other))
+                expected, actual = ([stored.info.dtype, list(stored.info.shape)] for stored in (row[0], other))
                 file = other.file if isinstance(other, RankShard) else "a file of another rank"
                 raise CorruptCheckpointError(
-                    f"{what} is {two} in {file}, and {one} on the first rank: they are of two saves"
+                    f"{subject} is {actual} in {file}, and {expected} on the first rank: the files are from two saves"
                 )
 
-    def _joined(self, rule: ShardingRule, name: str, row: Sequence[StoredTensor], what: str) -> dict[str, StoredTensor]:
+    def _join_ranks(
+        self, rule: ShardingRule, name: str, row: Sequence[StoredTensor], subject: str
+    ) -> dict[str, StoredTensor]:
+        """Join the shards of tensor-parallel ranks."""
         if rule.dim is None or not row[0].info.shape:
             if len(row) > 1:
-                self.evidence.replicas.append((what, row))
-            return self._shaped(rule, {piece.name: row[0] for piece in shard_pieces(rule, name)})
-        return self._shaped(rule, self._divided(rule, name, row, what))
+                self.evidence.replicas.append((subject, row))
+            return self._split_experts(rule, {piece.name: row[0] for piece in shard_pieces(rule, name)})
+        return self._split_experts(rule, self._join_pieces(rule, name, row, subject))
 
-    def _divided(
-        self, rule: ShardingRule, name: str, row: Sequence[StoredTensor], what: str
+    def _join_pieces(
+        self, rule: ShardingRule, name: str, row: Sequence[StoredTensor], subject: str
     ) -> dict[str, StoredTensor]:
-        dim, info, every = rule.dim or 0, row[0].info, shard_pieces(rule, name)
-        common = math.gcd(*(piece.share for piece in every))
-        shares = sum(piece.share for piece in every) // common
+        """Join the shards of ranks that divide a dimension."""
+        dim, info, pieces = rule.dim or 0, row[0].info, shard_pieces(rule, name)
+        common = math.gcd(*(piece.share for piece in pieces))
+        shares = sum(piece.share for piece in pieces) // common
         if dim >= len(info.shape) or info.shape[dim] % shares:
             raise InvalidArgumentError(
-                f"{what} has shape {list(info.shape)}, of which the layout divides dimension {dim} into {shares} parts"
+                f"{subject} has shape {list(info.shape)}, but the layout divides its dimension {dim} into {shares} "
+                "parts"
             )
-        found: dict[str, tuple[int, Parts]] = {}
+        joined: dict[str, tuple[int, Chunks]] = {}
         start = 0
-        for piece in every:
+        for piece in pieces:
             size = piece.share // common * (info.shape[dim] // shares)
-            before, parts = found.get(piece.name, (0, ()))
-            count, more = self._piece(piece, row, (dim, start, size), what)
-            found[piece.name] = before + count * size, parts + offset_slices(more, slice_at(info.shape, dim, before))
+            before, chunks = joined.get(piece.name, (0, ()))
+            count, piece_chunks = self._join_blocks(piece, row, (dim, start, size), subject)
+            joined[piece.name] = (
+                before + count * size,
+                chunks + offset_slices(piece_chunks, offset_along(info.shape, dim, before)),
+            )
             start += size
         return {
-            key: JoinedTensor(TensorInfo(info.dtype, slice_along(info.shape, dim, 0, size).shape), parts)
-            for key, (size, parts) in found.items()
+            key: JoinedTensor(TensorInfo(info.dtype, slice_along(info.shape, dim, 0, size).shape), chunks)
+            for key, (size, chunks) in joined.items()
         }
 
-    def _piece(
-        self, piece: ShardPiece, row: Sequence[StoredTensor], place: tuple[int, int, int], what: str
-    ) -> tuple[int, Parts]:
-        """How many blocks of a piece there are, and these beside each other. Further copies are evidence."""
-        dim, start, size = place
+    def _join_blocks(
+        self, piece: ShardPiece, row: Sequence[StoredTensor], span: tuple[int, int, int], subject: str
+    ) -> tuple[int, Chunks]:
+        """Return the number of blocks of a piece, and the chunks of the concatenated blocks.
+
+        ``span`` is the dimension, the start and the size of the piece. Further copies of a block are added to the
+        evidence.
+        """
+        dim, start, size = span
         shape = row[0].info.shape
-        known: dict[int, Parts] = {}
-        parts: Parts = ()
+        chunks_by_block: dict[int, Chunks] = {}
+        chunks: Chunks = ()
         count = 1
         for rank, stored in enumerate(row):
-            count, block = held_range(piece, len(row), rank)
-            own = cut_slice(slices_of(stored), slice_along(shape, dim, start, start + size))
-            if block in known:
+            count, block = rank_block(piece, len(row), rank)
+            rank_chunks = cut_slice(slices_of(stored), slice_along(shape, dim, start, start + size))
+            if block in chunks_by_block:
                 info = TensorInfo(stored.info.dtype, slice_along(shape, dim, 0, size).shape)
-                self.evidence.replicas.append((what, (JoinedTensor(info, known[block]), JoinedTensor(info, own))))
+                self.evidence.replicas.append(
+                    (subject, (JoinedTensor(info, chunks_by_block[block]), JoinedTensor(info, rank_chunks)))
+                )
                 continue
-            known[block] = own
-            parts += offset_slices(own, slice_at(shape, dim, block * size))
-        return count, parts
+            chunks_by_block[block] = rank_chunks
+            chunks += offset_slices(rank_chunks, offset_along(shape, dim, block * size))
+        return count, chunks
 
-    def _shaped(self, rule: ShardingRule, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Experts by themselves, and rows for columns."""
-        if not rule.transposed and not any(EXPERT in name for name in found):
-            return found
-        return {name: stored for key, whole in found.items() for name, stored in _single(rule, key, whole)}
+    def _split_experts(self, rule: ShardingRule, joined: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Split stacked experts into single ones, and transpose tensors if the rule says so."""
+        if not rule.transposed and not any(EXPERT in name for name in joined):
+            return joined
+        return {name: stored for key, whole in joined.items() for name, stored in _split_tensor(rule, key, whole)}
 
 
-def _single(rule: ShardingRule, name: str, whole: StoredTensor) -> list[tuple[str, StoredTensor]]:
+def _split_tensor(rule: ShardingRule, name: str, whole: StoredTensor) -> list[tuple[str, StoredTensor]]:
+    """Return the tensors of a joined tensor by name: one for each expert, in torch's order of dimensions."""
     shape = whole.info.shape
     order = list(range(len(shape)))
     if rule.transposed and len(shape) > 1:
         order[-2:] = order[:-3:-1]
     if EXPERT not in name:
-        return [(name, _turned(whole, slices_of(whole), shape, order))]
-    if shape[0] > _EXPERTS:
-        raise CorruptCheckpointError(f"{name!r} is of {shape[0]} experts, more than any model has")
-    rows = [slice_along(shape, 0, number, number + 1) for number in range(shape[0])]
+        return [(name, _permute_tensor(whole, slices_of(whole), shape, order))]
+    if shape[0] > _MAX_EXPERTS:
+        raise CorruptCheckpointError(f"{name!r} has {shape[0]} experts, more than the maximum of {_MAX_EXPERTS}")
+    boxes = [slice_along(shape, 0, number, number + 1) for number in range(shape[0])]
     return [
-        (name.replace(EXPERT, str(number)), _turned(whole, cut_slice(slices_of(whole), box), shape, order[1:]))
-        for number, box in enumerate(rows)
+        (name.replace(EXPERT, str(number)), _permute_tensor(whole, cut_slice(slices_of(whole), box), shape, order[1:]))
+        for number, box in enumerate(boxes)
     ]
 
 
-def _turned(whole: StoredTensor, parts: Parts, shape: Sequence[int], order: Sequence[int]) -> StoredTensor:
+def _permute_tensor(whole: StoredTensor, chunks: Chunks, shape: Sequence[int], order: Sequence[int]) -> StoredTensor:
     return JoinedTensor(
-        TensorInfo(whole.info.dtype, tuple(shape[index] for index in order)), permute_slices(parts, order)
+        TensorInfo(whole.info.dtype, tuple(shape[index] for index in order)), permute_slices(chunks, order)
     )
 
 
-def slices_of(stored: StoredTensor) -> Parts:
-    """The boxes that a tensor lies in."""
+def slices_of(stored: StoredTensor) -> Chunks:
+    """Return the chunks of a tensor. Raises ``CorruptCheckpointError`` if they are unknown."""
     if isinstance(stored, RankShard):
-        return stored.parts()
+        return stored.as_chunks()
     if isinstance(stored, JoinedTensor):
-        return stored.parts
-    raise CorruptCheckpointError("a tensor is neither in one file nor in several")
+        return stored.chunks
+    raise CorruptCheckpointError("the bytes of a tensor are in no known file")
 
 
-def _beside(column: Sequence[StoredTensor]) -> StoredTensor:
-    """Experts of one rank after those of another."""
+def _concatenate_experts(column: Sequence[StoredTensor]) -> StoredTensor:
+    """Concatenate the experts of expert-parallel ranks."""
     info = column[0].info
-    number = info.shape[0]
-    parts: Parts = ()
+    n_experts = info.shape[0]
+    chunks: Chunks = ()
     for rank, stored in enumerate(column):
-        parts += offset_slices(slices_of(stored), slice_at(info.shape, 0, rank * number))
-    return JoinedTensor(TensorInfo(info.dtype, (number * len(column), *info.shape[1:])), parts)
+        chunks += offset_slices(slices_of(stored), offset_along(info.shape, 0, rank * n_experts))
+    return JoinedTensor(TensorInfo(info.dtype, (n_experts * len(column), *info.shape[1:])), chunks)
