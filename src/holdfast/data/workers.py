@@ -25,7 +25,7 @@ _POLL_INTERVAL = 1.0
 
 
 def shield_worker(worker: int = 0) -> None:
-    """Keep a worker of a data loader alive when its job is told to end: pass it as ``worker_init_fn``.
+    """Keep a worker of a data loader alive when its job receives a signal to end: pass it as ``worker_init_fn``.
 
     The worker then ends only if the training process sends it such a signal, or has ended itself.
     Raises ``InvalidArgumentError`` in a process that is not a worker.

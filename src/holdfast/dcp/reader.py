@@ -20,7 +20,7 @@ from holdfast.storage import posix
 
 
 class FileSystemReader(StorageReader):
-    """Reads a DCP folder for ``dcp.load``, whoever wrote it.
+    """Reads a DCP folder for ``dcp.load``. Any writer may have written it.
 
     The metadata must be complete: chunks cover each tensor, and each chunk is inside its file. If there is a
     ``checksums.json``, all bytes that are read are verified in blocks of 16 MiB. If a rank needs only a part of a

@@ -23,7 +23,7 @@ class FileSignature(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a further change of the file would change its times."""
+        """Return whether a further change of the file would change its times."""
         return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > _UNSETTLED_NS
 
 
