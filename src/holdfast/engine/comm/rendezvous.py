@@ -8,9 +8,10 @@ name and often with different ranks. Keys that the previous group left in the st
    id.
 3. A rank takes the name that it finds under its own id. Only rank 0 of the same group can have stored it there.
 
-Ids of former groups are answered too, but no rank reads these answers. *No deadlock*: rank 0 does not wait for arrivals,
-only for the votes of all ranks, and it answers arrivals during that wait. A rank that does not come is reported as
-missing in a vote. The other ranks wait for the answer before they set a key, as they would wait for rank 0's decision.
+Ids of former groups are answered too, but no rank reads these answers. *No deadlock*: rank 0 does not wait for
+arrivals, only for the votes of all ranks, and it answers arrivals during that wait. A rank that does not come is
+reported as missing in a vote. The other ranks wait for the answer before they set a key, as they would wait for rank
+0's decision.
 """
 
 from __future__ import annotations
