@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.load.fallback import load_with_fallback
-from holdfast.load.request import LoadRequest
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
@@ -29,7 +27,6 @@ from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.save.operation import SaveOperation, SavePlanCache
 from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
-from holdfast.state.restore import RestorePolicy
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.posix import local_path
 
@@ -207,6 +204,11 @@ class Checkpointer:
 
         The arguments, the result and the errors are those of :func:`holdfast.restore`.
         """
+        # Imported here, as a job that only saves needs none of it, and no reader of another format.
+        from holdfast.load.fallback import load_with_fallback  # noqa: PLC0415
+        from holdfast.load.request import LoadRequest  # noqa: PLC0415
+        from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
+
         policy = RestorePolicy(
             strict=strict,
             cast_dtype=cast_dtype,

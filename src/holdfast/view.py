@@ -23,7 +23,7 @@ from holdfast.ondisk.blocks import BLOCK_BYTES
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.validation import check_keys
-from holdfast.run.catalog import checkpoint_path, describe_ignored_files, open_latest
+from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.posix import local_path

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from holdfast.formats import registry
+
 SOURCE = Path(__file__).parents[2] / "src/holdfast"
 
 
@@ -55,3 +57,24 @@ def test_the_engine_knows_no_models() -> None:
 def test_importing_holdfast_imports_no_torch() -> None:
     code = "import sys, holdfast; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format() -> None:
+    code = """
+import sys, tempfile, torch, holdfast
+holdfast.save_checkpoint(tempfile.mkdtemp(), "a", {"w": torch.zeros(1)})
+print(*(name for name in sys.modules if name.startswith("holdfast.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names = {name.removeprefix("holdfast.") for name in done.stdout.split()}
+    formats = {name for name in names if name.startswith("formats.")}
+    assert formats == {"formats.native", "formats.reader", "formats.safetensors"}
+    assert {name for name in names if name.startswith("load.")} == {"load.result"}
+    assert not {name for name in names if name.startswith(("components", "conversion", "compat", "cli", "dcp"))}
+    assert len(names) <= 125
+
+
+def test_every_format_in_the_registry_exists() -> None:
+    paths = [path for known in registry.READABLE.values() for path in (known.detect, known.reader)]
+    for path in [*paths, *registry.TARGETS.values()]:
+        assert callable(registry.load_attribute(path))

@@ -18,14 +18,8 @@ from holdfast.formats.reader import CheckpointValues, Reader, detect_replacement
 from holdfast.formats.sharded.inspect import inspect_shards
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Manifest
-from holdfast.run.catalog import (
-    checkpoint_path,
-    describe_ignored_files,
-    is_run_directory,
-    list_checkpoints,
-    open_latest,
-    resolve_checkpoint_path,
-)
+from holdfast.run.catalog import is_run_directory, list_checkpoints
+from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest, resolve_checkpoint_path
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage import posix
 

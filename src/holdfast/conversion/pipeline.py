@@ -35,7 +35,8 @@ from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
 from holdfast.formats.registry import LAYOUT, NXD, READABLE, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
-from holdfast.run.catalog import is_run_directory, open_latest
+from holdfast.run.catalog import is_run_directory
+from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination, new_staging_path
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedWriter

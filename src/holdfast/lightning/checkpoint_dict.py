@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.conversion.state_dict_schemas import lightning_schema, scheduler_state_dict
 from holdfast.formats.reader import Reader
 from holdfast.lightning.lazy_state import LazyStateDict, StoredModelState
-from holdfast.run.catalog import open_latest
+from holdfast.run.lookup import open_latest
 from holdfast.view import Checkpoint
 
 

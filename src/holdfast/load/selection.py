@@ -22,15 +22,10 @@ from holdfast.errors import (
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import holds_checkpoint, is_native, read_manifest
 from holdfast.load.request import LoadRequest
-from holdfast.run.catalog import (
-    describe_ignored_files,
-    find_checkpoint,
-    latest_checkpoint,
-    list_checkpoints_strictly,
-    resolve_checkpoint_path,
-)
+from holdfast.run.catalog import find_checkpoint, list_checkpoints_strictly
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.corruption import CorruptRecord
+from holdfast.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 
 #: The maximum number of tags that a message names.

@@ -43,12 +43,12 @@ def _refuse_opcode(unpickler: SafeUnpickler) -> None:
 
 
 def _check_protocol(unpickler: SafeUnpickler) -> None:
-    if unpickler.read_bytes(1)[0] > _LAST_PROTOCOL:
+    if unpickler.read_raw_bytes(1)[0] > _LAST_PROTOCOL:
         raise ValueError(f"its protocol is newer than {_LAST_PROTOCOL}")
 
 
 def _skip_frame(unpickler: SafeUnpickler) -> None:
-    unpickler.read_bytes(_U64.size)  # the frame's size, which only a streaming reader needs
+    unpickler.read_raw_bytes(_U64.size)  # the frame's size, which only a streaming reader needs
 
 
 def _push_mark(unpickler: SafeUnpickler) -> None:
@@ -115,21 +115,21 @@ def _push_integer(form: struct.Struct) -> Opcode:
         size = unpickler.read_number(form)
         if size > _INTEGER:
             raise ValueError(f"it has an integer of {size} bytes; at most {_INTEGER} are allowed")
-        unpickler.stack.append(int.from_bytes(unpickler.read_bytes(size), "little", signed=True))
+        unpickler.stack.append(int.from_bytes(unpickler.read_raw_bytes(size), "little", signed=True))
 
     return push_value
 
 
 def _push_text(form: struct.Struct) -> Opcode:
     def push_value(unpickler: SafeUnpickler) -> None:
-        unpickler.stack.append(unpickler.read_bytes(unpickler.read_number(form)).decode("utf-8", "surrogatepass"))
+        unpickler.stack.append(unpickler.read_raw_bytes(unpickler.read_number(form)).decode("utf-8", "surrogatepass"))
 
     return push_value
 
 
 def _push_bytes(form: struct.Struct, to_value: Callable[[bytes], Any] = bytes) -> Opcode:
     def push_value(unpickler: SafeUnpickler) -> None:
-        unpickler.stack.append(to_value(unpickler.read_bytes(unpickler.read_number(form))))
+        unpickler.stack.append(to_value(unpickler.read_raw_bytes(unpickler.read_number(form))))
 
     return push_value
 

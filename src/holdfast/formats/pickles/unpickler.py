@@ -119,7 +119,7 @@ class SafeUnpickler:
             kind = TruncatedPickleError if self.at >= len(raw) else CorruptCheckpointError
             raise kind(f"{self.source}: its pickle is corrupt or truncated at byte {self.at}") from error
 
-    def read_bytes(self, size: int) -> bytes:
+    def read_raw_bytes(self, size: int) -> bytes:
         """Return the next ``size`` bytes of the pickle. Raises ``CorruptCheckpointError`` if there are fewer."""
         start = self.at
         self.at += size

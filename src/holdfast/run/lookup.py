@@ -1,0 +1,85 @@
+"""Lookup of the checkpoint that a path and a tag mean, in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
+from holdfast.formats.detect import describe_contents, is_checkpoint, open_reader
+from holdfast.formats.native import NativeReader, is_native
+from holdfast.formats.reader import Reader
+from holdfast.ondisk.validation import check_tag
+from holdfast.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
+from holdfast.storage import posix
+
+#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
+_ATTEMPTS = 100
+
+
+def latest_checkpoint(path: Path) -> CheckpointInfo:
+    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if there is none."""
+    infos = cached_checkpoints(path)
+    complete = [info for info in infos if info.status == "complete"]
+    if complete:
+        return complete[-1]
+    if infos:
+        raise NoCheckpointError(f"none of the {len(infos)} checkpoint(s) in {path} can be read: {infos[-1].problem}")
+    raise NoCheckpointError(f"there is no checkpoint in {path}{describe_contents(path)}")
+
+
+def describe_ignored_files(path: Path) -> str | None:
+    """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
+    if not is_checkpoint(path):
+        return None
+    ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
+    if not ignored:
+        return None
+    names = ", ".join(ignored)
+    return f"{path} contains holdfast checkpoints: {names} next to them is ignored; to read it, pass its path"
+
+
+def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
+    """Open a checkpoint, or the latest checkpoint of a run directory, for reading.
+
+    If the latest checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
+    :func:`holdfast.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
+    """
+    for _ in range(_ATTEMPTS):
+        resolved = resolve_checkpoint_path(path)
+        with suppress(CheckpointReplacedError):
+            if is_run_directory(path) or (posix.is_directory(resolved) and not is_checkpoint(resolved)):
+                return NativeReader(latest_checkpoint(path).path)
+            return open_reader(resolved, keys)
+    raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
+
+
+def resolve_checkpoint_path(path: Path) -> Path:
+    """Return ``path``, or the hidden directory that holds its checkpoint after an interrupted replace.
+
+    A replace is interrupted if the save died between its two renames.
+    """
+    if posix.path_exists(path):
+        return path
+    displaced = (
+        path.parent / hidden.name
+        for hidden in displaced_checkpoints(posix.list_names(path.parent))
+        if hidden.tag == path.name
+    )
+    return next(displaced, path)
+
+
+def checkpoint_path(path: Path, tag: str) -> Path:
+    """Return the path of the checkpoint ``tag`` in a run directory. It may be in any format.
+
+    Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if the tag is invalid or
+    ``path`` is a checkpoint itself.
+    """
+    tagged = path / check_tag(tag)
+    if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
+        return tagged
+    if is_checkpoint(path) and not list_checkpoints(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
+    return find_checkpoint(path, tag)
