@@ -196,8 +196,8 @@ class TestOnATerminal:
         from holdfast.engine.io import read, write
 
         module = {"save": write, "load": read}[what]
-        quick = module._write if what == "save" else module._read
-        name = "_write" if what == "save" else "_read"
+        name = {"save": "_write_chunk", "load": "_read_chunk"}[what]
+        quick = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: (time.sleep(0.5), quick(*args))[1])
 
     @pytest.mark.parametrize("what", ["save", "load"])

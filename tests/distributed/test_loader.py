@@ -254,7 +254,7 @@ def test_positions_that_differ_are_not_split_anew() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": [1]}, "sampler: a ResumableLoader itself"),
+        ({"sampler": [1]}, "sampler: a ResumableLoader decides the order"),
         ({"in_order": False}, "in_order=False"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": None}, "batch_size"),

@@ -125,7 +125,7 @@ def warned_saves(path: str, magic: int, one: bool) -> tuple[list[str], int]:
 def test_one_warning_is_given_and_every_save_that_may_remove_others_is_read_back(ranks: Ranks, tmp_path: Path) -> None:
     (told, reads), (others, other_reads) = ranks(2, warned_saves, str(tmp_path), NFS, False)
     (message,) = told
-    assert f"2 hosts save into {tmp_path}, on a file system (NFS) that is not known to keep" in message
+    assert f"2 hosts save to {tmp_path}, on a file system (NFS) that is not known to keep" in message
     assert not others
     assert (reads, other_reads) == (3, 3)
     assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_1", "step_2"]
@@ -156,7 +156,7 @@ def save_a_part(path: str) -> list[str]:
 
 def test_a_part_that_several_hosts_save_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
     (told,), others = ranks(2, save_a_part, str(tmp_path / "model.safetensors"))
-    assert f"2 hosts save into {tmp_path}" in told
+    assert f"2 hosts save to {tmp_path}" in told
     assert not others
 
 

@@ -120,13 +120,14 @@ def test_all_who_wait_tell_who_does_not_come(
 
 def save_with_slow_ranks(path: str) -> list[str]:
     """Ranks 1 and 3 take their time over the look at the state."""
-    from holdfast.save.negotiation import capture
+    from holdfast.save.negotiation import capture_training
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(1.0)
-        return capture(*arguments)
+        return capture_training(*arguments)
 
-    slow = mock.patch("holdfast.save.negotiation.capture_training", slowly if dist.get_rank() % 2 else capture)
+    replacement = slowly if dist.get_rank() % 2 else capture_training
+    slow = mock.patch("holdfast.save.negotiation.capture_training", replacement)
     with logged() as messages, slow:
         holdfast.save_checkpoint(path, "s", MODEL)
     return messages

@@ -37,14 +37,13 @@ def test_on_ranks_too(ranks: Ranks, tmp_path: Path, layout: str, staging: str) -
 def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
     """The campaign can fail."""
 
-    def no_copy(plan: Any, part_of: Any, *_: object) -> StagedTensors:
+    def no_copy(plan: Any, shard_of: Any, *_: object) -> StagedTensors:
         class Live(StagedTensors):
-            def part_of(self, tensor: int) -> TensorBytes:
-                return part_of(tensor)
+            def shard_of(self, tensor: int) -> TensorBytes:
+                return shards[tensor]
 
-        parts = {piece.tensor: part_of(piece.tensor) for piece in plan.file_ranges}
-        part_of = parts.__getitem__
-        return Live(plan.file_ranges, np.empty(0, np.uint8), (), part_of)
+        shards = {file_range.tensor: shard_of(file_range.tensor) for file_range in plan.file_ranges}
+        return Live(plan.file_ranges, np.empty(0, np.uint8), (), shards.__getitem__)
 
     with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
         found = torn(str(tmp_path), "plain", "eager", 8)

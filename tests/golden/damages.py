@@ -292,7 +292,7 @@ DAMAGES = {
     ),
     # What the manifest says
     "a newer version": Damage(
-        manifest(lambda table: table.update(version=2)), FormatError, "has format version 2; .* update holdfast"
+        manifest(lambda table: table.update(version=2)), FormatError, "has format version 2, .* update holdfast"
     ),
     "another format": Damage(
         manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a holdfast manifest"
@@ -324,7 +324,7 @@ DAMAGES = {
     "another shape": Damage(
         entry(shape=[9, 9]), CorruptCheckpointError, r"'mask' has 9 bytes, not those of BOOL \[9, 9\]"
     ),
-    "an unknown dtype": Damage(entry(dtype="B1"), FormatError, "'mask': dtype 'B1' is not one", falls_back=False),
+    "an unknown dtype": Damage(entry(dtype="B1"), FormatError, "'mask': dtype 'B1' is not supported", falls_back=False),
     "another dtype of that width": Damage(
         entry(dtype="U8"), MismatchError, "mask: dtype U8 in the checkpoint", sound=True, falls_back=False
     ),
@@ -350,7 +350,7 @@ DAMAGES = {
     ),
     # Values
     "an unknown tag": Damage(
-        text(STATE, r"\$uuid", "$uuid9"), CorruptCheckpointError, r"state.json: the tag '\$uuid9' is not known"
+        text(STATE, r"\$uuid", "$uuid9"), CorruptCheckpointError, r"state.json: the tag '\$uuid9' is unknown"
     ),
     "a tag that is not alone": Damage(
         text(STATE, r'"\$uuid"', '"a":1,"$uuid"'), CorruptCheckpointError, "is not alone"

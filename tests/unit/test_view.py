@@ -97,7 +97,7 @@ class TestTagsOfCommands:
         assert "checkpoint itself" in call(command, run / "step_1", "--tag", "step_2", code=2).stderr
 
     def test_all_of_a_run_and_one_of_it_contradict_each_other(self, run: Path) -> None:
-        assert "leave one of the two out" in call("verify", run, "--all", "--tag", "step_1", code=2).stderr
+        assert "leave one of them out" in call("verify", run, "--all", "--tag", "step_1", code=2).stderr
 
     def test_a_tag_in_the_place_of_a_pattern_is_told(self, run: Path) -> None:
         assert "use --tag step_1" in call("show", run, "step_1", code=1).stderr
