@@ -380,7 +380,7 @@ def slowly(quick):
         time.sleep(0.3)
         return quick(*arguments)
     return work
-write._write_chunk, torch_files._write = slowly(write._write_chunk), slowly(torch_files._write)
+write._write_chunk, torch_files._write_range = slowly(write._write_chunk), slowly(torch_files._write_range)
 main()
 """
 
