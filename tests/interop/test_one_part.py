@@ -266,11 +266,11 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     scheduler = torch.optim.lr_scheduler.StepLR(adam(nn.Linear(3, 2)), 3)
     for fails in (
-        "local.sync_folder",
-        "local.sync_tree",
-        "folders.replace_file",
-        "folders.replace",
-        "local.write_small",
+        "posix.fsync_directory",
+        "posix.sync_tree",
+        "directories.replace_file",
+        "directories.exchange_directories",
+        "posix.write_small",
     ):
         monkeypatch.setattr(f"holdfast.components.destination.{fails}", full)
     with pytest.raises(StorageError):

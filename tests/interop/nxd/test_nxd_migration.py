@@ -152,7 +152,7 @@ def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
     for options, message in asked:
         with pytest.raises(InvalidArgumentError, match=message):
             convert(single_checkpoint(tmp_path), tmp_path / "out", to="nxd", **options)
-    with pytest.raises(InvalidArgumentError, match="lies in"):
+    with pytest.raises(InvalidArgumentError, match="inside the other"):
         convert(trained, trained / "out", to="nxd", layout=LAYOUT, tp_size=2)
     (tmp_path / "there").mkdir()
     with pytest.raises(TagExistsError):
