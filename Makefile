@@ -11,8 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
-#: Two at a time, each with ranks of its own: no more, as a test may need eight ranks.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+#: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
