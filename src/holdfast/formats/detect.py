@@ -51,8 +51,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         return HuggingFaceReader(path)
     for readable in READABLE.values():
         if readable.is_at(path):
-            reader: Reader = readable.open(path, keys or {})
-            return reader
+            return readable.open(path, keys or {})
     if not posix.path_exists(path):
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from holdfast.formats.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,14 @@ class ReadableFormat:
     detect: str
     reader: str
 
-    def is_at(self, path: Any) -> bool:
+    def is_at(self, path: Path) -> bool:
         """Return whether ``path`` has this format."""
         return bool(load_attribute(self.detect)(path))
 
-    def open(self, path: Any, keys: Mapping[str, str]) -> Any:
+    def open(self, path: Path, keys: Mapping[str, str]) -> Reader:
         """Return a reader for ``path``. Raises ``FormatError``."""
-        return load_attribute(self.reader)(path, keys)
+        reader: Reader = load_attribute(self.reader)(path, keys)
+        return reader
 
 
 #: NxD's format, as it is named in ``convert(to=)``.
