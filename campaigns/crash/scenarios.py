@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import holdfast
 from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from holdfast.cli.main import app
-from holdfast.engine.io.commit import StagingDirectory
 from holdfast.errors import HoldfastError
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directories
 
 #: The checkpoints of a run, oldest first: the step of each tag.
@@ -86,7 +86,7 @@ class Dead:
 
     def run(self, path: Path, training: Training) -> None:
         """Save until the process dies."""
-        with self.where(), mock.patch("holdfast.save.operation.remove_staging"), suppress(HoldfastError, Death):
+        with self.where(), mock.patch.object(StagingDirectory, "discard"), suppress(HoldfastError, Death):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 

@@ -30,7 +30,7 @@ class Point:
 
 _POST = "holdfast.engine.comm.vote.VoteRound.post_outcome"
 _WRITER = "holdfast.storage.direct_io.DirectWriter"
-_STAGING = "holdfast.engine.io.commit.StagingDirectory"
+_STAGING = "holdfast.run.staging_dir.StagingDirectory"
 
 SAVING = (
     Point("beginning a session", "holdfast.engine.comm.session.RankGroup.open_session"),
@@ -38,7 +38,7 @@ SAVING = (
     Point("announcing", _POST, phase="looking at what to save"),
     Point("announced", _POST, after=True, phase="looking at what to save"),
     Point("settling", "holdfast.save.negotiation._decide_globally", leader=True),
-    Point("planning", "holdfast.save.operation.plan_save"),
+    Point("planning", "holdfast.save.checkpoint_save.plan_save"),
     Point("comparing replicas", "holdfast.engine.integrity.replicas.digest_replicas"),
     Point("creating the staging directory", f"{_STAGING}.create_directory", leader=True),
     Point("sizing a file", "holdfast.storage.posix.allocate_space", leader=True),
@@ -61,15 +61,16 @@ SAVING = (
     Point("writing small files", "holdfast.storage.posix.write_small", leader=True),
     Point("syncing folders", "holdfast.storage.posix.fsync_directory", leader=True),
     Point("publishing", f"{_STAGING}.publish", leader=True, needs="a new name"),
-    Point("overwriting", f"{_STAGING}.publish_replacing", leader=True, needs="a name that is taken"),
+    Point("overwriting", f"{_STAGING}.replace", leader=True, needs="a name that is taken"),
     Point("renaming", "holdfast.storage.directories._renameat2", leader=True),
     Point("renamed", "holdfast.storage.directories._renameat2", after=True, leader=True, late=True),
     Point("published", f"{_STAGING}.publish", after=True, leader=True, late=True, needs="a new name"),
+    Point("overwritten", f"{_STAGING}.replace", after=True, leader=True, late=True, needs="a name that is taken"),
     Point(
-        "overwritten", f"{_STAGING}.publish_replacing", after=True, leader=True, late=True, needs="a name that is taken"
-    ),
-    Point(
-        "tidying up", "holdfast.save.operation.SaveOperation._remove_old_checkpoints", late=True, needs="old ones go"
+        "tidying up",
+        "holdfast.save.checkpoint_save.CheckpointSave._remove_old_checkpoints",
+        late=True,
+        needs="old ones go",
     ),
     Point(
         "between two renames", "holdfast.storage.directories.fsync_directory", leader=True, needs="no exchange of names"

@@ -24,8 +24,8 @@ from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
+from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
-from holdfast.save.operation import SaveOperation, SavePlanCache
 from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.posix import local_path
@@ -144,7 +144,7 @@ class Checkpointer:
                 return self._run_save(replace(request, on_event=listener))
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = SaveOperation(request, self._current_ranks(), self._plans, self._timeout)
+        save = CheckpointSave(request, self._current_ranks(), self._plans, self._timeout)
         try:
             return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:

@@ -19,7 +19,7 @@ import holdfast
 from holdfast import api
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StateError, StorageError
 from holdfast.save.background import background_saves
-from holdfast.save.operation import SaveOperation
+from holdfast.save.checkpoint_save import CheckpointSave
 from holdfast.save.shard_writer import ShardWriter
 from tests.distributed.test_same_bytes import contents
 from tests.helpers.pool import Ranks
@@ -291,7 +291,7 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
 
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
     with slow(0.4):
-        with mock.patch.object(SaveOperation, "write_and_commit", side_effect=MemoryError):
+        with mock.patch.object(CheckpointSave, "write_and_commit", side_effect=MemoryError):
             holdfast.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
             time.sleep(0.1)
         other = holdfast.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)

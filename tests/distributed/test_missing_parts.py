@@ -95,7 +95,7 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
     (tmp_path / "s1/manifest.json").write_text("{}")
     with pytest.warns(UserWarning, match="s1") as caught:
         holdfast.load_checkpoint(tmp_path, model={"w": torch.ones(1)})
-    monkeypatch.setattr("holdfast.save.operation.expired_checkpoints", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast.save.checkpoint_save.expired_checkpoints", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="could not be removed") as more:
         holdfast.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, num_kept_ckpts=1)
     assert {one.filename for one in [*caught, *more]} == {__file__}

@@ -114,7 +114,7 @@ def warned_saves(path: str, magic: int, one: bool) -> tuple[list[str], int]:
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         read = stack.enter_context(
-            mock.patch("holdfast.save.operation.read_back", wraps=holdfast.save.operation.read_back)
+            mock.patch("holdfast.save.checkpoint_save.read_back", wraps=holdfast.save.checkpoint_save.read_back)
         )
         for step in range(3):
             save(path, f"step_{step}", float(step), num_kept_ckpts=2)
@@ -137,7 +137,7 @@ def test_other_saves_pay_nothing(ranks: Ranks, tmp_path: Path, magic: int, one: 
 
 
 def saves_without_retention(path: str) -> int:
-    with hosts(NFS), warnings.catch_warnings(), mock.patch("holdfast.save.operation.read_back") as read:
+    with hosts(NFS), warnings.catch_warnings(), mock.patch("holdfast.save.checkpoint_save.read_back") as read:
         warnings.simplefilter("ignore")
         save(path, "step_1", 1.0)
         return read.call_count

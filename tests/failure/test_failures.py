@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine.io.commit import StagingDirectory
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
+from holdfast.run.staging_dir import StagingDirectory
 from tests.helpers.pool import Ranks
 from tests.helpers.zoo import LAYOUTS, blank, fill
 
@@ -20,7 +20,7 @@ from tests.helpers.zoo import LAYOUTS, blank, fill
 SAVING = [
     "holdfast.save.negotiation.capture_training",
     "holdfast.save.negotiation.encode_merged_values",
-    "holdfast.save.operation.plan_save",
+    "holdfast.save.checkpoint_save.plan_save",
     "holdfast.engine.integrity.replicas.digest_replicas",
     "holdfast.save.shard_writer.write_stripes",
     "holdfast.engine.io.p2p.P2PExchange.send",
@@ -33,9 +33,9 @@ SAVING = [
     "holdfast.engine.integrity.crc_gather.encode_fragments",
 ]
 LEADING = [
-    "holdfast.save.operation.next_identity",
-    "holdfast.engine.io.commit.StagingDirectory.create_directory",
-    "holdfast.engine.io.commit.StagingDirectory.publish",
+    "holdfast.save.checkpoint_save.next_identity",
+    "holdfast.run.staging_dir.StagingDirectory.create",
+    "holdfast.run.staging_dir.StagingDirectory.publish",
 ]
 LOADING = [
     "holdfast.load.operation.NativeReader",
@@ -139,7 +139,9 @@ def stalling(path: str, where: str) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("where", ["holdfast.engine.io.p2p.P2PExchange.send", "holdfast.save.operation.plan_save"])
+@pytest.mark.parametrize(
+    "where", ["holdfast.engine.io.p2p.P2PExchange.send", "holdfast.save.checkpoint_save.plan_save"]
+)
 def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: Path, where: str) -> None:
     first, _, last = ranks(3, stalling, str(tmp_path), where)
     assert max(first, last) < 2 * 2.0 + 2

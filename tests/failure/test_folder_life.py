@@ -126,7 +126,7 @@ def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path)
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
     save(tmp_path, 0, num_kept_ckpts=1)
     with (
-        mock.patch("holdfast.engine.io.commit.StagingDirectory.publish", side_effect=StorageError(5, "no")),
+        mock.patch("holdfast.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         save(tmp_path, 1, num_kept_ckpts=1)
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging
 def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (
-        mock.patch("holdfast.engine.io.commit.directories.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
@@ -293,7 +293,7 @@ def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
 
 DIE = """
 import os, sys, torch, holdfast
-from holdfast.engine.io.commit import StagingDirectory
+from holdfast.run.staging_dir import StagingDirectory
 StagingDirectory.publish = lambda *_: os._exit(9)
 holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 """
@@ -463,8 +463,8 @@ def descriptors() -> int:
 def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = descriptors()
-    write_files = "holdfast.save.operation.SaveOperation._write_files"
-    for where in ("holdfast.engine.io.commit.posix.allocate_space", write_files):
+    write_files = "holdfast.save.checkpoint_save.CheckpointSave._write_files"
+    for where in ("holdfast.engine.io.checkpoint_files.posix.allocate_space", write_files):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
     for where in ("holdfast.save.background.threading.Thread.start", "holdfast.save.shard_writer.stage_tensors"):

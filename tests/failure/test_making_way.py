@@ -181,7 +181,7 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
-        mock.patch("holdfast.engine.io.commit.directories.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         checkpointer.save("step_2", weights(9.0))

@@ -26,11 +26,10 @@ from campaigns.side_by_side.acts import check_state
 from campaigns.side_by_side.scenes import SCENES, judge, play
 from holdfast import Checkpointer, api
 from holdfast.cli.main import app
-from holdfast.engine.io import commit
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
 from holdfast.load.read_plan import ReadPlan
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import catalog
+from holdfast.run import catalog, staging_dir
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories
 from tests.golden import reader
@@ -405,9 +404,7 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
     assert not hidden(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "where", ["engine.io.commit.StagingDirectory.publish_replacing", "storage.directories.rename_noreplace"]
-)
+@pytest.mark.parametrize("where", ["run.staging_dir.StagingDirectory.replace", "storage.directories.rename_noreplace"])
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
     with (
@@ -467,10 +464,10 @@ def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_bac
 
 def test_an_overwrite_gives_up_at_last(tmp_path: Path) -> None:
     save(tmp_path, "last", 1.0)
-    taken = mock.patch.object(commit.directories, "exchange_directories", side_effect=TagExistsError("taken"))
+    taken = mock.patch.object(staging_dir.directories, "exchange_directories", side_effect=TagExistsError("taken"))
     with taken as replace, pytest.raises(TagExistsError, match="taken"):
         save(tmp_path, "last", 2.0, overwrite=True)
-    assert replace.call_count == commit._ATTEMPTS
+    assert replace.call_count == staging_dir._ATTEMPTS
     assert value_of(tmp_path) == 1.0
 
 

@@ -39,9 +39,9 @@ def fixed(name: str) -> Iterator[None]:
     drawn = (hashlib.sha256(f"{name} {n}".encode()).hexdigest()[:16] for n in itertools.count())
     with (
         mock.patch("holdfast.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
-        mock.patch("holdfast.save.operation.time", SimpleNamespace(time=lambda: 1767225600.25)),
+        mock.patch("holdfast.save.checkpoint_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
         mock.patch(
-            "holdfast.save.operation.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
+            "holdfast.save.checkpoint_save.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
         ),
     ):
         yield

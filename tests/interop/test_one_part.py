@@ -22,7 +22,7 @@ from torch import nn
 
 import holdfast
 from holdfast.compat.colossalai import Booster
-from holdfast.components.destination import ComponentStaging
+from holdfast.components.destination import ComponentOutput
 from holdfast.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -318,7 +318,7 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     refused = StorageError(errno.EIO, "input/output error")
     with (
         mock.patch("holdfast.run.cleanup.rename_noreplace", side_effect=refused),
-        mock.patch("holdfast.components.destination.directories.rename_noreplace", side_effect=refused),
+        mock.patch("holdfast.run.staging_dir.directories.rename_noreplace", side_effect=refused),
         pytest.raises(StorageError),
     ):
         save_weight(tmp_path / "m", 2.0)
@@ -387,13 +387,13 @@ def test_a_load_waits_for_the_save_that_is_under_way(
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     holdfast.save_model(old, tmp_path / "link", shard=True)
-    publish = ComponentStaging.publish
+    publish = ComponentOutput.publish
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.3)
         publish(*arguments)
 
-    monkeypatch.setattr(ComponentStaging, "publish", slow)
+    monkeypatch.setattr(ComponentOutput, "publish", slow)
     holdfast.save_model(new, tmp_path / "link", shard=True, use_async=True)
     found = nn.Linear(2, 2)
     if booster:
@@ -430,11 +430,11 @@ def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
 
     def shown(*given: Any) -> Any:
         seen.append(gc.isenabled())
-        return ComponentStaging(*given)
+        return ComponentOutput(*given)
 
     with (
         mock.patch("holdfast.load.operation.open_reader", watched),
-        mock.patch("holdfast.components.operation.ComponentStaging", shown),
+        mock.patch("holdfast.components.operation.ComponentOutput", shown),
     ):
         holdfast.save_model(model, tmp_path / "m.pt")
         assert gc.isenabled()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.components.files import FileSet, FragmentsOf
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.cleanup import clean_up
-from holdfast.run.staging_dir import remove_staging, staging_path
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directories, posix
 
 
@@ -41,24 +42,27 @@ class Destination:
             )
 
 
-class ComponentStaging:
-    """The files of a save in a staging directory, which rank 0 creates and publishes under their final names."""
+class ComponentOutput:
+    """The files of a component in a staging directory, which rank 0 creates and publishes."""
 
     def __init__(self, destination: Destination, files: FileSet) -> None:
         """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
         self._destination, self._files = destination, files
-        self.folder = staging_path(destination.path)
-        posix.make_durable_directory(self.folder.parent)
-        clean_up(self.folder.parent, tag=destination.path.name)
-        directories.check_space(self.folder.parent, files.nbytes)
-        self._lock = directories.create_locked(self.folder)
+        clean_up(destination.path.parent, tag=destination.path.name)
+        self._staging = StagingDirectory(destination.path)
+        self._staging.create(files.nbytes)
         try:
             self.starts: Sequence[Mapping[str, int]] = [
                 file.create_file(self.folder / file.name) for file in files.files
             ]
         except BaseException:
-            self.remove_staging()
+            self.discard()
             raise
+
+    @property
+    def folder(self) -> Path:
+        """The staging directory."""
+        return self._staging.path
 
     def publish(self, fragments_of: FragmentsOf) -> None:
         """Finish the files, and give them their final names."""
@@ -71,26 +75,22 @@ class ComponentStaging:
         else:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
-            directories.replace_file(self.folder / name, self._destination.path)
-            self.remove_staging()
+            self._staging.replace(name)
 
     def _publish_folder(self) -> None:
         """Replace the folder in one step. Files in it that do not belong to the component are kept."""
-        final, displaced = self._destination.path, self.folder.with_suffix(".replaced")
+        final = self._destination.path
         if not posix.path_exists(final):
             posix.fsync_directory(self.folder)
-            directories.rename_noreplace(self.folder, final)
-            self._lock.close()
+            self._staging.publish()
             return
         replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
         directories.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
-        directories.exchange_directories(self.folder, final, displaced)
-        self._lock.close()
-        for folder in (displaced, self.folder):
-            directories.remove_tree(folder)
+        self._staging.replace()
+        with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
+            self._staging.remove_displaced()
 
-    def remove_staging(self) -> None:
+    def discard(self) -> None:
         """Remove the staging directory, unless the folder that it was to replace has already lost its name."""
-        self._lock.close()
-        remove_staging(self.folder)
+        self._staging.discard()

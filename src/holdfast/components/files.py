@@ -11,7 +11,7 @@ import torch
 
 from holdfast.components.content import ComponentContent
 from holdfast.conversion.torch_target import PlannedTorchFile
-from holdfast.engine.io.commit import block_crcs
+from holdfast.engine.io.checkpoint_files import block_crcs
 from holdfast.ondisk.blocks import Fragment
 from holdfast.ondisk.files import DataFile
 from holdfast.storage.direct_io import BufferedWriter

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.components.content import ComponentContent, component_content
-from holdfast.components.destination import ComponentStaging
+from holdfast.components.destination import ComponentOutput
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.integrity import replicas
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.io.requests import Fragments
-from holdfast.engine.io.staging import DeferredCopies, StagedTensors
-from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.save_plan import EMPTY_PLAN, TensorSpan, plan_into_files
+from holdfast.engine.plan.save_plan import TensorSpan, plan_into_files
 from holdfast.engine.plan.split_tensors import split_ranges
 from holdfast.errors import RankMismatchError, UnsupportedValueError
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
+from holdfast.save.operation import SaveOperation
 from holdfast.save.readback import may_lose_writes
-from holdfast.save.shard_writer import ShardWriter
-from holdfast.state.capture import STATE, Capture
+from holdfast.state.capture import STATE
 
 
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -42,20 +37,14 @@ class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class ComponentSave:
+class ComponentSave(SaveOperation[Path]):
     """A save of one component. If it fails, it leaves nothing behind, and all ranks raise the same error."""
 
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
-        self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
-        self._captured = Capture()
-        self._layout = _ComponentLayout()
-        self._plan, self._names = EMPTY_PLAN, list[str]()
-        self._files: ComponentStaging | None = None
-        self._wait_for_copy: Callable[[], StagedTensors | None] = lambda: None
-        self._staged: StagedTensors | None = None
+        super().__init__(ranks, timeout)
+        self._request, self._layout, self._names = request, _ComponentLayout(), list[str]()
+        self._output: ComponentOutput | None = None
         self._started_at = time.perf_counter()
-        #: Set when the training objects are no longer needed.
-        self.copied = threading.Event()
 
     @property
     def path(self) -> Path:
@@ -72,28 +61,16 @@ class ComponentSave:
         self._create_files(agreement, global_spec)
         self._check_replicas(global_spec)
 
-    def stage_tensors(self, arena: Arena) -> None:
-        """Copy the bytes that this rank will write. Afterwards the training objects may change."""
-        self._wait_for_copy = self._session.begin_on_all(
-            "copying the tensors to save", lambda: self._shard_writer.stage(arena, DeferredCopies())
-        )
-        self._captured.tensors.clear()
-        self.copied.set()
-
-    def complete_staging(self) -> None:
-        """Wait until all ranks have copied. Raises if any of them failed."""
-        self._staged = self._wait_for_copy()
-
     def write_and_commit(self) -> Path:
         """Write the tensors. Rank 0 publishes the files when all ranks have written."""
 
         def write_shards() -> HashedResult:
-            return HashedResult(self._shard_writer.write(Path(self._layout.folder), self._layout.files, self._staged))
+            return HashedResult(self._writer.write(Path(self._layout.folder), self._layout.files, self._staged))
 
         def publish_files(fragments: Fragments, _: list[bytes]) -> bytes:
             number = {name: i for i, name in enumerate(self._names)}
-            if self._files is not None:
-                self._files.publish(lambda name: fragments.get(number[name], []))
+            if self._output is not None:
+                self._output.publish(lambda name: fragments.get(number[name], []))
             return b""
 
         vote_with_fragments(self._session, "writing", write_shards, publish_files)
@@ -103,32 +80,15 @@ class ComponentSave:
         """Note that the caller continues. Returns for how many seconds it was blocked."""
         return time.perf_counter() - self._started_at
 
-    def leave_session(self) -> None:
-        """Wait until all ranks know the outcome, because rank 0's process may host the store that reports it."""
-        self._session.leave()
-
-    @contextmanager
-    def rollback_on_error(self) -> Iterator[None]:
-        """Remove the staging directory if a step fails."""
-        process = os.getpid()
-        try:
-            yield
-        except BaseException:
-            if os.getpid() != process:  # forked meanwhile: the save belongs to the parent process
-                raise
-            self.copied.set()
-            if self._files is not None:
-                self._files.remove_staging()
-            raise
-
-    @property
-    def _shard_writer(self) -> ShardWriter:
-        return ShardWriter(self._ranks, self._session, self._plan, self._captured.tensors)
+    def _roll_back(self, error: BaseException) -> None:
+        del error  # the caller raises it
+        if self._output is not None:
+            self._output.discard()
 
     def _create_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
-            files = self._files = ComponentStaging(self._request.destination, file_set)
+            files = self._output = ComponentOutput(self._request.destination, file_set)
             may_lose_writes(
                 self.path.parent, agreement.hosts
             )  # for its warning: there is no older file that could be kept
@@ -163,14 +123,14 @@ class ComponentSave:
             spans = {(kind, name): of_tensor for name, of_tensor in self._layout.spans.items()}
             numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
             self._plan = plan_into_files(global_spec, self._session.rank, list(dict(numbered).values()), spans)
-            return self._shard_writer.hash_replicas(0)[0]
+            return self._writer.hash_replicas(0)[0]
 
         def compare_hashes(posted: list[bytes]) -> bytes:
             return b"=" if replicas.have_equal_replicas(posted) else b"!"
 
         _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
         if decision == b"!":
-            raise self._shard_writer.describe_replica_mismatch()
+            raise self._writer.describe_replica_mismatch()
 
 
 def _tensor_spans(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.components.content import SCHEDULER, ComponentContent
-from holdfast.components.destination import ComponentStaging, Destination
+from holdfast.components.destination import ComponentOutput, Destination
 from holdfast.components.files import FileSet
 from holdfast.conversion.torch_target import as_saved_bytes
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
@@ -55,11 +55,11 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
         state = _scheduler_state(scheduler)
         encoded = _encode_state(state)
         data = as_saved_bytes(state["state"]) if as_torch else encoded
-        files = ComponentStaging(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}))
+        files = ComponentOutput(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}))
         try:
             files.publish(lambda _: [])
         except BaseException:
-            files.remove_staging()
+            files.discard()
             raise
         return b""
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.conversion.dcp_writer import FlatState, write_records
 from holdfast.conversion.fake_tensors import FakeTensors, Groups
-from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan, StagedFolder
+from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan
 from holdfast.conversion.tensor_filter import Key
 from holdfast.conversion.torch_target import raw_bytes, state_dict_pairs
 from holdfast.engine.io.requests import Fragments
@@ -35,17 +35,18 @@ _Span = tuple[Path, int, int, int]
 Shape = Callable[[Groups, Mapping[str, Any]], dict[str, Any]]
 
 
-class DcpTarget(StagedFolder):
+class DcpTarget:
     """A folder of ``torch.distributed.checkpoint``. ``shape`` builds the tree in it."""
 
+    output_name = ""
+
     def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
-        super().__init__(source, staging)
+        self._source, self._staging = source, staging
         self._fakes = FakeTensors(source.tensor_infos)
         self._flat = FlatState.from_tree(self._fakes.build_tree(source, shape))
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock_folder()
         write_records(self._staging, self._flat, self._source.limit)
 
     def locate_tensors(self) -> FileLayout:

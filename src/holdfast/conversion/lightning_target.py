@@ -17,10 +17,12 @@ from holdfast.storage.posix import fsync_directory
 class LightningTarget:
     """A distributed checkpoint with ``meta.pt`` in the same folder."""
 
+    output_name = ""
+
     def __init__(self, source: ConversionSource, staging: Path) -> None:
         self._staging = staging
         self._tensors = DcpTarget(source, staging, lightning_tensor_names)
-        self._meta = TorchTarget(source, staging / META, lightning_metadata)
+        self._meta = TorchTarget(source, staging, lightning_metadata, META)
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
@@ -44,12 +46,3 @@ class LightningTarget:
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         return LightningReader(self._staging, {})
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._staging
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._tensors.close()

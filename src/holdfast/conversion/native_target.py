@@ -13,7 +13,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan
-from holdfast.engine.io.commit import StagingDirectory
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import InvalidArgumentError
@@ -27,7 +27,6 @@ from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
 from holdfast.run.catalog import next_identity
 from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.model.hf_config import has_adapters
-from holdfast.storage.directories import DirectoryLock
 from holdfast.storage.posix import is_file, read_small
 
 #: The group whose folder transformers opens.
@@ -44,24 +43,25 @@ _COMPANIONS = (
 class NativeTarget:
     """A checkpoint's folder in a run's folder."""
 
+    output_name = ""
+
     def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
         self._source, self._final = source, final
-        self._staging = StagingDirectory(staging, _plan_save(source))
-        self._lock: DirectoryLock | None = None
+        self._files = CheckpointFiles(staging, _plan_save(source))
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock = self._staging.create_directory()
+        self._files.create_files()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        plan = self._staging.plan
+        plan = self._files.plan
         starts = (
             [FileSpan(number, file.data_start + entry.data_offsets[0], 0, entry.nbytes)]
             for number, file in enumerate(plan.files)
             for entry in file.entries.values()
         )
-        files = [self._staging.folder / file.path for file in plan.files]
+        files = [self._files.folder / file.path for file in plan.files]
         return FileLayout(files, dict(zip(plan.tensors, starts, strict=True)))
 
     def write_metadata(self, fragments: Fragments) -> None:
@@ -72,21 +72,11 @@ class NativeTarget:
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
             **{f"{_MODEL}/{name}": data for name, data in companion_files(self._source.reader.path) if is_plain_model},
         }
-        self._staging.finalize(fragments, small, self._build_manifest)
+        self._files.finalize(fragments, small, self._build_manifest)
 
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return NativeReader(self.output_path)
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._staging.folder
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        if self._lock is not None:
-            self._lock.close()
+        return NativeReader(self._files.folder)
 
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         reader, identity = self._source.reader, next_identity(self._final.parent, frozenset())
@@ -110,6 +100,8 @@ class NativeTarget:
 class HuggingFaceTarget(NativeTarget):
     """A Hugging Face model folder. It contains only the model."""
 
+    output_name = _MODEL
+
     def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
         groups = source.selected.group_names()
         if groups != [_MODEL]:
@@ -131,27 +123,19 @@ class HuggingFaceTarget(NativeTarget):
 
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return HuggingFaceReader(self.output_path)
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return super().output_path / _MODEL
+        return HuggingFaceReader(self._files.folder / self.output_name)
 
 
 class SafetensorsTarget(HuggingFaceTarget):
     """One safetensors file of any size."""
+
+    output_name = f"{_MODEL}/{SINGLE}"
 
     def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
         super().__init__(replace(source, limit=sys.maxsize), staging, final)
 
     def _check_names(self) -> None:
         """Accept any names: transformers does not open a single file."""
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return super().output_path / SINGLE
 
 
 def _plan_save(source: ConversionSource) -> SavePlan:

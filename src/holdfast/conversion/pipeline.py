@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from holdfast.conversion.sources import SourceTable
 from holdfast.conversion.state_dict_schemas import dcp_schema, lightning_schema, state_dict_schema
 from holdfast.conversion.target import ConversionSource, ConversionTarget, FileLayout
 from holdfast.conversion.tensor_filter import TensorFilter
-from holdfast.conversion.torch_target import SingleFileTarget
+from holdfast.conversion.torch_target import TorchTarget
 from holdfast.engine.comm.session import Session, require_equal
-from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
 from holdfast.engine.integrity.verify import ChecksumVerifier
@@ -30,15 +28,15 @@ from holdfast.engine.io.tensor_bytes import NullSink
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.partition import split_evenly
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
 from holdfast.formats.registry import LAYOUT, NXD, READABLE, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
 from holdfast.run.catalog import is_run_directory
+from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
-from holdfast.run.staging_dir import check_destination, new_staging_path
-from holdfast.storage import directories
+from holdfast.run.staging_dir import StagingDirectory, check_destination
 from holdfast.storage.direct_io import BufferedWriter
 
 #: The target of each format: made from the source, the staging path and the final path.
@@ -46,8 +44,8 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
-    "torch": lambda source, staging, _: SingleFileTarget(source, staging, state_dict_schema),
-    "lightning": lambda source, staging, _: SingleFileTarget(source, staging, lightning_schema),
+    "torch": lambda source, staging, _: TorchTarget(source, staging, state_dict_schema),
+    "lightning": lambda source, staging, _: TorchTarget(source, staging, lightning_schema),
     "lightning-folder": lambda source, staging, _: LightningTarget(source, staging),
     "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
     "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
@@ -104,6 +102,7 @@ class Conversion:
 
     def __init__(self, request: ConversionRequest, session: Session, on_event: OnEvent) -> None:
         self._request, self._session, self._on_event = request, session, on_event
+        self._staging = StagingDirectory(request.final)  # that of rank 0 is used
 
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
@@ -112,21 +111,17 @@ class Conversion:
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, staging, self._request.final))
         try:
-            file_ranges, layout = self._create_files(target)
+            file_ranges, layout = self._create_files(source, target)
             on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
             written = self._write_share(target, source, layout, file_ranges, on_moved)
             if verify:
                 self._session.run_on_all(
                     "reading back", lambda: _verify_written(target, layout, file_ranges, written, on_moved)
                 )
-            self._session.vote(
-                "finishing", lambda: None, lambda _: b"", lambda _: self._publish_output(target, staging)
-            )
+            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish_output(target))
         except BaseException:
-            if self._session.rank == COORDINATOR_RANK:
-                with suppress(StorageError):
-                    target.close()
-                    directories.remove_tree(staging)
+            if self._staging.is_locked:
+                self._staging.discard()
             raise
         return self._request.final
 
@@ -152,17 +147,19 @@ class Conversion:
 
         def choose_staging(posted: list[bytes]) -> bytes:
             require_equal(f"the contents of {self._request.source}", [raw.decode() for raw in posted])
-            return new_staging_path(self._request.final).name.encode()
+            clean_up(self._request.final.parent, tag=self._request.final.name)
+            return self._staging.path.name.encode()
 
         source, name = self._session.vote(
             "reading the metadata", open_and_check, lambda opened: opened.reader.fingerprint.encode(), choose_staging
         )
         return source, self._request.final.parent / name.decode()
 
-    def _create_files(self, target: ConversionTarget) -> tuple[list[FileRange], FileLayout]:
+    def _create_files(self, source: ConversionSource, target: ConversionTarget) -> tuple[list[FileRange], FileLayout]:
         """Create the files, and divide the work."""
 
         def create_files(_: list[bytes]) -> bytes:
+            self._staging.create(source.nbytes)
             target.create_files()
             return b""
 
@@ -208,10 +205,8 @@ class Conversion:
         vote_with_fragments(self._session, "converting", convert_share, verify_and_finish)
         return written
 
-    def _publish_output(self, target: ConversionTarget, staging: Path) -> bytes:
-        directories.rename_noreplace(target.output_path, self._request.final)
-        target.close()
-        directories.remove_tree(staging)
+    def _publish_output(self, target: ConversionTarget) -> bytes:
+        self._staging.publish(target.output_name)
         return b""
 
 

@@ -12,7 +12,6 @@ from holdfast.conversion.tensor_filter import Key, SelectedTensors
 from holdfast.engine.io.requests import Fragments
 from holdfast.formats.reader import Reader
 from holdfast.ondisk.files import TensorInfo
-from holdfast.storage.directories import DirectoryLock, check_space, create_locked
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,11 @@ class ConversionSource:
     def tensor_infos(self) -> dict[Key, TensorInfo]:
         """All tensors, including the in-memory arrays of values."""
         return {**self.selected.infos, **self.carried.array_infos()}
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensor_infos.values())
 
 
 class FileSpan(NamedTuple):
@@ -48,7 +52,7 @@ class FileLayout:
 
 
 class ConversionTarget(Protocol):
-    """A format that all ranks write into a staging path."""
+    """A format that all ranks write into a staging directory, which rank 0 creates, publishes and removes."""
 
     def create_files(self) -> None:
         """Create the files at their final sizes. Only rank 0 calls it."""
@@ -66,31 +70,5 @@ class ConversionTarget(Protocol):
         """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid."""
 
     @property
-    def output_path(self) -> Path:
-        """The path that gets the final name."""
-
-    def close(self) -> None:
-        """Release locks. Only rank 0 calls it, after the output got its name or the conversion failed."""
-
-
-class StagedFolder:
-    """A base class of targets that write a folder, which they lock until they are closed."""
-
-    def __init__(self, source: ConversionSource, staging: Path) -> None:
-        self._source, self._staging = source, staging
-        self._lock: DirectoryLock | None = None
-
-    def _lock_folder(self) -> None:
-        """Create and lock the folder. Raises ``StorageError`` if there is not enough space."""
-        self._lock = create_locked(self._staging)
-        check_space(self._staging, sum(info.nbytes for info in self._source.tensor_infos.values()))
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`ConversionTarget`."""
-        return self._staging
-
-    def close(self) -> None:
-        """See :class:`ConversionTarget`."""
-        if self._lock is not None:
-            self._lock.close()
+    def output_name(self) -> str:
+        """The entry of the staging directory that gets the final path; ``""`` for the directory itself."""

@@ -23,7 +23,6 @@ from holdfast.formats.reader import Reader
 from holdfast.formats.torch_file import TorchFileReader, read_tree
 from holdfast.formats.torchfile.objects import TorchTensor
 from holdfast.storage.direct_io import BufferedWriter
-from holdfast.storage.directories import DirectoryLock, check_space, create_locked
 from holdfast.storage.posix import make_directory, new_file
 
 
@@ -62,61 +61,33 @@ class PlannedTorchFile:
 
 
 class TorchTarget:
-    """A ``torch.save`` file. ``shape`` builds the tree in it."""
+    """A ``torch.save`` file with a name in the staging directory. ``shape`` builds the tree in it."""
 
-    def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
-        self._source, self._staging = source, staging
+    def __init__(self, source: ConversionSource, staging: Path, shape: Shape, name: str = "file") -> None:
+        self._source, self._path, self.output_name = source, staging / name, name
         self._fakes = FakeTensors(source.tensor_infos)
         self._file = PlannedTorchFile(self._fakes.build_tree(source, shape))
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        make_directory(self._staging.parent)
-        check_space(self._staging.parent, sum(info.nbytes for info in self._source.tensor_infos.values()))
-        self._file.create_file(self._staging)
+        self._file.create_file(self._path)
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         keys = {id(fake): key for key, fake in self._fakes.tensors_by_key.items()}
-        offsets = {keys[fake_id]: offset for fake_id, offset in self._file.read_offsets(self._staging).items()}
+        offsets = {keys[fake_id]: offset for fake_id, offset in self._file.read_offsets(self._path).items()}
         infos = self._source.tensor_infos
         ordered = sorted(offsets, key=offsets.__getitem__)
-        return FileLayout([self._staging], {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered})
+        return FileLayout([self._path], {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered})
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         del fragments  # files of torch.save have no room for CRCs
-        self._file.write_small_tensors(self._staging)
+        self._file.write_small_tensors(self._path)
 
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return TorchFileReader(self._staging, {})
-
-    @property
-    def output_path(self) -> Path:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return self._staging
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-
-
-class SingleFileTarget(TorchTarget):
-    """A ``torch.save`` file at the final path. Until it is complete, it is in a locked staging directory."""
-
-    def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
-        super().__init__(source, staging / "file", shape)
-        self._lock: DirectoryLock | None = None
-
-    def create_files(self) -> None:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock = create_locked(self.output_path.parent)
-        super().create_files()
-
-    def close(self) -> None:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        if self._lock is not None:
-            self._lock.close()
+        return TorchFileReader(self._path, {})
 
 
 def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, TorchTensor]]:

@@ -1,11 +1,10 @@
-"""The staging directory of a DCP save, and how it replaces an older checkpoint."""
+"""The staging directory of a DCP save, and the checks before an older checkpoint is replaced."""
 
 from __future__ import annotations
 
 import errno
 import re
-import weakref
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
@@ -14,7 +13,7 @@ from holdfast.formats.dcp.folder import METADATA
 from holdfast.ondisk.blocks import crc64
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.cleanup import finish_interrupted_replace
-from holdfast.run.staging_dir import remove_staging
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directories, posix
 from holdfast.storage.directories import DirectoryLock
 
@@ -22,83 +21,48 @@ from holdfast.storage.directories import DirectoryLock
 _DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
 
 
-class DcpStaging:
-    """The staging directory, which rank 0 holds a lock on. All ranks derive its name from the final one."""
+def staging_directory(final: Path) -> StagingDirectory:
+    """Return the staging directory of saves to a path.
 
-    def __init__(self, final: Path, *, overwrite: bool) -> None:
-        """Create the staging directory, and remove what an interrupted save left there.
-
-        Raises ``TagExistsError`` if something is in the way, ``StorageError`` if a save is in progress.
-        """
-        self._final, self.folder, self._displaced = final, staging_path(final), displaced_path(final)
-        finish_interrupted_replace(final.parent)
-        _check_destination(final, overwrite=overwrite)
-        posix.make_durable_directory(final.parent)
-        if posix.path_exists(self.folder):
-            self._lock = self._acquire_lock()
-            self.discard()
-        if posix.path_exists(self.folder):
-            raise StorageError(
-                errno.EBUSY,
-                f"{self.folder} was left by an interrupted save and cannot be removed: check the permissions of "
-                f"{final.parent}",
-            )
-        directories.remove_tree(self._displaced)
-        posix.make_directory(self.folder)
-        self._lock = self._acquire_lock()
-        weakref.finalize(self, self._lock.close)  # if a planner fails, nothing calls discard()
-
-    def _acquire_lock(self) -> DirectoryLock:
-        busy = StorageError(
-            errno.EBUSY, f"{self.folder} exists: another process saves to {self._final}; if none does, remove it"
-        )
-        try:
-            lock = DirectoryLock(self.folder)
-        except BlockingIOError as error:
-            raise busy from error
-        if not lock.held and _list_entries(self.folder):
-            lock.close()
-            raise busy
-        return lock
-
-    def publish(self) -> None:
-        """Rename the staging directory to its final name, and remove the checkpoint that had this name."""
-        if not posix.path_exists(self._final):
-            directories.rename_noreplace(self.folder, self._final)
-            return
-        directories.exchange_directories(self.folder, self._final, self._displaced)
-        with suppress(StorageError):  # the save is complete; the old checkpoint is hidden, and the next save removes it
-            directories.remove_tree(self._displaced)
-
-    def discard(self) -> None:
-        """Release the lock and remove the staging directory.
-
-        Keeps it if the checkpoint that it was to replace has lost its name. What cannot be removed stays hidden.
-        """
-        self.close()
-        remove_staging(self.folder)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
-
-
-def staging_path(final: Path) -> Path:
-    """Return the path of the staging directory.
-
-    It is the same on all ranks and at each save, because planners cache what the first save returned.
+    Its name is the same on all ranks and at each save, because planners cache what the first save returned.
     """
-    return final.parent / _hidden_name(final).name
+    digest = f"{crc64(final.name.encode()):016x}"
+    return StagingDirectory(final, HiddenName(final.name, digest, digest, "partial"))
 
 
-def displaced_path(final: Path) -> Path:
-    """Return the temporary path of the old checkpoint while it is being replaced."""
-    return final.parent / _hidden_name(final).with_state("replaced").name
+def create_staging(final: Path, *, overwrite: bool) -> StagingDirectory:
+    """Create the staging directory (rank 0 only), and remove what an interrupted save left there.
+
+    Raises ``TagExistsError`` if something is in the way, ``StorageError`` if a save is in progress.
+    """
+    staging = staging_directory(final)
+    finish_interrupted_replace(final.parent)
+    _check_destination(final, overwrite=overwrite)
+    if posix.path_exists(staging.path):
+        _remove_leftover(staging)
+    directories.remove_tree(staging.displaced_path)
+    staging.create()
+    return staging
 
 
-def _hidden_name(final: Path) -> HiddenName:
-    name = f"{crc64(final.name.encode()):016x}"
-    return HiddenName(final.name, name, name, "partial")
+def _remove_leftover(staging: StagingDirectory) -> None:
+    """Remove the staging directory of an interrupted save. Raises ``StorageError`` if its writer may be alive."""
+    path = staging.path
+    busy = StorageError(
+        errno.EBUSY, f"{path} exists: another process saves to {staging.final}; if none does, remove it"
+    )
+    try:
+        with closing(DirectoryLock(path)) as lock:
+            if not lock.held and _list_entries(path):
+                raise busy
+    except BlockingIOError as error:
+        raise busy from error
+    staging.discard()
+    if posix.path_exists(path):
+        raise StorageError(
+            errno.EBUSY,
+            f"{path} was left by an interrupted save and cannot be removed: check the permissions of {path.parent}",
+        )
 
 
 def _check_destination(final: Path, *, overwrite: bool) -> None:

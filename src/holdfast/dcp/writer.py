@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,13 +20,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.dcp.staging import DcpStaging, check_same_on_all_ranks, staging_path
+from holdfast.dcp.staging import check_same_on_all_ranks, create_staging, staging_directory
 from holdfast.dcp.write_results import WrittenItem, check_all_written, checksum_records, hash_chunks, metadata_indices
 from holdfast.engine.comm.vote import RankFailure
 from holdfast.engine.io.device_streams import synchronize_devices
 from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
@@ -77,7 +79,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         self.path, self.overwrite = posix.local_path(path), overwrite
         self.single_file_per_rank, self.sync_files, self.thread_count = single_file_per_rank, sync_files, thread_count
         self.per_thread_copy_ahead, self.serialization_format = per_thread_copy_ahead, serialization_format
-        self._staging: DcpStaging | None = None
+        self._staging: StagingDirectory | None = None
         self.save_id = str(uuid4())
 
     @property
@@ -116,7 +118,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the staging directory (rank 0 only), and give each rank a prefix for its files."""
         self._discard_staging()  # torch calls reset() only if a save has a checkpoint_id
-        self._staging = DcpStaging(self.path, overwrite=self.overwrite)
+        self._staging = create_staging(self.path, overwrite=self.overwrite)
         return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _discard_staging(self) -> None:
@@ -129,7 +131,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's files, make them durable, and hash them."""
         results: Future[list[WriteResult]] = Future()
         try:
-            results.set_result(self._write_files(staging_path(self.path), plan, planner))
+            results.set_result(self._write_files(staging_directory(self.path).path, plan, planner))
         except Exception as error:  # noqa: BLE001 - reported to rank 0, which removes the folder
             results.set_result([WriteResult(MetadataIndex(""), 0, RankFailure.from_error(error))])
         return results
@@ -167,13 +169,14 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         try:
             check_all_written(results)
             self._write_metadata(
-                staging.folder, metadata, {result.index: result.storage_data for row in results for result in row}
+                staging.path, metadata, {result.index: result.storage_data for row in results for result in row}
             )
-            staging.publish()
+            staging.replace()
         except BaseException:
             staging.discard()
             raise
-        staging.close()
+        with suppress(StorageError):  # the save is complete; the old checkpoint is hidden, and the next save removes it
+            staging.remove_displaced()
 
     def _write_metadata(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, WrittenItem]) -> None:
         missing = next((index for index in metadata_indices(metadata) if index not in written), None)

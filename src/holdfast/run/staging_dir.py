@@ -1,10 +1,20 @@
-"""Staging directories: hidden directories next to the final path, which are renamed to it when they are complete."""
+"""The staging directory: whatever appears at a path in one step is built in a hidden directory next to it.
+
+A directory with its final name is therefore complete: it gets the name by one rename, after everything in it is
+durable. The lock of the hidden directory shows other processes that its writer is alive. If the writer dies, whoever
+finds the directory without a lock removes it: see :mod:`holdfast.run.cleanup`.
+
+Checkpoints, components, conversions, DCP folders and Lightning's files all go through :class:`StagingDirectory`, so
+there is one place where two jobs that write to one path meet.
+"""
 
 from __future__ import annotations
 
+import errno
 import secrets
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
@@ -14,11 +24,162 @@ from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up, finish_interrupted_replace
 from holdfast.run.scan import displaced_checkpoints, read_info
 from holdfast.storage import directories, posix
+from holdfast.storage.directories import DirectoryLock
+
+#: The most attempts to replace a path while other processes change it.
+_ATTEMPTS = 100
 
 
-def staging_path(final: Path) -> Path:
-    """Return a new random path of a staging directory for ``final``."""
-    return final.parent / HiddenName(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial").name
+def hidden_name(final: Path) -> HiddenName:
+    """Return a new random name of a staging directory for ``final``."""
+    return HiddenName(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial")
+
+
+def accept_any(path: Path) -> None:
+    """Allow every existing path to be replaced."""
+    del path
+
+
+class StagingDirectory:
+    """A hidden directory, whose contents get the path ``final`` in one step.
+
+    One process, rank 0, creates, publishes and removes it. The other ranks know its path, and write files into it.
+    """
+
+    def __init__(self, final: Path, name: HiddenName | None = None) -> None:
+        """Describe the directory; nothing is created. ``name``: its hidden name, by default a random one."""
+        self.final, self._name = final, name or hidden_name(final)
+        self._lock: DirectoryLock | None = None
+
+    @property
+    def path(self) -> Path:
+        """The path of the staging directory."""
+        return self.final.parent / self._name.name
+
+    @property
+    def displaced_path(self) -> Path:
+        """The hidden path of what was at the final path before :meth:`replace`."""
+        return self.final.parent / self._name.with_state("replaced").name
+
+    @property
+    def removal_path(self) -> Path:
+        """The hidden path of what was replaced while it is being deleted."""
+        return self.final.parent / self._name.with_state("removed").name
+
+    @property
+    def is_locked(self) -> bool:
+        """True if this process has created the directory, and has not published or removed it."""
+        return self._lock is not None
+
+    def create(self, nbytes: int = 0) -> None:
+        """Create and lock the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind.
+
+        Raises ``StorageError`` if the file system has not enough space.
+        """
+        posix.make_durable_directory(self.final.parent)
+        directories.check_space(self.final.parent, nbytes)
+        lock = self._lock = directories.create_locked(self.path)
+        weakref.finalize(self, lock.close)
+
+    def publish(self, entry: str = "") -> None:
+        """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""
+        directories.rename_noreplace(self.path / entry, self.final)
+        self._finish_publish(entry)
+
+    def replace(self, entry: str = "", check_replaceable: Callable[[Path], None] = accept_any) -> None:
+        """Rename the directory, or one entry of it, to the final path, in place of what is there.
+
+        What was there is then at ``displaced_path``; :meth:`remove_displaced` deletes it. ``check_replaceable`` raises
+        ``TagExistsError`` if the checkpoint at a path must keep its name. Other processes may replace or remove the
+        final path meanwhile.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            check_replaceable(self.final)
+            try:
+                self._replace_once(self.path / entry, check_replaceable)
+            except (TagExistsError, StorageError) as error:
+                is_changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
+                if not is_changed or attempt == _ATTEMPTS:
+                    raise
+                self._drop_displaced()
+            else:
+                break
+        self._finish_publish(entry)
+
+    def _replace_once(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
+        if not posix.path_exists(self.final):
+            directories.rename_noreplace(output, self.final)
+        elif posix.is_file(output) and posix.is_file(self.final):
+            directories.replace_file(output, self.final)
+        else:
+            directories.exchange_directories(output, self.final, self.displaced_path)
+            self._undo_replace(output, check_replaceable)
+
+    def _undo_replace(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
+        """Swap back if a checkpoint that must keep the name took it after the check.
+
+        Then that one has its name again, and the output is in the staging directory again.
+        """
+        try:
+            check_replaceable(self.displaced_path)
+        except TagExistsError:
+            directories.exchange_directories(self.displaced_path, self.final, output)
+            raise
+        except StorageError:
+            return  # the output has the name by now, which an unreadable old checkpoint does not undo
+
+    def _drop_displaced(self) -> None:
+        """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy."""
+        with suppress(StorageError):
+            if posix.path_exists(self.final):
+                directories.remove_directory(self.displaced_path, self.removal_path)
+
+    def remove_displaced(self) -> None:
+        """Delete what :meth:`replace` displaced, if there is something, and all that is left of earlier removals."""
+        with suppress(StorageError):  # there may be none
+            directories.remove_directory(self.displaced_path, self.removal_path)
+        for path in (self.displaced_path, self.path, self.removal_path):
+            directories.remove_tree(path)
+
+    def release(self) -> None:
+        """Release the lock. Later calls do nothing."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def discard(self) -> None:
+        """Release the lock and remove the directory, after a failure. What cannot be removed stays hidden.
+
+        The directory stays if it marks a displaced checkpoint that could not get its name back.
+        """
+        self.release()
+        with suppress(StorageError):
+            finish_interrupted_replace(self.final.parent)
+            displaced = displaced_checkpoints(posix.list_names(self.final.parent))
+            if self._name not in {hidden.with_state("partial") for hidden in displaced}:
+                directories.remove_tree(self.path)
+
+    def _finish_publish(self, entry: str) -> None:
+        self.release()
+        if entry:  # the rest of the directory is still there
+            self.discard()
+
+
+@contextmanager
+def staging_directory(final: Path) -> Iterator[Path]:
+    """Create a staging directory for a new path, and publish it at the end of the ``with`` block.
+
+    On failure the directory is removed. Raises ``TagExistsError`` if ``final`` was created meanwhile.
+    """
+    clean_up(final.parent, tag=final.name)
+    staging = StagingDirectory(final)
+    staging.create()
+    try:
+        yield staging.path
+        staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
 
 
 def check_destination(final: Path) -> None:
@@ -33,40 +194,3 @@ def check_destination(final: Path) -> None:
         info = read_info(folder, folder.name) if is_native(folder) else None
         if info is not None and info.status == "complete" and not is_run_directory(folder):
             raise InvalidArgumentError(f"{final} is inside the checkpoint {folder}: choose a path outside of it")
-
-
-def new_staging_path(final: Path) -> Path:
-    """Return a path like :func:`staging_path`, and remove the staging directories of dead writers to ``final``."""
-    clean_up(final.parent, tag=final.name)
-    return staging_path(final)
-
-
-@contextmanager
-def staging_directory(final: Path) -> Iterator[Path]:
-    """Create a staging directory, and rename it to ``final`` at the end of the ``with`` block.
-
-    On failure the directory is removed. Its lock shows other processes that its writer is alive. Raises
-    ``TagExistsError`` if ``final`` was created meanwhile.
-    """
-    posix.make_durable_directory(final.parent)
-    staging = new_staging_path(final)
-    with closing(directories.create_locked(staging)):
-        try:
-            yield staging
-            directories.rename_noreplace(staging, final)
-        except BaseException:
-            with suppress(StorageError):
-                directories.remove_tree(staging)
-            raise
-
-
-def remove_staging(staging: Path) -> None:
-    """Remove the staging directory of a failed save, whose lock must be released. Storage errors are ignored.
-
-    The directory stays if it marks a displaced checkpoint that could not get its name back.
-    """
-    with suppress(StorageError):
-        finish_interrupted_replace(staging.parent)
-        displaced = displaced_checkpoints(posix.list_names(staging.parent))
-        if staging.name not in {hidden.with_state("partial").name for hidden in displaced}:
-            directories.remove_tree(staging)

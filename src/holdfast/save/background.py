@@ -17,10 +17,10 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.process.exit_order import ExitStage, call_at_exit
 from holdfast.process.gc_pause import gc_paused
 from holdfast.save.handle import Result, SaveHandle
+from holdfast.save.operation import SaveOperation
 from holdfast.state.step_guard import StepGuard
 
 #: The maximum number of seconds in which a thread must begin to run.
@@ -37,42 +38,7 @@ _START_SECONDS = 5.0
 #: Added to the niceness of threads that write, so that training has precedence.
 _NICENESS = 10
 
-_Result_co = TypeVar("_Result_co", covariant=True)
-
 _log = logging.getLogger("holdfast")
-
-
-class BackgroundOperation(Protocol[_Result_co]):
-    """The steps of one save. :meth:`prepare_save` and :meth:`stage_tensors` must be called in the caller's thread."""
-
-    @property
-    def path(self) -> Path:
-        """The path of the new checkpoint."""
-
-    @property
-    def copied(self) -> threading.Event:
-        """An event that is set when the caller's tensors are no longer needed."""
-
-    def rollback_on_error(self) -> AbstractContextManager[None]:
-        """Remove the staging directory if a step inside the ``with`` block fails."""
-
-    def prepare_save(self) -> None:
-        """Capture the training state, plan the save, and create the staging directory."""
-
-    def stage_tensors(self, arena: Arena) -> None:
-        """Copy the tensors that must be copied before the call returns."""
-
-    def complete_staging(self) -> None:
-        """Copy the remaining tensors."""
-
-    def write_and_commit(self) -> _Result_co:
-        """Write the files and commit the checkpoint."""
-
-    def mark_returned(self) -> float:
-        """Record that the call returns to the caller, and return for how many seconds it blocked."""
-
-    def leave_session(self) -> None:
-        """Leave the session, once all ranks know the outcome."""
 
 
 @dataclass(eq=False)
@@ -129,7 +95,7 @@ class BackgroundSaves:
 
     def run_save(
         self,
-        save: BackgroundOperation[Result],
+        save: SaveOperation[Result],
         scope: Path,
         process_group: dist.ProcessGroup | None,
         *,
@@ -156,7 +122,7 @@ class BackgroundSaves:
         return handle
 
     def _start_thread(
-        self, save: BackgroundOperation[Result], arena: Arena, scope: Path, process_group: dist.ProcessGroup | None
+        self, save: SaveOperation[Result], arena: Arena, scope: Path, process_group: dist.ProcessGroup | None
     ) -> tuple[SaveHandle[Result], BaseException | None]:
         """Start the thread that saves. Return the handle and the exception that interrupted this thread, if any.
 
@@ -181,11 +147,11 @@ class BackgroundSaves:
             raise
         return handle, None
 
-    def _run_in_background(self, flight: _SaveInFlight, save: BackgroundOperation[Any], arena: Arena) -> None:
+    def _run_in_background(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
         flight.has_started.set()
         self._finish_save(flight, save, arena)
 
-    def _finish_save(self, flight: _SaveInFlight, save: BackgroundOperation[Any], arena: Arena) -> None:
+    def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
         try:
             with save.rollback_on_error():
                 save.complete_staging()

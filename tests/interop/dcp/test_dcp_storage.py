@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.dcp.staging import DcpStaging, displaced_path
+from holdfast.dcp.staging import create_staging, staging_directory
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.checksums import ChecksumRecord, VerifiedReader
@@ -218,9 +218,9 @@ def test_a_thread_that_fails_fails_the_save(tmp_path: Path) -> None:
 def test_a_save_that_was_killed_leaves_no_trace_after_the_next(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(str(path), 1)
-    killed = DcpStaging(path, overwrite=True)
-    (killed.folder / "__0_0.distcp").write_bytes(b"half")
-    killed.close()
+    killed = create_staging(path, overwrite=True)
+    (killed.path / "__0_0.distcp").write_bytes(b"half")
+    killed.release()
     assert len(names(tmp_path)) == 2
     load(str(path), 1)
     save(str(path), 3)
@@ -232,11 +232,11 @@ def test_a_save_that_was_killed_between_two_renames(tmp_path: Path) -> None:
     """As it may be where names cannot be exchanged: the checkpoint that was there is found again."""
     path = tmp_path / "c"
     save(str(path), 1)
-    DcpStaging(path, overwrite=True).close()
-    path.rename(displaced_path(path))
+    create_staging(path, overwrite=True).release()
+    path.rename(staging_directory(path).displaced_path)
     load(str(path), 1)
     assert len(names(tmp_path)) == 2
-    shutil.copytree(path, displaced_path(path))  # one that was replaced, but not removed any more
+    shutil.copytree(path, staging_directory(path).displaced_path)  # one that was replaced, but not removed any more
     save(str(path), 2)
     load(str(path), 2)
     assert names(tmp_path) == ["c"]
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(
 
 
 def test_two_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:
-    held = DcpStaging(tmp_path / "c", overwrite=True)
+    held = create_staging(tmp_path / "c", overwrite=True)
     with pytest.raises(CheckpointException, match="another process saves"):
         save(str(tmp_path / "c"), 1)
     held.discard()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.io.commit import StagingDirectory
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.errors import StorageError
 from holdfast.storage import directories, posix
 
@@ -102,14 +102,14 @@ def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp
 
 
 def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_path: Path) -> None:
-    finish = StagingDirectory._finish_data
+    finish = CheckpointFiles._finish_data
 
-    def and_then_it_is_gone(self: StagingDirectory, *arguments: Any) -> Any:
+    def and_then_it_is_gone(self: CheckpointFiles, *arguments: Any) -> Any:
         yield from finish(self, *arguments)
         shutil.rmtree(self.folder)
 
     with (
-        mock.patch.object(StagingDirectory, "_finish_data", and_then_it_is_gone),
+        mock.patch.object(CheckpointFiles, "_finish_data", and_then_it_is_gone),
         pytest.raises(StorageError, match="No such file"),
     ):
         holdfast.save_checkpoint(tmp_path, "s", user_content={"t": torch.zeros(100)}, rng=False)
@@ -159,7 +159,7 @@ def test_a_draft_that_could_not_be_opened_leaves_nothing(tmp_path: Path, monkeyp
     def full(*_: Any) -> None:
         raise StorageError(28, "no space")
 
-    monkeypatch.setattr("holdfast.engine.io.commit.posix.allocate_space", full)
+    monkeypatch.setattr("holdfast.engine.io.checkpoint_files.posix.allocate_space", full)
     with pytest.raises(StorageError):
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from holdfast.compat.colossalai.files import model_files, optimizer_files
 from holdfast.conversion.fake_tensors import FakeTensors
 from holdfast.conversion.native_target import companion_files
 from holdfast.conversion.state_dict_schemas import booster_schema
-from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan, StagedFolder
+from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan
 from holdfast.conversion.tensor_filter import Key
 from holdfast.conversion.torch_target import PlannedTorchFile
 from holdfast.engine.io.requests import Fragments
@@ -24,11 +24,13 @@ from holdfast.formats.sharded.sharded_reader import ShardedReader
 from holdfast.storage.posix import make_parents, sync_tree, write_small
 
 
-class ColossalaiTarget(StagedFolder):
+class ColossalaiTarget:
     """A target that consists of several files of ``torch.save``, and small files next to them."""
 
+    output_name = ""
+
     def __init__(self, source: ConversionSource, staging: Path) -> None:
-        super().__init__(source, staging)
+        self._source, self._staging = source, staging
         self._fakes = FakeTensors(source.tensor_infos)
         self._small_files = {f"{MODELING}/{name}": data for name, data in companion_files(source.reader.path)}
         trees = self._plan_trees(self._fakes.build_tree(source, booster_schema))
@@ -45,7 +47,6 @@ class ColossalaiTarget(StagedFolder):
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        self._lock_folder()
         for path, file in self._files.items():
             file.create_file(path)
 

@@ -1,0 +1,96 @@
+"""Rank 0's part of a save: it creates the data files, and writes all that is not tensor data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.engine.io.requests import Fragments
+from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.errors import RankMismatchError
+from holdfast.ondisk import blocks, manifest
+from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk.files import DataFile, build_index, index_path
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.storage import posix
+from holdfast.storage.direct_io import BufferedWriter
+
+#: ``{path inside the checkpoint: contents}``.
+SmallFiles = Mapping[str, bytes]
+
+#: Builds the manifest of the given files.
+MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The planned files of a checkpoint in a directory that will be renamed to the checkpoint's path."""
+
+    folder: Path
+    plan: SavePlan
+
+    def create_files(self) -> None:
+        """Create the data files with their final sizes, so that all ranks can write into them."""
+        for file in self.plan.files:
+            posix.make_parents(self.folder, file.path)
+            posix.allocate_space(self.folder / file.path, file.size)
+
+    def finalize(self, fragments: Fragments, small_files: SmallFiles, make_manifest: MakeManifest) -> Manifest:
+        """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
+
+        ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+        """
+        records = dict(self._finish_data(fragments))
+        indexes = {index_path(group): build_index(files) for group, files in self.plan.groups.items() if len(files) > 1}
+        for name, data in sorted({**indexes, **small_files}.items()):
+            posix.make_parents(self.folder, name)
+            posix.write_small(self.folder / name, data)
+            records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
+        finished = make_manifest(dict(sorted(records.items())))
+        posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
+        for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
+            posix.fsync_directory(self.folder / folder)
+        return finished
+
+    def _finish_data(self, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
+        """Write the headers, which contain the CRCs of all blocks."""
+        numbers = itertools.count()
+        for file in self.plan.files:
+            crcs = []
+            for entry in file.entries.values():
+                tensor = next(numbers)
+                group, name = self.plan.tensors[tensor]
+                crcs.append(block_crcs(fragments.get(tensor, []), entry.nbytes, f"{group} tensor {name!r}"))
+            header = file.build_header(itertools.chain(*crcs))
+            with BufferedWriter(self.folder / file.path) as writer:
+                writer.write(0, memoryview(header))
+                writer.sync()
+            crc = blocks.crc64(header)
+            yield file.path, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+
+
+def block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:
+    """Return the CRC of each block of a tensor from the fragments of all ranks.
+
+    Raises ``RankMismatchError`` naming a gap.
+    """
+    crcs = blocks.assemble_crcs(fragments, nbytes)
+    complete_crcs = [crc for crc in crcs if crc is not None]
+    if len(complete_crcs) != len(crcs):
+        start, stop = blocks.block_range(crcs.index(None), nbytes)
+        raise RankMismatchError(
+            f"{tensor_text}: no rank saved all of bytes {start} to {stop}; "
+            "some rank of its mesh did not pass it to the save"
+        )
+    return complete_crcs
+
+
+def _file_crc(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
+    """Combine the CRCs of a file's header and of its tensors' blocks into the CRC of the file."""
+    crcs_and_lengths = [(header_crc, file.data_start)]
+    for entry, block_row in zip(file.entries.values(), crcs, strict=True):
+        spans = (blocks.block_range(block, entry.nbytes) for block in range(len(block_row)))
+        crcs_and_lengths += [(crc, stop - start) for crc, (start, stop) in zip(block_row, spans, strict=True)]
+    return blocks.combine_crcs(crcs_and_lengths)

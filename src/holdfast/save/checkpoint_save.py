@@ -1,0 +1,323 @@
+"""A save of a whole checkpoint: its plan, its commit, and the removal of old checkpoints after it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast._version import __version__
+from holdfast.engine.comm.session import RankGroup
+from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.engine.integrity import replicas
+from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
+from holdfast.engine.io.requests import Fragments
+from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
+from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan, plan_save
+from holdfast.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    HoldfastError,
+    NoCheckpointError,
+    TagExistsError,
+)
+from holdfast.formats.native import RANKS, read_manifest
+from holdfast.formats.native import STATE as STATE_FILE
+from holdfast.observe.reporter import EventReporter, note_corrupt
+from holdfast.observe.warning import warn_caller
+from holdfast.ondisk import manifest
+from holdfast.ondisk.files import parse_size
+from holdfast.ondisk.hidden_names import HiddenName
+from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
+from holdfast.run.catalog import CheckpointIdentity, next_identity
+from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
+from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
+from holdfast.run.scan import CheckpointInfo
+from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.negotiation import SaveAgreement, negotiate_save
+from holdfast.save.operation import SaveOperation
+from holdfast.save.readback import may_lose_writes, read_back
+from holdfast.save.request import SaveRequest
+from holdfast.state.capture import build_ranks_file, build_state_file
+from holdfast.state.step_only_tensors import step_only_tensors
+from holdfast.storage import posix
+from holdfast.storage.directories import remove_tree, rename_noreplace, rename_path
+
+
+@dataclass
+class SavePlanCache:
+    """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
+
+    ``key`` identifies the plan, ``saves`` counts the saves that were made with it.
+    """
+
+    key: bytes = b""
+    plan: SavePlan = EMPTY_PLAN
+    saves: int = 0
+
+
+class _OpenedSave(msgspec.Struct, frozen=True):
+    """The coordinator's decision after it has created the staging directory.
+
+    ``identity`` is the new checkpoint's identity, or ``None`` if replicas differ. ``removes_old``: old checkpoints may
+    be removed or hidden after the commit. ``reads_back``: the new checkpoint must be read back before that.
+    """
+
+    identity: CheckpointIdentity | None = None
+    removes_old: bool = False
+    reads_back: bool = False
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class CheckpointSave(SaveOperation[CheckpointInfo]):
+    """A save of a training state as one checkpoint of a run."""
+
+    def __init__(self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, timeout: float) -> None:
+        super().__init__(ranks, timeout)
+        self._request, self._cache = request, cache
+        self._merged_values: Mapping[str, Any] = {}
+        self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
+        self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
+        self._removes_old, self._reads_back = False, False
+        #: On rank 0, whether the new checkpoint replaces a corrupt one.
+        self._replaces_corrupt = False
+        self._reporter = EventReporter(
+            self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
+        )
+
+    @property
+    def path(self) -> Path:
+        """The path of the new checkpoint."""
+        return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
+
+    @property
+    def run_id(self) -> str:
+        """The id of the checkpoint's run; empty before :meth:`prepare_save`."""
+        return self._identity.run
+
+    def prepare_save(self) -> None:
+        """Capture the training state, plan the save, and create the staging directory."""
+        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
+        self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._plan_and_open(agreement)
+
+    @property
+    def _is_overlapped(self) -> bool:
+        return self._request.background is not None and self._request.background.staging == "overlapped"
+
+    def _deferred_copies(self) -> DeferredCopies:
+        options = self._request.background
+        if options is None or not self._is_overlapped:
+            return DeferredCopies()
+        keys = step_only_tensors(self._captured, self._request.training.optimizer)
+        numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
+        return DeferredCopies(numbers, sys.maxsize if options.check == "full" else SAMPLED_CHUNKS, self._cache.saves)
+
+    def write_and_commit(self) -> CheckpointInfo:
+        """Write the files, commit the checkpoint, and remove the checkpoints that are no longer kept."""
+        committed = self._write_files()
+        self._release_tensors()
+        if self._reads_back:
+            self._read_back()
+        info = CheckpointInfo.of(self.path, committed)
+        self._reporter.report_saved(info.path, info.step, info.nbytes)
+        if self._removes_old:
+            self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
+        return info
+
+    def mark_returned(self) -> float:
+        """Record that the call returns to the caller, and return for how many seconds it blocked."""
+        return self._reporter.mark_returned()
+
+    def _read_back(self) -> None:
+        """Verify the checkpoint as the file system has it. If that fails, withdraw it.
+
+        Raises ``CorruptCheckpointError`` if the stored bytes are not the bytes that were written.
+        """
+        session = self._session
+        try:
+            session.run_on_all("reading the checkpoint back", lambda: read_back(self.path, session.rank, session.size))
+        except CorruptCheckpointError as error:
+            if session.rank == COORDINATOR_RANK:
+                self._withdraw_checkpoint()
+            raise CorruptCheckpointError(
+                f"{self.path} is not what was written, and was withdrawn; older checkpoints are as they were. "
+                "Save from one host, or to a file system that keeps the parts of one page that several hosts write: "
+                f"{error}"
+            ) from error
+
+    def _withdraw_checkpoint(self) -> None:
+        """Hide the new checkpoint, and give its name back to the checkpoint that it replaced."""
+        rename_path(self.path, self._corrupt_path)
+        with suppress(HoldfastError):  # it may have replaced nothing
+            rename_noreplace(self._staging.displaced_path, self.path)
+
+    def _roll_back(self, error: BaseException) -> None:
+        if self._staging.is_locked and not self._is_committed():
+            self._staging.discard()
+        self._staging.release()
+        self._reporter.report_failed(error)
+
+    def _is_committed(self) -> bool:
+        try:
+            return read_manifest(self.path).id == self._identity.id
+        except HoldfastError:
+            return False
+
+    @property
+    def _corrupt_path(self) -> Path:
+        """The hidden path that keeps a corrupt checkpoint of this tag."""
+        return self._request.path / self._hidden_name.with_state("corrupt").name
+
+    @property
+    def _hidden_name(self) -> HiddenName:
+        return HiddenName(self._request.tag, self._identity.run, self._identity.id, "partial")
+
+    def _set_identity(self, identity: CheckpointIdentity) -> None:
+        self._identity = identity
+        self._staging = StagingDirectory(self.path, self._hidden_name)
+
+    def _remove_old_checkpoints(self) -> None:
+        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
+        if self._session.rank != COORDINATOR_RANK:
+            return
+        path, keep, run = self._request.path, self._request.keep, self._identity.run
+        try:
+            if self._replaces_corrupt:
+                rename_path(self._staging.displaced_path, self._corrupt_path)
+                note_corrupt(self.path, self._corrupt_path)
+            self._staging.remove_displaced()
+            for hidden in set_aside_corrupt(self._request.corrupt, path, run):
+                note_corrupt(path, hidden)
+            if keep is not None:
+                list(delete_checkpoints(expired_checkpoints(path, run, keep)))
+                for hidden in outdated_corrupt(path, run):
+                    remove_tree(hidden)
+        except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
+            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+
+    def _plan_and_open(self, agreement: SaveAgreement) -> None:
+        """Plan, check that replicas are equal, and create the staging directory and its files."""
+        cache = self._cache
+
+        def plan_and_hash() -> bytes:
+            if agreement.global_spec is not None:
+                cache.key = b""
+                cache.plan = plan_save(
+                    agreement.global_spec, self._session.rank, parse_size(self._request.max_shard_size)
+                )
+                cache.key, cache.saves = agreement.key, 0
+            self._plan = cache.plan
+            return self._hash_replicas()
+
+        def open_staging(posted: list[bytes]) -> bytes:
+            if not replicas.have_equal_replicas(posted):
+                return _encode(_OpenedSave())
+            identity = next_identity(self._request.path, self._request.runs)
+            clean_up(self._request.path, identity.run)
+            clean_up_first_saves(self._request.path, self._request.tag)
+            self._set_identity(identity)
+            self._started_at = round(time.time(), 6)
+            self._staging.create(sum(file.size for file in self._plan.files))
+            self._files.create_files()
+            removes_old = self._request.keep is not None or self._request.overwrite or bool(self._request.corrupt)
+            is_unsafe = may_lose_writes(self._request.path, agreement.hosts)
+            return _encode(_OpenedSave(identity, removes_old, is_unsafe and removes_old))
+
+        _, raw = self._session.vote("preparing the save", plan_and_hash, lambda digests: digests, open_staging)
+        opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
+        if opened.identity is None:
+            cache.key = b""
+            raise self._writer.describe_replica_mismatch()
+        cache.saves += 1
+        if self._identity != opened.identity:
+            self._set_identity(opened.identity)
+        self._removes_old, self._reads_back = opened.removes_old, opened.reads_back
+
+    def _hash_replicas(self) -> bytes:
+        save = 0 if self._request.replica_check == "full" else self._cache.saves
+        digests, seconds = self._writer.hash_replicas(save)
+        if self._plan.replicas:
+            self._reporter.record_replica_check(seconds)
+        return digests
+
+    @property
+    def _files(self) -> CheckpointFiles:
+        return CheckpointFiles(self._staging.path, self._plan)
+
+    def _write_files(self) -> Manifest:
+        """Write this rank's shards. Rank 0 commits when all ranks have written theirs."""
+
+        def write_shards() -> HashedResult:
+            paths = [file.path for file in self._plan.files]
+            on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
+            fragments = self._writer.write(self._staging.path, paths, self._staged, on_moved)
+            return HashedResult(fragments, self._captured.rank_values)
+
+        def commit(fragments: Fragments, rank_values: list[bytes]) -> bytes:
+            ranks_file = build_ranks_file(rank_values, self._merged_values)
+            state_file = build_state_file(self._merged_values, self._captured.shared_values)
+            small_files = {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}
+            committed = self._files.finalize(fragments, small_files, self._build_manifest)
+            self._publish_checkpoint(committed)
+            return manifest.encode_manifest(committed)
+
+        decision = vote_with_fragments(self._session, "writing", write_shards, commit)
+        return manifest.decode_manifest(decision, manifest.NAME)
+
+    def _publish_checkpoint(self, committed: Manifest) -> None:
+        """Rename the staging directory to its final name, which must be free or that of a replaceable checkpoint."""
+        corrupt = None if self._request.overwrite else self._request.find_corrupt()
+        if self._request.overwrite:
+            self._staging.replace(check_replaceable=partial(self._check_newest, committed))
+        elif corrupt is not None:
+            self._staging.replace(check_replaceable=partial(self._check_corrupt, corrupt))
+            self._replaces_corrupt = True
+        else:
+            self._staging.publish()
+
+    def _check_corrupt(self, corrupt: CorruptRecord, folder: Path) -> None:
+        """Raise ``TagExistsError`` if ``folder`` is not the checkpoint that was found corrupt.
+
+        Another job may have saved under the tag meanwhile.
+        """
+        if posix.path_exists(folder) and not corrupt.is_in(folder):
+            raise TagExistsError(f"{self.path} was changed while this checkpoint was being saved; it was left as it is")
+
+    def _check_newest(self, committed: Manifest, folder: Path) -> None:
+        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one.
+
+        This process may have been suspended while another job continued the run.
+        """
+        with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
+            existing = CheckpointInfo.of(folder, read_manifest(folder))
+            if existing.age > CheckpointInfo.of(self.path, committed).age:
+                raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
+
+    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        step, metrics = self._request.manifest_numbers()
+        return Manifest(
+            format="holdfast",
+            version=manifest.VERSION,
+            tag=self._request.tag,
+            id=self._identity.id,
+            run=self._identity.run,
+            sequence=self._identity.sequence,
+            time=self._started_at,
+            step=step,
+            metrics=metrics,
+            provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), self._session.size),
+            files=files,
+        )
