@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
+from holdfast.options import RestoreOptions
 from holdfast.run import catalog
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
@@ -158,14 +159,29 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         RankTimeoutError: A rank did not arrive in time.
         StorageError: The file system reported an error.
     """
-    options: dict[str, Any] = {"per_rank_content": per_rank_content, "step": step, "metrics": metrics, "rng": rng}
-    options |= {"state_dict_hooks": state_dict_hooks}
-    options |= {"dataloader": dataloader, "stateful": stateful}
-    options |= {"async_save": async_save, "staging": staging, "staging_check": staging_check}
-    options |= {"replica_check": replica_check}
-    options |= {"num_kept_ckpts": num_kept_ckpts, "keep": keep, "overwrite": overwrite, "on_event": on_event}
     checkpointer = _defaults.get_checkpointer((local_path(path), max_shard_size, timeout, process_group))
-    return checkpointer.save(tag, model, optimizer, scheduler, user_content, **options)
+    return checkpointer.save(
+        tag,
+        model,
+        optimizer,
+        scheduler,
+        user_content,
+        dataloader=dataloader,
+        stateful=stateful,
+        per_rank_content=per_rank_content,
+        step=step,
+        metrics=metrics,
+        overwrite=overwrite,
+        num_kept_ckpts=num_kept_ckpts,
+        keep=keep,
+        async_save=async_save,
+        staging=staging,
+        staging_check=staging_check,
+        replica_check=replica_check,
+        rng=rng,
+        state_dict_hooks=state_dict_hooks,
+        on_event=on_event,
+    )
 
 
 def load_checkpoint(
@@ -177,7 +193,7 @@ def load_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
-    **options: Any,
+    **options: Unpack[RestoreOptions],
 ) -> Any:
     """Return ``restore(...).user_content``: load a checkpoint in place and return its user content.
 
@@ -278,21 +294,24 @@ def restore(
         RankTimeoutError: As in :func:`save_checkpoint`.
         StorageError: As in :func:`save_checkpoint`.
     """
-    options: dict[str, Any] = {
-        "dataloader": dataloader,
-        "stateful": stateful,
-        "strict": strict,
-        "allow_missing": allow_missing,
-        "verify": verify,
-        "on_corruption": on_corruption,
-        "share_reads": share_reads,
-        "rng": rng,
-        "cast_dtype": cast_dtype,
-        "keys": keys,
-        "on_event": on_event,
-    }
     checkpointer = _defaults.get_checkpointer((local_path(path), "5GB", timeout, process_group))
-    return checkpointer.restore(tag, model, optimizer, scheduler, **options)
+    return checkpointer.restore(
+        tag,
+        model,
+        optimizer,
+        scheduler,
+        dataloader=dataloader,
+        stateful=stateful,
+        strict=strict,
+        allow_missing=allow_missing,
+        verify=verify,
+        rng=rng,
+        cast_dtype=cast_dtype,
+        share_reads=share_reads,
+        on_corruption=on_corruption,
+        keys=keys,
+        on_event=on_event,
+    )
 
 
 def finalize() -> None:

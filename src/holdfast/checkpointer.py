@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.validation import check_choice
+from holdfast.options import RestoreOptions
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
@@ -168,7 +169,12 @@ class Checkpointer:
         background_saves.finalize(self.path)
 
     def load(
-        self, tag: str | None = None, model: Any = None, optimizer: Any = None, scheduler: Any = None, **options: Any
+        self,
+        tag: str | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        **options: Unpack[RestoreOptions],
     ) -> Any:
         """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
 

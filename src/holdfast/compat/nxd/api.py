@@ -17,6 +17,7 @@ from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import is_native
 from holdfast.formats.registry import LAYOUT
+from holdfast.options import RestoreOptions
 from holdfast.storage.posix import local_path
 
 #: The value of ``num_kept_ckpts`` that keeps all checkpoints, besides ``None``.
@@ -94,7 +95,7 @@ def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
     """
     del num_workers, use_zero1_dcp
     folder = _single_path(path, checkpoint_dir_str)
-    options: dict[str, Any] = {"strict": strict, "cast_dtype": True}
+    options: RestoreOptions = {"strict": strict, "cast_dtype": True}
     checkpoint = None if tag is None else folder / str(tag)
     if checkpoint is None and not api.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
         checkpoint = step_dirs.newest_tag(folder)
