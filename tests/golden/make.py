@@ -41,7 +41,7 @@ def fixed(name: str) -> Iterator[None]:
         mock.patch("holdfast.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
         mock.patch("holdfast.save.checkpoint_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
         mock.patch(
-            "holdfast.save.checkpoint_save.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
+            "holdfast.save.build_manifest.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
         ),
     ):
         yield

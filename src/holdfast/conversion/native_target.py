@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from holdfast._version import __version__
 from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.engine.io.requests import Fragments
@@ -21,10 +17,11 @@ from holdfast.formats.huggingface import SINGLE, HuggingFaceReader
 from holdfast.formats.native import RANKS, STATE, NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.formats.sharded.model_files import MODELING
-from holdfast.ondisk import manifest, values
+from holdfast.ondisk import values
 from holdfast.ondisk.files import TensorInfo, pack_files
-from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import next_identity
+from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.model.hf_config import has_adapters
 from holdfast.storage.posix import is_file, read_small
@@ -81,20 +78,15 @@ class NativeTarget:
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         reader, identity = self._source.reader, next_identity(self._final.parent, frozenset())
         source_manifest = reader.manifest if isinstance(reader, NativeReader) else None
-        ranks = len(self._source.carried.ranks)
-        return Manifest(
-            format="holdfast",
-            version=manifest.VERSION,
+        label = CheckpointLabel(
             tag=self._final.name,
-            id=identity.id,
-            run=identity.run,
-            sequence=identity.sequence,
+            identity=identity,
             time=round(time.time(), 6),
+            ranks=len(self._source.carried.ranks),
             step=source_manifest.step if source_manifest else None,
             metrics=source_manifest.metrics if source_manifest else {},
-            provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), ranks),
-            files=files,
         )
+        return build_manifest(label, files)
 
 
 class HuggingFaceTarget(NativeTarget):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections.abc import Mapping
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from holdfast._version import __version__
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity import replicas
@@ -38,12 +35,13 @@ from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import CheckpointIdentity, next_identity
 from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
 from holdfast.save.readback import may_lose_writes, read_back
@@ -308,16 +306,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
 
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         step, metrics = self._request.manifest_numbers()
-        return Manifest(
-            format="holdfast",
-            version=manifest.VERSION,
-            tag=self._request.tag,
-            id=self._identity.id,
-            run=self._identity.run,
-            sequence=self._identity.sequence,
-            time=self._started_at,
-            step=step,
-            metrics=metrics,
-            provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), self._session.size),
-            files=files,
+        return build_manifest(
+            CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
+            files,
         )

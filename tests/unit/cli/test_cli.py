@@ -302,7 +302,7 @@ class TestShow:
         )
 
     def test_long_versions_go_on_in_the_next_row(self, tmp_path: Path) -> None:
-        with mock.patch("holdfast.save.checkpoint_save.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
+        with mock.patch("holdfast.save.build_manifest.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
             holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
         rows = call("show", tmp_path, columns=80).stdout.splitlines()
         assert any(re.match(r"with +holdfast 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
