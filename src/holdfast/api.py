@@ -9,10 +9,9 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer import Checkpointer, RestoreOptions
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
-from holdfast.options import RestoreOptions
 from holdfast.run import catalog
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 
@@ -19,7 +19,6 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.validation import check_choice
-from holdfast.options import RestoreOptions
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
@@ -30,6 +29,22 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.posix import local_path
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The optional arguments of a load. :func:`holdfast.restore` documents each of them."""
+
+    dataloader: Any
+    stateful: Mapping[str, Any] | None
+    strict: bool
+    allow_missing: Collection[str]
+    verify: bool
+    rng: bool | None
+    cast_dtype: bool
+    share_reads: str
+    on_corruption: str
+    keys: Mapping[str, str] | None
+    on_event: OnEvent | None
 
 
 class Checkpointer:
