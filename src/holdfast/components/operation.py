@@ -22,15 +22,16 @@ from holdfast.engine.plan.split_tensors import split_ranges
 from holdfast.errors import RankMismatchError, UnsupportedValueError
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
-from holdfast.save.readback import may_lose_writes
 from holdfast.state.capture import STATE
+from holdfast.storage import posix
 
 
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The files that rank 0 created: the staging directory, its files, and the spans of each tensor by name."""
+    """The files that rank 0 created: the staging directory, its files with their sizes, and each tensor's spans."""
 
     folder: str = ""
     files: list[str] = []
+    sizes: list[int] = []
     spans: dict[str, list[TensorSpan]] = {}
 
 
@@ -59,7 +60,7 @@ class ComponentSave(SaveOperation[Path]):
         if global_spec is None:
             raise RankMismatchError("the ranks did not agree on what to save")
         self._create_files(agreement, global_spec)
-        self._check_replicas(global_spec)
+        self._check_replicas(global_spec, agreement.host_of)
 
     def write_and_commit(self) -> Path:
         """Write the tensors. Rank 0 publishes the files when all ranks have written."""
@@ -89,12 +90,13 @@ class ComponentSave(SaveOperation[Path]):
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
             files = self._output = ComponentOutput(self._request.destination, file_set)
-            may_lose_writes(
-                self.path.parent, agreement.hosts
-            )  # for its warning: there is no older file that could be kept
+            # Pages that rank 0 has written must not be written back after other hosts have written next to them.
+            posix.sync_tree(files.folder)
             self._names = [name for starts in files.starts for name in starts]
             spans = _tensor_spans(file_set.content, files.starts, self._tensors_to_save(global_spec))
-            return _encode(_ComponentLayout(str(files.folder), [file.name for file in file_set.files], spans))
+            names = [file.name for file in file_set.files]
+            sizes = [posix.file_size(files.folder / name) for name in names]
+            return _encode(_ComponentLayout(str(files.folder), names, sizes, spans))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
         self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
@@ -115,14 +117,21 @@ class ComponentSave(SaveOperation[Path]):
             key=lambda tensor: tensor.name,
         )
 
-    def _check_replicas(self, global_spec: GlobalSpec) -> None:
+    def _check_replicas(self, global_spec: GlobalSpec, host_of: Sequence[int]) -> None:
         """Plan the save, and compare replicas."""
         kind = self._request.kind
 
         def plan_and_hash() -> bytes:
             spans = {(kind, name): of_tensor for name, of_tensor in self._layout.spans.items()}
             numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
-            self._plan = plan_into_files(global_spec, self._session.rank, list(dict(numbered).values()), spans)
+            self._plan = plan_into_files(
+                global_spec,
+                self._session.rank,
+                list(dict(numbered).values()),
+                spans,
+                file_sizes=self._layout.sizes,
+                host_of=host_of,
+            )
             return self._writer.hash_replicas(0)[0]
 
         def compare_hashes(posted: list[bytes]) -> bytes:

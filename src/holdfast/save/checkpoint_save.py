@@ -44,12 +44,11 @@ from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
-from holdfast.save.readback import may_lose_writes, read_back
 from holdfast.save.request import SaveRequest
 from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.step_only_tensors import step_only_tensors
 from holdfast.storage import posix
-from holdfast.storage.directories import remove_tree, rename_noreplace, rename_path
+from holdfast.storage.directories import remove_tree, rename_path
 
 
 @dataclass
@@ -68,12 +67,11 @@ class _OpenedSave(msgspec.Struct, frozen=True):
     """The coordinator's decision after it has created the staging directory.
 
     ``identity`` is the new checkpoint's identity, or ``None`` if replicas differ. ``removes_old``: old checkpoints may
-    be removed or hidden after the commit. ``reads_back``: the new checkpoint must be read back before that.
+    be removed or hidden after the commit.
     """
 
     identity: CheckpointIdentity | None = None
     removes_old: bool = False
-    reads_back: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,7 +86,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._merged_values: Mapping[str, Any] = {}
         self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
-        self._removes_old, self._reads_back = False, False
+        self._removes_old = False
         #: On rank 0, whether the new checkpoint replaces a corrupt one.
         self._replaces_corrupt = False
         self._reporter = EventReporter(
@@ -127,8 +125,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         """Write the files, commit the checkpoint, and remove the checkpoints that are no longer kept."""
         committed = self._write_files()
         self._release_tensors()
-        if self._reads_back:
-            self._read_back()
         info = CheckpointInfo.of(self.path, committed)
         self._reporter.report_saved(info.path, info.step, info.nbytes)
         if self._removes_old:
@@ -138,29 +134,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked."""
         return self._reporter.mark_returned()
-
-    def _read_back(self) -> None:
-        """Verify the checkpoint as the file system has it. If that fails, withdraw it.
-
-        Raises ``CorruptCheckpointError`` if the stored bytes are not the bytes that were written.
-        """
-        session = self._session
-        try:
-            session.run_on_all("reading the checkpoint back", lambda: read_back(self.path, session.rank, session.size))
-        except CorruptCheckpointError as error:
-            if session.rank == COORDINATOR_RANK:
-                self._withdraw_checkpoint()
-            raise CorruptCheckpointError(
-                f"{self.path} is not what was written, and was withdrawn; older checkpoints are as they were. "
-                "Save from one host, or to a file system that keeps the parts of one page that several hosts write: "
-                f"{error}"
-            ) from error
-
-    def _withdraw_checkpoint(self) -> None:
-        """Hide the new checkpoint, and give its name back to the checkpoint that it replaced."""
-        rename_path(self.path, self._corrupt_path)
-        with suppress(HoldfastError):  # it may have replaced nothing
-            rename_noreplace(self._staging.displaced_path, self.path)
 
     def _roll_back(self, error: BaseException) -> None:
         if self._staging.is_locked and not self._is_committed():
@@ -213,9 +186,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         def plan_and_hash() -> bytes:
             if agreement.global_spec is not None:
                 cache.key = b""
-                cache.plan = plan_save(
-                    agreement.global_spec, self._session.rank, parse_size(self._request.max_shard_size)
-                )
+                limit = parse_size(self._request.max_shard_size)
+                cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
                 cache.key, cache.saves = agreement.key, 0
             self._plan = cache.plan
             return self._hash_replicas()
@@ -231,8 +203,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             self._staging.create(sum(file.size for file in self._plan.files))
             self._files.create_files()
             removes_old = self._request.keep is not None or self._request.overwrite or bool(self._request.corrupt)
-            is_unsafe = may_lose_writes(self._request.path, agreement.hosts)
-            return _encode(_OpenedSave(identity, removes_old, is_unsafe and removes_old))
+            return _encode(_OpenedSave(identity, removes_old))
 
         _, raw = self._session.vote("preparing the save", plan_and_hash, lambda digests: digests, open_staging)
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
@@ -242,7 +213,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         cache.saves += 1
         if self._identity != opened.identity:
             self._set_identity(opened.identity)
-        self._removes_old, self._reads_back = opened.removes_old, opened.reads_back
+        self._removes_old = opened.removes_old
 
     def _hash_replicas(self) -> bytes:
         save = 0 if self._request.replica_check == "full" else self._cache.saves

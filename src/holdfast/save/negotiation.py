@@ -6,9 +6,11 @@ each distinct one once.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +29,7 @@ from holdfast.state.capture import (
     merge_values,
 )
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import host_id
+from holdfast.storage.posix import page_cache_id
 
 #: The sizes in bytes of a plan's key, and of the digests of the values and of the host name.
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
@@ -58,6 +60,10 @@ class SaveRequestProtocol(Protocol):
     def check_destination(self) -> None:
         """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0."""
 
+    @property
+    def folder(self) -> Path:
+        """The directory in which the output appears."""
+
     def packing_key(self) -> bytes:
         """Return an encoding of the arguments that determine how tensors are packed into files."""
 
@@ -66,14 +72,14 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     """The decision of rank 0 on the announcements.
 
     ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
-    ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``hosts`` is the number
-    of hosts.
+    ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
+    hosts of consecutive ranks: the number of a host, and the number of ranks on it.
     """
 
     key: bytes
     spec_directory: SpecDirectory | None
     value_ranks: list[int]
-    hosts: int
+    host_runs: list[tuple[int, int]]
 
 
 class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
@@ -88,14 +94,15 @@ class SaveAgreement:
     """The result of the negotiation, and this rank's captured state.
 
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
-    ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``hosts`` is the number of hosts.
+    ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
+    the host of each rank.
     """
 
     captured: Capture
     key: bytes
     global_spec: GlobalSpec | None
     merged_values: Mapping[str, Any]
-    hosts: int
+    host_of: Sequence[int]
 
 
 def negotiate_save(
@@ -111,7 +118,7 @@ def negotiate_save(
         digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
         merged = encode_merged_values(captured)
         check_rank_state(captured, merged)
-        host = digest_bytes(host_id().encode(), _HOST_BYTES)
+        host = digest_bytes(page_cache_id(request.folder).encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values))
 
@@ -126,7 +133,8 @@ def negotiate_save(
     encoded_specs, merged_values = _exchange_specs(session, captured, decision)
     directory = decision.spec_directory
     global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
-    return SaveAgreement(captured, decision.key, global_spec, merged_values, decision.hosts)
+    host_of = [host for host, count in decision.host_runs for _ in range(count)]
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of)
 
 
 def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _GlobalDecision:
@@ -138,7 +146,9 @@ def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _
     is_cached = set(cached_keys) == {key}
     directory = None if is_cached else SpecDirectory.from_digests(list(map(SpecDigests, specs, meshes)))
     _, value_ranks = deduplicate(values)
-    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], len(set(hosts)))
+    host_of, _ = deduplicate(hosts)
+    host_runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(host_of)]
+    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs)
 
 
 def _exchange_specs(

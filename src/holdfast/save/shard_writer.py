@@ -10,16 +10,20 @@ import torch
 
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.integrity import replicas
+from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.requests import Fragments, OnBytesMoved, ignore_progress
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
-from holdfast.engine.io.write_stripes import write_stripes
+from holdfast.engine.io.write_stripes import hash_fragments, write_stripes
+from holdfast.engine.plan.cells import cut_out
+from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import RankMismatchError, ReplicaMismatchError
+from holdfast.ondisk.blocks import Fragment
 from holdfast.storage.posix import is_directory
 
 
@@ -83,11 +87,38 @@ class ShardWriter:
                 f"{folder}, which rank 0 created, does not exist on this rank: "
                 "all ranks must save to a shared file system"
             )
-        if staged is not None:
-            return write_file_ranges(files, staged.file_ranges, staged.shard_of, on_moved)
-        synchronize_devices(self._tensors.values(), self._accelerator)
-        fragments: Fragments = {}
+        if staged is None:
+            synchronize_devices(self._tensors.values(), self._accelerator)
         if self._plan.needs_exchange:
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
-                fragments = write_stripes(files, self._plan.stripe_tasks, self._shard_of, p2p, on_moved)
-        return fragments | write_file_ranges(files, self._plan.file_ranges, self._shard_of, on_moved)
+                return self._write_and_exchange(files, staged, p2p, on_moved)
+        file_ranges, shard_of = self._ranges_in_memory(staged)
+        return write_file_ranges(files, file_ranges, shard_of, on_moved)
+
+    def _ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+        if staged is None:
+            return self._plan.file_ranges, self._shard_of
+        return staged.file_ranges, staged.shard_of
+
+    def _write_and_exchange(
+        self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
+    ) -> Fragments:
+        """Write what this rank assembles and holds, except bytes in cells that another host writes: send these."""
+        cells = CellExchange(self._plan.sent, self._plan.received, p2p)
+        striped: Fragments = {}
+        if staged is None:
+            striped = write_stripes(files, self._plan.stripe_tasks, self._shard_of, cells, on_moved)
+        file_ranges, shard_of = self._ranges_in_memory(staged)
+        kept, cut = cut_out(file_ranges, self._plan.sent)
+        packed: list[tuple[int, Fragment]] = []
+        for transfer, file_range in (
+            (transfer, sent_range) for transfer, sent_ranges in cut for sent_range in sent_ranges
+        ):
+            data = cells.pack_range(transfer, file_range, shard_of(file_range.tensor))
+            packed += hash_fragments(file_range, data)
+            on_moved(len(data))
+        cells.start()
+        written = write_file_ranges(files, kept, shard_of, on_moved)
+        cells.finish(files)
+        hashed = ((tensor, fragment) for part in (striped, written) for tensor, row in part.items() for fragment in row)
+        return merge_fragments([packed, hashed])

@@ -303,6 +303,16 @@ def host_id() -> str:
         return platform.node()
 
 
+def page_cache_id(folder: Path) -> str:
+    """Return an id that is equal in processes that share the page cache of a directory, which may not exist yet.
+
+    These are processes of one kernel that see the directory through one mount.
+    """
+    with wrap_os_errors("inspect", folder):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        return f"{host_id()} {existing.stat().st_dev}"
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file to a new name, without a sync."""
     with wrap_os_errors("copy", source), source.open("rb") as read, target.open("xb") as written:

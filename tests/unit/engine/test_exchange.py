@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from holdfast.engine.io import read, read_shared, requests, write, write_stripes
+from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges, load_plan, partition, stripes
@@ -212,7 +213,11 @@ def write_all(
     paths: Sequence[Path], plan: SavePlan, part_of: Callable[[int], TensorBytes], wire: FakeWire
 ) -> Fragments:
     """A rank's share of a save, as ``saving.py`` does it."""
-    found = write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, wire) if plan.needs_exchange else {}
+    found = (
+        write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, CellExchange((), (), wire))
+        if plan.needs_exchange
+        else {}
+    )
     return found | write.write_file_ranges(paths, plan.file_ranges, part_of)
 
 
@@ -623,7 +628,9 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
 
     def work(rank: int, wire: FakeWire) -> Fragments:
         part = TensorBytes(job.part(("model", "w"), rank))
-        return write_stripes.write_stripes(seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, wire)
+        return write_stripes.write_stripes(
+            seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, CellExchange((), (), wire)
+        )
 
     found = outcomes(4, work)
     assert [type(outcome.error) for outcome in found] == [
@@ -683,7 +690,9 @@ def test_a_rank_whose_wire_breaks_raises_and_leaves_no_thread_behind(tmp_path: P
 
     def save(rank: int, wire: FakeWire) -> None:
         part = TensorBytes(job.part(("model", "w"), rank))
-        write_stripes.write_stripes(paths, plans[rank].stripe_tasks, lambda _: part, AbandonedWire(rank, wire._post))
+        write_stripes.write_stripes(
+            paths, plans[rank].stripe_tasks, lambda _: part, CellExchange((), (), AbandonedWire(rank, wire._post))
+        )
 
     def load(rank: int, wire: FakeWire) -> None:
         loading.run(rank, AbandonedWire(rank, wire._post))

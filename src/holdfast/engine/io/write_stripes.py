@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.p2p import P2PExchange, Works
 from holdfast.engine.io.requests import THREADS, Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.file_ranges import FileRange
+from holdfast.engine.plan.cells import cut_out
+from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, crc64
@@ -30,22 +32,32 @@ def write_stripes(
     files: Sequence[Path],
     tasks: Sequence[StripeTask],
     shard_of: ShardOf,
-    p2p: P2PExchange,
+    cells: CellExchange,
     on_moved: OnBytesMoved = ignore_progress,
 ) -> Fragments:
     """Send contributions, assemble and write the stripes that this rank owns, and return the fragments that it hashed.
 
-    A rank that cannot write still sends its contributions before it raises, so that no other rank waits for it.
+    Bytes in cells that another host writes are packed into ``cells`` instead. A rank that cannot write still sends its
+    contributions before it raises, so that no other rank waits for it.
     """
     buffers = _StripeBuffers()
     futures: list[Future[list[tuple[int, Fragment]]]] = []
+    writers: dict[int, DirectWriter] = {}
+
+    def write_and_return(file_ranges: Sequence[FileRange], buffer: Bytes) -> list[tuple[int, Fragment]]:
+        try:
+            return _write_stripe(file_ranges, _stripe_view(buffer, file_ranges), writers, cells)
+        finally:
+            buffers.return_buffer(buffer)
+            on_moved(count_bytes(file_ranges))
+
     with ExitStack() as stack:
         owned = [task for task in tasks if isinstance(task, OwnedStripe)]
         numbers = sorted({file_range.file for task in owned for file_range in task.file_ranges})
-        writers = {file: stack.enter_context(DirectWriter(files[file])) for file in numbers}
+        writers |= {file: stack.enter_context(DirectWriter(files[file])) for file in numbers}
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
-        for file_ranges, stripe in _assemble_all(tasks, shard_of, p2p, buffers):
-            futures.append(pool.submit(_write_stripe, file_ranges, stripe, writers, buffers, on_moved))
+        for file_ranges, stripe in _assemble_all(tasks, shard_of, cells.p2p, buffers):
+            futures.append(pool.submit(write_and_return, file_ranges, stripe))
         results = [future.result() for future in futures]
         for writer in writers.values():
             writer.sync()
@@ -161,23 +173,18 @@ def _slice_range(stripe: Bytes, file_range: FileRange) -> Bytes:
 
 
 def _write_stripe(
-    file_ranges: Sequence[FileRange],
-    buffer: Bytes,
-    writers: Mapping[int, DirectWriter],
-    buffers: _StripeBuffers,
-    on_moved: OnBytesMoved,
+    file_ranges: Sequence[FileRange], stripe: Bytes, writers: Mapping[int, DirectWriter], cells: CellExchange
 ) -> list[tuple[int, Fragment]]:
-    try:
-        stripe = _stripe_view(buffer, file_ranges)
-        fragments: list[tuple[int, Fragment]] = []
-        for file_range in file_ranges:
-            data = _slice_range(stripe, file_range)
-            writers[file_range.file].write(file_range.offset, _same_page_offset(data, file_range).data)
-            on_moved(len(data))
-            fragments += hash_fragments(file_range, data)
-        return fragments
-    finally:
-        buffers.return_buffer(buffer)
+    fragments: list[tuple[int, Fragment]] = []
+    for file_range in file_ranges:
+        kept, cut = cut_out([file_range], cells.sent)
+        for kept_range in kept:
+            data = _same_page_offset(_slice_range(stripe, kept_range), kept_range)
+            writers[kept_range.file].write(kept_range.offset, data.data)
+        for transfer, (sent_range,) in cut:
+            cells.pack_bytes(transfer, sent_range, _slice_range(stripe, sent_range))
+        fragments += hash_fragments(file_range, _slice_range(stripe, file_range))
+    return fragments
 
 
 def _same_page_offset(data: Bytes, file_range: FileRange) -> Bytes:

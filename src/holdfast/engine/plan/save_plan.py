@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from holdfast.engine.plan.cells import CellPlanner, CellTransfer
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.partition import split_evenly
@@ -17,6 +18,7 @@ from holdfast.engine.plan.placements import Coordinate
 from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
+from holdfast.engine.plan.writer_map import FileSpan, WriterMap
 from holdfast.errors import StateError
 from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
 
@@ -35,7 +37,9 @@ class SavePlan:
 
     The rank writes ``file_ranges`` from its own shards. ``stripe_tasks`` are stripes that it assembles or contributes
     to, in an order that is the same on all ranks; ``needs_exchange`` is the same on all ranks, too: whether any of them
-    has such a task. ``replicas`` are the shards to compare with other ranks, by the ranks that hold them.
+    has something to send. ``replicas`` are the shards to compare with other ranks, by the ranks that hold them. If the
+    ranks are on several hosts, the rank sends the bytes ``sent`` of its file ranges and stripes to other ranks instead
+    of writing them, and writes the bytes ``received`` from others.
     """
 
     files: Sequence[DataFile]
@@ -45,10 +49,12 @@ class SavePlan:
     stripe_tasks: Sequence[StripeTask]
     replicas: Mapping[tuple[int, ...], Sequence[ReplicatedShard]]
     needs_exchange: bool
+    sent: Sequence[CellTransfer] = ()
+    received: Sequence[CellTransfer] = ()
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank writes."""
+        """The bytes that this rank writes or sends, of its own shards and stripes."""
         stripes = (task.file_ranges for task in self.stripe_tasks if isinstance(task, OwnedStripe))
         return count_bytes(self.file_ranges) + sum(count_bytes(file_ranges) for file_ranges in stripes)
 
@@ -72,10 +78,11 @@ class TensorSpan(NamedTuple):
 EMPTY_PLAN = SavePlan((), {}, (), (), (), {}, needs_exchange=False)
 
 
-def plan_save(global_spec: GlobalSpec, rank: int, limit: int) -> SavePlan:
+def plan_save(global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[int] = ()) -> SavePlan:
     """Return the plan of ``rank``. Its files are the same on every rank.
 
-    ``limit`` is the most bytes of tensors in one file.
+    ``limit`` is the most bytes of tensors in one file. ``host_of`` has the number of the host of each rank; it may be
+    empty if all ranks are on one host.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     groups = _pack_groups(tensors, global_spec.tied_names(), limit)
@@ -92,18 +99,11 @@ def plan_save(global_spec: GlobalSpec, rank: int, limit: int) -> SavePlan:
         for key, tensor in tensors.items()
         for name in stored_tensors(key[1], tensor.info, tensor.splits)
     }
-    builder = _SavePlanBuilder(rank)
-    for key in dict.fromkeys(tensor_of[name] for name in names):
-        builder.add_tensor(tensors[key], _tensor_spans(tensors[key], numbered_starts))
-    return SavePlan(
-        files,
-        groups,
-        names,
-        builder.build_file_ranges(),
-        builder.stripe_tasks,
-        builder.replicas,
-        _needs_exchange(tensors),
-    )
+    spans = {
+        key: _tensor_spans(tensors[key], numbered_starts) for key in dict.fromkeys(tensor_of[name] for name in names)
+    }
+    plan = _plan_spans(tensors, spans, rank, [file.size for file in files], host_of)
+    return replace(plan, files=files, groups=groups, tensors=names)
 
 
 def _tensor_spans(tensor: GlobalTensor, starts: Mapping[tuple[str, str], tuple[int, int, int]]) -> list[TensorSpan]:
@@ -123,28 +123,63 @@ def plan_into_files(
     rank: int,
     names: Sequence[tuple[str, str]],
     spans_by_tensor: Mapping[tuple[str, str], Sequence[TensorSpan]],
+    *,
+    file_sizes: Sequence[int],
+    host_of: Sequence[int] = (),
 ) -> SavePlan:
     """Return the plan of ``rank`` for files whose layout is given. ``names`` are the stored tensors by number.
 
     ``spans_by_tensor`` has the places of the bytes of each tensor that ranks hold, in an order that is the same on all
-    ranks. A tensor may be stored as several tensors, and it may be stored twice.
+    ranks. A tensor may be stored as several tensors, and it may be stored twice. ``host_of`` is as in
+    :func:`plan_save`.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
+    spans = dict(sorted(spans_by_tensor.items(), key=_span_positions))
+    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of), tensors=names)
+
+
+def _plan_spans(
+    tensors: Mapping[tuple[str, str], GlobalTensor],
+    spans: Mapping[tuple[str, str], Sequence[TensorSpan]],
+    rank: int,
+    file_sizes: Sequence[int],
+    host_of: Sequence[int],
+) -> SavePlan:
+    """Return the plan of ``rank`` for tensors with known places, without the descriptions of the files."""
     builder = _SavePlanBuilder(rank)
-    for key, spans in sorted(spans_by_tensor.items(), key=_span_positions):
-        builder.add_tensor(tensors[key], spans)
-    return SavePlan(
-        (), {}, names, builder.build_file_ranges(), builder.stripe_tasks, builder.replicas, _needs_exchange(tensors)
-    )
+    for key, of_tensor in spans.items():
+        builder.add_tensor(tensors[key], of_tensor)
+    plan = replace(EMPTY_PLAN, stripe_tasks=builder.stripe_tasks, replicas=builder.replicas)
+    if len({*host_of}) <= 1:
+        return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
+    writer_map = WriterMap({key: tensors[key] for key in spans}, _spans_by_file(spans), file_sizes, _writer_ranks)
+    cells = CellPlanner(writer_map, host_of, rank).plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
+    return replace(plan, **vars(cells), needs_exchange=_has_stripes(tensors) or _may_share_cells(tensors))
+
+
+def _spans_by_file(spans: Mapping[tuple[str, str], Sequence[TensorSpan]]) -> dict[int, list[FileSpan]]:
+    by_file: dict[int, list[FileSpan]] = {}
+    for key, of_tensor in spans.items():
+        for span in of_tensor:
+            stop = span.offset + span.stop - span.start
+            by_file.setdefault(span.file, []).append(FileSpan(span.offset, stop, key, span.start))
+    return by_file
 
 
 def _span_positions(item: tuple[tuple[str, str], Sequence[TensorSpan]]) -> list[tuple[int, int]]:
     return [(span.file, span.offset) for span in item[1]]
 
 
-def _needs_exchange(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
+def _has_stripes(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
     """Return whether any tensor is moved in stripes."""
     return any(is_striped(tensor) for tensor in tensors.values())
+
+
+def _may_share_cells(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
+    """Return whether ranks of different hosts may hold bytes of one cell: unless all ranks hold everything."""
+    return len({(tensor.all_ranks(), tensor.shared) for tensor in tensors.values()}) > 1 or any(
+        tensor.division for tensor in tensors.values()
+    )
 
 
 def _pack_groups(
@@ -187,7 +222,7 @@ class _SavePlanBuilder:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._routes = rank, StripeRoutes(rank, _writer_ranks)
-        self._ranges_by_writers: dict[tuple[int, ...], list[FileRange]] = {}
+        self.ranges_by_writers: dict[tuple[int, ...], list[FileRange]] = {}
         self.stripe_tasks: list[StripeTask] = []
         self.replicas: dict[tuple[int, ...], list[ReplicatedShard]] = {}
 
@@ -209,7 +244,7 @@ class _SavePlanBuilder:
         if is_striped(tensor):
             self._add_stripes(tensor, locate_range)
         elif self._rank in writers:
-            self._ranges_by_writers.setdefault(writers, []).extend(contiguous_requests(shard, locate_range))
+            self.ranges_by_writers.setdefault(writers, []).extend(contiguous_requests(shard, locate_range))
 
     def _add_stripes(self, tensor: GlobalTensor, locate_range: Locate) -> None:
         """Add the stripes that this rank owns, and those to which it sends its contribution."""
@@ -219,12 +254,17 @@ class _SavePlanBuilder:
             if isinstance(task, OwnedStripe) or task.contribution.sender == self._rank
         )
 
+    def stripe_ranges(self) -> list[FileRange]:
+        """Return the ranges of the stripes that this rank assembles."""
+        owned = (task for task in self.stripe_tasks if isinstance(task, OwnedStripe))
+        return [file_range for task in owned for file_range in task.file_ranges]
+
     def build_file_ranges(self) -> list[FileRange]:
         """Return the ranges that this rank writes from its own shards, in the order of the files."""
         return sorted(
             (
                 file_range
-                for holders, file_ranges in self._ranges_by_writers.items()
+                for holders, file_ranges in self.ranges_by_writers.items()
                 for file_range in split_evenly(
                     sorted(file_ranges, key=_file_position), holders.index(self._rank), len(holders)
                 )
