@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,47 @@ def test_no_byte_of_a_component_is_lost(
     ranks: Ranks, tmp_path: Path, size: int, name: str, shard: bool, use_safetensors: bool
 ) -> None:
     assert ranks(size, save_component, str(tmp_path / name), shard, use_safetensors) == [True] * size
+
+
+def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
+    from holdfast.conversion import pipeline
+
+    cache, write = WriteBackCache(), pipeline.write_file_ranges
+
+    def read_then_write(files: Sequence[Path], *arguments: Any) -> Any:
+        for folder in {file.parent for file in files}:
+            cache.read_files(folder)
+        dist.barrier()
+        return write(files, *arguments)
+
+    sync = direct_io.FileWriter.sync
+
+    def sync_pages(self: direct_io.FileWriter) -> None:
+        cache.sync(self._buffered_fd)
+        sync(self)
+
+    host = 0 if as_one else dist.get_rank()
+    with (
+        mock.patch("holdfast.conversion.pipeline.page_cache_id", return_value=f"host {host}"),
+        mock.patch.object(pipeline, "write_file_ranges", read_then_write),
+        mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
+        mock.patch.object(direct_io, "_write_all", cache.write),
+    ):
+        holdfast.convert(source, output, to=to, verify=False)
+
+
+def save_source(path: str) -> None:
+    holdfast.save_checkpoint(path, "step_1", build_state(4.0))
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "torch", "dcp", "lightning-folder", "colossalai"])
+def test_no_byte_of_a_conversion_is_lost(ranks: Ranks, tmp_path: Path, to: str) -> None:
+    ranks(2, save_source, str(tmp_path / "run"))
+    ranks(3, convert_on_hosts, str(tmp_path / "run"), str(tmp_path / "several"), to, False)
+    holdfast.convert(tmp_path / "run", tmp_path / "one", to=to)
+    several, one = holdfast.open(tmp_path / "several"), holdfast.open(tmp_path / "one")
+    assert set(several) == set(one)
+    assert all(torch.equal(several[name], one[name]) for name in one)
 
 
 def save_with_a_changed_message(path: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.conversion.carried_values import carry_values
 from holdfast.conversion.dcp_target import DcpTarget
 from holdfast.conversion.lightning_target import LightningTarget
@@ -17,6 +19,7 @@ from holdfast.conversion.target import ConversionSource, ConversionTarget, FileL
 from holdfast.conversion.tensor_filter import TensorFilter
 from holdfast.conversion.torch_target import TorchTarget
 from holdfast.engine.comm.session import Session, require_equal
+from holdfast.engine.comm.spec_exchange import deduplicate
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
 from holdfast.engine.integrity.verify import ChecksumVerifier
@@ -26,8 +29,11 @@ from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.stream import ReadFragments
 from holdfast.engine.io.tensor_bytes import NullSink
 from holdfast.engine.io.write import write_file_ranges
+from holdfast.engine.plan.cells import CellPlanner
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.partition import split_evenly
+from holdfast.engine.plan.ranges import ElementRange
+from holdfast.engine.plan.writer_map import FileSpan, WriterMap
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
@@ -38,6 +44,7 @@ from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import StagingDirectory, check_destination
 from holdfast.storage.direct_io import BufferedWriter
+from holdfast.storage.posix import file_size, page_cache_id, sync_tree
 
 #: The target of each format: made from the source, the staging path and the final path.
 TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]] = {
@@ -97,6 +104,20 @@ class ConversionRequest:
             )
 
 
+class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank sees: the fingerprint of the source, and the id of its page cache."""
+
+    fingerprint: str
+    page_cache: str
+
+
+class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
+    """The name of the staging directory, and the number of the host of each rank."""
+
+    staging_name: str
+    host_of: list[int]
+
+
 class Conversion:
     """A conversion. Each of its steps ends in a vote of all ranks."""
 
@@ -106,12 +127,12 @@ class Conversion:
 
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
-        source, staging = self._open_source()
+        source, staging, host_of = self._open_source()
         self._session.run_on_all("verifying the source", lambda: self._check_source(source))
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, staging, self._request.final))
         try:
-            file_ranges, layout = self._create_files(source, target)
+            file_ranges, layout = self._create_files(source, target, host_of)
             on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
             written = self._write_share(target, source, layout, file_ranges, on_moved)
             if verify:
@@ -138,34 +159,42 @@ class Conversion:
 
         return ProgressCounter(times * count_bytes(file_ranges), report).add
 
-    def _open_source(self) -> tuple[ConversionSource, Path]:
-        """Open the source, and check that all ranks see the same."""
+    def _open_source(self) -> tuple[ConversionSource, Path, list[int]]:
+        """Open the source, and check that all ranks see the same. Also return the number of the host of each rank."""
 
         def open_and_check() -> ConversionSource:
             self._request.check_arguments()
             return self._request.open_source()
 
         def choose_staging(posted: list[bytes]) -> bytes:
-            require_equal(f"the contents of {self._request.source}", [raw.decode() for raw in posted])
+            seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
+            require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
             clean_up(self._request.final.parent, tag=self._request.final.name)
-            return self._staging.path.name.encode()
+            host_of, _ = deduplicate([by_rank.page_cache.encode() for by_rank in seen])
+            return msgspec.msgpack.encode(_ConversionStart(self._staging.path.name, host_of))
 
-        source, name = self._session.vote(
-            "reading the metadata", open_and_check, lambda opened: opened.reader.fingerprint.encode(), choose_staging
-        )
-        return source, self._request.final.parent / name.decode()
+        def describe_view(opened: ConversionSource) -> bytes:
+            page_cache = page_cache_id(self._request.final.parent)
+            return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, page_cache))
 
-    def _create_files(self, source: ConversionSource, target: ConversionTarget) -> tuple[list[FileRange], FileLayout]:
+        source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_staging)
+        start = msgspec.msgpack.decode(raw, type=_ConversionStart)
+        return source, self._request.final.parent / start.staging_name, start.host_of
+
+    def _create_files(
+        self, source: ConversionSource, target: ConversionTarget, host_of: Sequence[int]
+    ) -> tuple[list[FileRange], FileLayout]:
         """Create the files, and divide the work."""
 
         def create_files(_: list[bytes]) -> bytes:
             self._staging.create(source.nbytes)
             target.create_files()
+            sync_tree(self._staging.path)  # a page that is dirty here must not overwrite those of other hosts later
             return b""
 
         self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
         layout = self._session.run_on_all("reading the layout of the new files", target.locate_tensors)
-        return list(_rank_share(layout, self._session)), layout
+        return list(_rank_share(layout, self._session, host_of)), layout
 
     def _write_share(
         self,
@@ -210,14 +239,24 @@ class Conversion:
         return b""
 
 
-def _rank_share(layout: FileLayout, session: Session) -> list[FileRange]:
+def _rank_share(layout: FileLayout, session: Session, host_of: Sequence[int]) -> list[FileRange]:
     """Return the share of this rank in the bytes, in the order of the files."""
     spans = [
         FileRange(number, span.start, span.stop, span.start, span.file, span.offset)
         for number, of_tensor in enumerate(layout.tensors.values())
         for span in of_tensor
     ]
-    return [share for share in split_evenly(spans, session.rank, session.size) if share.start < share.stop]
+    if len({*host_of}) == 1:
+        return [share for share in split_evenly(spans, session.rank, session.size) if share.start < share.stop]
+    by_file: dict[int, list[FileSpan]] = {}
+    for span in spans:
+        stop = span.offset + span.stop - span.start
+        by_file.setdefault(span.file, []).append(FileSpan(span.offset, stop, ("", ""), span.start))
+    all_ranks = tuple(range(session.size))
+    sizes = [file_size(file) for file in layout.files]
+    writer_map = WriterMap(by_file, sizes, lambda _, start, stop: [(ElementRange(start, stop), all_ranks)])
+    # Every rank can read the whole source, so the ranks send each other nothing.
+    return list(CellPlanner(writer_map, host_of, session.rank).plan_rank({all_ranks: spans}, []).file_ranges)
 
 
 def _verify_written(

@@ -18,7 +18,7 @@ from holdfast.engine.plan.placements import Coordinate
 from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
-from holdfast.engine.plan.writer_map import FileSpan, WriterMap
+from holdfast.engine.plan.writer_map import FileSpan, ShardWriters, WriterMap
 from holdfast.errors import StateError
 from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
 
@@ -152,7 +152,8 @@ def _plan_spans(
     plan = replace(EMPTY_PLAN, stripe_tasks=builder.stripe_tasks, replicas=builder.replicas)
     if len({*host_of}) <= 1:
         return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
-    writer_map = WriterMap({key: tensors[key] for key in spans}, _spans_by_file(spans), file_sizes, _writer_ranks)
+    writers = ShardWriters({key: tensors[key] for key in spans}, _writer_ranks)
+    writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers.iter_writers)
     cells = CellPlanner(writer_map, host_of, rank).plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
     return replace(plan, **vars(cells), needs_exchange=_has_stripes(tensors) or _may_share_cells(tensors))
 

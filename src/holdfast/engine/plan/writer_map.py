@@ -7,7 +7,7 @@ derives the same answer from the specs of all ranks, without a message.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.engine.plan.global_spec import GlobalTensor
@@ -39,26 +39,19 @@ class FilePiece(NamedTuple):
     writers: tuple[int, ...]
 
 
-class WriterMap:
-    """The writers of the bytes of all files.
+#: Yields the parts of bytes ``[start, stop)`` of a tensor with the ranks that may write them, ascending.
+IterWriters = Callable[[tuple[str, str], int, int], Iterable[tuple[ElementRange, tuple[int, ...]]]]
 
-    ``tensors`` are in the order in which stripes are assigned to ranks. ``spans`` are the places of the tensors in each
-    file, by its number.
-    """
+
+class WriterMap:
+    """The writers of the bytes of all files. ``spans`` are the places of the tensors in each file, by its number."""
 
     def __init__(
-        self,
-        tensors: Mapping[tuple[str, str], GlobalTensor],
-        spans: Mapping[int, Sequence[FileSpan]],
-        file_sizes: Sequence[int],
-        writers_of: WritersOf,
+        self, spans: Mapping[int, Sequence[FileSpan]], file_sizes: Sequence[int], iter_writers: IterWriters
     ) -> None:
-        self.file_sizes, self._tensors, self._writers_of = file_sizes, tensors, writers_of
+        self.file_sizes, self._iter_writers = file_sizes, iter_writers
         self._spans = {file: sorted(of_file) for file, of_file in spans.items()}
         self._starts = {file: [span.start for span in of_file] for file, of_file in self._spans.items()}
-        self._first_stripes = _number_stripes(tensors)
-        self._stripes: dict[tuple[TensorInfo, Division], list[ElementRange]] = {}
-        self._shards: dict[tuple[TensorInfo, Division], list[tuple[ElementRange, Coordinate]]] = {}
 
     def iter_pieces(self, file: int, start: int, stop: int) -> Iterator[FilePiece]:
         """Yield the pieces of bytes ``[start, stop)`` of a file, ascending; adjacent ones have different writers."""
@@ -101,7 +94,20 @@ class WriterMap:
         if reached < stop:
             yield FilePiece(reached, stop, ())
 
-    def _iter_writers(
+
+class ShardWriters:
+    """The ranks that may write the bytes of each tensor: those that hold a shard, or that assemble a stripe.
+
+    ``tensors`` are in the order in which stripes are assigned to ranks.
+    """
+
+    def __init__(self, tensors: Mapping[tuple[str, str], GlobalTensor], writers_of: WritersOf) -> None:
+        self._tensors, self._writers_of = tensors, writers_of
+        self._first_stripes = _number_stripes(tensors)
+        self._stripes: dict[tuple[TensorInfo, Division], list[ElementRange]] = {}
+        self._shards: dict[tuple[TensorInfo, Division], list[tuple[ElementRange, Coordinate]]] = {}
+
+    def iter_writers(
         self, key: tuple[str, str], start: int, stop: int
     ) -> Iterator[tuple[ElementRange, tuple[int, ...]]]:
         """Yield the parts of bytes ``[start, stop)`` of a tensor with the ranks that may write them, ascending."""
