@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 
 import holdfast.dcp as ours
 from holdfast.errors import InvalidArgumentError
+from holdfast.formats.dcp import checksums
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
@@ -148,6 +150,24 @@ def test_saves_and_loads_have_ids(tmp_path: Path, writer: type, reader: type) ->
         assert (meta.save_id, meta.load_id) == (saving.save_id, loading.load_id)
         seen += [saving.save_id, loading.load_id]
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("writer", PAIRS[0])
+@pytest.mark.parametrize("version", [CURRENT_DCP_VERSION, None])
+def test_planners_are_told_the_version_of_the_format(tmp_path: Path, writer: type, version: str | None) -> None:
+    """Releases of torch that wrote no version left the field out."""
+    dcp.save(state(1), storage_writer=writer(tmp_path / "a"), no_dist=True)
+    if version is None:
+        file = tmp_path / "a/.metadata"
+        metadata = pickle.loads(file.read_bytes())  # noqa: S301
+        del metadata.__dict__["version"]
+        file.write_bytes(pickle.dumps(metadata))
+        (tmp_path / "a" / checksums.NAME).unlink(missing_ok=True)
+    for reader in (dcp.FileSystemReader, ours.FileSystemReader):
+        planner = dcp.DefaultLoadPlanner()
+        dcp.load(state(0), storage_reader=reader(tmp_path / "a"), planner=planner, no_dist=True)
+        assert planner.metadata is not None
+        assert planner.metadata.version == version
 
 
 def test_other_formats_of_records_are_refused(tmp_path: Path) -> None:
