@@ -26,7 +26,7 @@ def main() -> int:
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for kind, writer in product(options.optimizer or OPTIMIZERS, writers):
-            for name, error in _loads(ranks, Path(folder), kind, writer):
+            for name, error in _load_everywhere(ranks, Path(folder), kind, writer):
                 done += 1
                 wrong += error is not None
                 if error is not None:
@@ -36,7 +36,7 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def _loads(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
+def _load_everywhere(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
     """Load with every reader, in both directions."""
     seed = folder / f"{kind}.seed"
     if not seed.exists():

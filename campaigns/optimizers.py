@@ -27,7 +27,7 @@ def main() -> int:
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for kind in options.kind or KINDS:
-            for name, error in _pairs(ranks, Path(folder) / kind, kind):
+            for name, error in _check_pairs(ranks, Path(folder) / kind, kind):
                 done += 1
                 if error is not None:
                     wrong += 1
@@ -37,7 +37,7 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def _pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Exception | None]]:
+def _check_pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Exception | None]]:
     for writer, reader in product(layouts_of(kind), repeat=2):
         name = f"{kind}: {writer} to {reader}"
         try:

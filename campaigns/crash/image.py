@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from campaigns.crash.operations import ROOT, Exchange, Make, Move, Operation, Remove, Resize, Sync, Write
+from campaigns.crash.operations import ROOT, Create, Exchange, Operation, Remove, Rename, Resize, Sync, Write
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SurvivingPart:
     """The part of a write that survives.
 
     ``zeros`` and ``noise``: the size is there, with zeros or random bytes as the data. ``torn``: some of the sectors of
@@ -23,50 +23,50 @@ class Form:
     seed: int = 0
 
 
-WHOLE = Form()
+WHOLE = SurvivingPart()
 
 #: ``{path: bytes}`` of files; ``None`` for a directory.
 Tree = dict[str, bytes | None]
 
 
-class Image:
+class DiskImage:
     """Directories and files by number. An operation changes an entry only if that is in the state it was applied to."""
 
     def __init__(self) -> None:
         self._folders: dict[int, dict[str, int]] = {ROOT: {}}
         self._files: dict[int, bytearray] = {}
 
-    def apply(self, one: Operation, form: Form) -> None:
+    def apply(self, one: Operation, form: SurvivingPart) -> None:
         """Apply an operation; of a write, the part that ``form`` says."""
         match one:
-            case Make():
-                self._make(one)
+            case Create():
+                self._create(one)
             case Write():
-                _write(self._files.setdefault(one.node, bytearray()), one, form)
+                _apply_write(self._files.setdefault(one.node, bytearray()), one, form)
             case Resize():
-                _resize(self._files.setdefault(one.node, bytearray()), one.size)
+                _set_size(self._files.setdefault(one.node, bytearray()), one.size)
             case Remove():
                 if self._entries(one.folder).get(one.name) == one.node:
                     del self._entries(one.folder)[one.name]
-            case Move():
-                self._move(one)
+            case Rename():
+                self._rename(one)
             case Exchange():
                 self._exchange(one)
             case Sync():
                 pass
 
-    def tree(self) -> Tree:
+    def build_tree(self) -> Tree:
         """Return the files and directories that are reachable from the root."""
-        return dict(self._below(ROOT, ""))
+        return dict(self._walk(ROOT, ""))
 
-    def _make(self, one: Make) -> None:
+    def _create(self, one: Create) -> None:
         if one.is_folder:
             self._folders.setdefault(one.node, {})
         else:
             self._files.setdefault(one.node, bytearray())
         self._entries(one.folder).setdefault(one.name, one.node)
 
-    def _move(self, one: Move) -> None:
+    def _rename(self, one: Rename) -> None:
         source, target = self._entries(one.folder), self._entries(one.target_folder)
         if source.get(one.name) == one.node and one.target_name not in target:
             target[one.target_name] = source.pop(one.name)
@@ -80,28 +80,28 @@ class Image:
         # If the entry of a directory is lost, its own entries stay, but they cannot be reached.
         return self._folders.setdefault(folder, {})
 
-    def _below(self, folder: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
+    def _walk(self, folder: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
         for name, node in self._folders[folder].items():
             if node in self._folders:
                 yield prefix + name, None
-                yield from self._below(node, f"{prefix}{name}/")
+                yield from self._walk(node, f"{prefix}{name}/")
             else:
                 yield prefix + name, bytes(self._files[node])
 
 
-def _resize(content: bytearray, size: int) -> None:
+def _set_size(content: bytearray, size: int) -> None:
     del content[size:]
     content.extend(bytes(size - len(content)))
 
 
-def _write(content: bytearray, one: Write, form: Form) -> None:
+def _apply_write(content: bytearray, one: Write, form: SurvivingPart) -> None:
     stop = one.offset + len(one.data)
     source = random.Random(form.seed)
     if form.kind == "cut":
         sectors = range(one.offset // form.sector, -(-stop // form.sector))
         stop = max(one.offset, min(stop, source.choice(sectors or [0]) * form.sector))
     if len(content) < stop:
-        _resize(content, stop)
+        _set_size(content, stop)
     data = one.data[: stop - one.offset]
     match form.kind:
         case "whole" | "cut":
@@ -111,10 +111,10 @@ def _write(content: bytearray, one: Write, form: Form) -> None:
         case "noise":
             content[one.offset : stop] = source.randbytes(len(data))
         case "torn":
-            _tear(content, one.offset, data, form.sector, source)
+            _tear_sectors(content, one.offset, data, form.sector, source)
 
 
-def _tear(content: bytearray, offset: int, data: bytes, sector: int, source: random.Random) -> None:
+def _tear_sectors(content: bytearray, offset: int, data: bytes, sector: int, source: random.Random) -> None:
     """Choose for each sector between the old and the new bytes."""
     at = offset
     while at < offset + len(data):

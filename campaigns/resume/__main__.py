@@ -12,8 +12,8 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
-from campaigns.resume.rounds import Outcome, other_sizes, same_size
-from campaigns.resume.training import Plan
+from campaigns.resume.interruptions import Outcome, interrupt_on_changing_ranks, interrupt_on_same_ranks
+from campaigns.resume.training import TrainingConfig
 
 
 def main() -> int:
@@ -28,21 +28,21 @@ def main() -> int:
         for kind in ("same size", "other sizes"):
             moments = random.Random(f"{options.seed}/{number}/{kind}")
             with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-                outcome = _training(Path(folder), kind, options.ranks, moments)
-            _tell(f"{number} {kind}", outcome)
+                outcome = _interrupt_training(Path(folder), kind, options.ranks, moments)
+            _print_outcome(f"{number} {kind}", outcome)
             wrong += bool(outcome.problems)
     print(f"{wrong} of {2 * options.rounds} trainings had problems")
     return int(bool(wrong))
 
 
-def _training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
-    plan = Plan(folder / "disturbed", workers=moments.choice([0, 2]))
+def _interrupt_training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
+    plan = TrainingConfig(folder / "disturbed", workers=moments.choice([0, 2]))
     if kind == "same size":
-        return same_size(plan, moments.randint(1, ranks), moments)
-    return other_sizes(plan, (moments.randint(1, ranks) for _ in count()), moments)
+        return interrupt_on_same_ranks(plan, moments.randint(1, ranks), moments)
+    return interrupt_on_changing_ranks(plan, (moments.randint(1, ranks) for _ in count()), moments)
 
 
-def _tell(name: str, outcome: Outcome) -> None:
+def _print_outcome(name: str, outcome: Outcome) -> None:
     path = ", ".join(f"{one.size} rank{'s' * (one.size > 1)} {one.end} at {one.step}" for one in outcome.attempts)
     print(f"{name}: {path}", *(f"  WRONG: {problem}" for problem in outcome.problems), sep="\n", flush=True)
 

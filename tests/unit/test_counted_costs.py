@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from campaigns.faults.faulty import Faulty
+from campaigns.faults.faulty_file_system import FaultyFileSystem
 from holdfast.ondisk import blocks
 from tests.helpers.pool import Ranks
 
@@ -124,14 +124,14 @@ def count_costs(root: Path, call: Callable[[], object]) -> Costs:
     copied: list[int] = []
     messages: list[int] = []
     peaks: list[int] = []
-    faulty = Faulty(root)
+    faulty = FaultyFileSystem(root)
     before = read_moved_bytes()
     with (
         counting_bytes_hashed(hashed),
         counting_bytes_copied(copied),
         counting_messages(messages),
         counting_python_memory(peaks),
-        faulty.there(),
+        faulty.install(),
     ):
         call()
     read, written = (now - then for now, then in zip(read_moved_bytes(), before, strict=True))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 import holdfast
-from campaigns.resume import ledger
+from campaigns.resume import step_log
 from campaigns.resume.job import Job
-from campaigns.resume.training import Plan
+from campaigns.resume.training import TrainingConfig
 
 #: The ways in which an attempt ends.
 KILLED, STOPPED, DONE = "killed", "told to stop", "done"
@@ -37,60 +37,62 @@ class Outcome:
     problems: list[str]
 
 
-def same_size(plan: Plan, size: int, moments: random.Random) -> Outcome:
+def interrupt_on_same_ranks(plan: TrainingConfig, size: int, moments: random.Random) -> Outcome:
     """Disturb a training on one number of ranks: each step must equal that of an undisturbed one, bit for bit."""
-    expected = _undisturbed(replace(plan, run=plan.run.with_name("undisturbed")), size)
-    attempts, problems = _disturbed(plan, repeat(size), moments)
-    return Outcome(attempts, problems + ledger.problems_with_losses(ledger.every_step(plan.run), expected))
+    expected = _train_uninterrupted(replace(plan, run=plan.run.with_name("undisturbed")), size)
+    attempts, problems = _train_interrupted(plan, repeat(size), moments)
+    return Outcome(attempts, problems + step_log.find_loss_problems(step_log.read_steps(plan.run), expected))
 
 
-def other_sizes(plan: Plan, sizes: Iterator[int], moments: random.Random) -> Outcome:
+def interrupt_on_changing_ranks(plan: TrainingConfig, sizes: Iterator[int], moments: random.Random) -> Outcome:
     """Disturb a training that resumes on other numbers of ranks: each epoch must have every sample once."""
-    attempts, problems = _disturbed(plan, sizes, moments)
-    steps = ledger.every_step(plan.run)
-    return Outcome(attempts, problems + ledger.problems_with_samples(steps, plan.samples, plan.epochs))
+    attempts, problems = _train_interrupted(plan, sizes, moments)
+    steps = step_log.read_steps(plan.run)
+    return Outcome(attempts, problems + step_log.find_sample_problems(steps, plan.samples, plan.epochs))
 
 
-def _undisturbed(plan: Plan, size: int) -> list[ledger.Step]:
+def _train_uninterrupted(plan: TrainingConfig, size: int) -> list[step_log.Step]:
     plan.run.mkdir(parents=True)
     with Job(plan, 0, size) as job:
-        if set(job.end()) != {0}:
+        if set(job.join_ranks()) != {0}:
             raise RuntimeError("the undisturbed training has failed")
-    return ledger.every_step(plan.run)
+    return step_log.read_steps(plan.run)
 
 
-def _disturbed(plan: Plan, sizes: Iterator[int], moments: random.Random) -> tuple[list[Attempt], list[str]]:
+def _train_interrupted(
+    plan: TrainingConfig, sizes: Iterator[int], moments: random.Random
+) -> tuple[list[Attempt], list[str]]:
     plan.run.mkdir(parents=True)
     attempts: list[Attempt] = []
     problems: list[str] = []
     for number, size in enumerate(sizes):
         with Job(plan, number, size) as job:
-            end = _disturb(job, size, moments)
-            codes = job.end()
-        steps = [one for one in ledger.every_step(plan.run) if one.attempt == number]
+            end = _interrupt_job(job, size, moments)
+            codes = job.join_ranks()
+        steps = [one for one in step_log.read_steps(plan.run) if one.attempt == number]
         attempts.append(Attempt(size, end, max((one.step for one in steps), default=0)))
         if end != KILLED:
-            problems += [f"attempt {number}: {problem}" for problem in _problems_with_end(plan, codes, steps)]
+            problems += [f"attempt {number}: {problem}" for problem in _find_end_problems(plan, codes, steps)]
         if plan.done.exists() or problems:
             break
     return attempts, problems
 
 
-def _disturb(job: Job, size: int, moments: random.Random) -> str:
+def _interrupt_job(job: Job, size: int, moments: random.Random) -> str:
     """Kill a job or tell it to stop at a random moment, unless it is done before. Return which."""
     if moments.random() < 0.5:
-        if not job.wait_for(moments.randint(1, _STEPS)):
+        if not job.wait_for_step(moments.randint(1, _STEPS)):
             return DONE
-        job.tell_to_stop(moments.randrange(size))
+        job.request_stop(moments.randrange(size))
         return STOPPED
-    if not job.wait_for(moments.randint(0, _STEPS)):
+    if not job.wait_for_step(moments.randint(0, _STEPS)):
         return DONE
     time.sleep(moments.uniform(0, _SECONDS))
     job.kill()
     return KILLED
 
 
-def _problems_with_end(plan: Plan, codes: Sequence[int | None], steps: Sequence[ledger.Step]) -> list[str]:
+def _find_end_problems(plan: TrainingConfig, codes: Sequence[int | None], steps: Sequence[step_log.Step]) -> list[str]:
     """Report ranks that did not exit well and after the same step.
 
     Unless that step was the last, there must be a checkpoint of it.

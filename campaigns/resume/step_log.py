@@ -19,12 +19,12 @@ class Step:
     samples: tuple[int, ...]
 
 
-def every_step(run: Path) -> list[Step]:
+def read_steps(run: Path) -> list[Step]:
     """Return all steps of all attempts, repeated ones too."""
-    return sorted(_read(run), key=lambda one: (one.attempt, one.step, one.rank))
+    return sorted(_parse_logs(run), key=lambda one: (one.attempt, one.step, one.rank))
 
 
-def _read(run: Path) -> Iterator[Step]:
+def _parse_logs(run: Path) -> Iterator[Step]:
     for log in run.glob("log.*"):
         _, attempt, rank = log.name.split(".")
         for line in log.read_text().splitlines(keepends=True):
@@ -33,7 +33,7 @@ def _read(run: Path) -> Iterator[Step]:
                 yield Step(int(attempt), int(rank), entry["step"], entry["loss"], tuple(entry["samples"]))
 
 
-def lasting(steps: Sequence[Step]) -> list[Step]:
+def select_lasting_steps(steps: Sequence[Step]) -> list[Step]:
     """Return the steps that the last attempt builds on: for each number, those of the latest attempt that did it."""
     begins: dict[int, int] = {}
     for one in steps:
@@ -45,12 +45,12 @@ def lasting(steps: Sequence[Step]) -> list[Step]:
     return sorted(kept, key=lambda one: (one.step, one.rank))
 
 
-def problems_with_samples(steps: Sequence[Step], samples: int, epochs: int) -> list[str]:
+def find_sample_problems(steps: Sequence[Step], samples: int, epochs: int) -> list[str]:
     """Report epochs in which a sample was not seen exactly once.
 
     Batches at the end belong to the next epoch.
     """
-    stream = [sample for one in lasting(steps) for sample in one.samples]
+    stream = [sample for one in select_lasting_steps(steps) for sample in one.samples]
     found = []
     for epoch in range(epochs):
         seen = stream[epoch * samples : (epoch + 1) * samples]
@@ -61,7 +61,7 @@ def problems_with_samples(steps: Sequence[Step], samples: int, epochs: int) -> l
     return found
 
 
-def problems_with_losses(steps: Sequence[Step], undisturbed: Sequence[Step]) -> list[str]:
+def find_loss_problems(steps: Sequence[Step], undisturbed: Sequence[Step]) -> list[str]:
     """Report steps, repeated ones too, whose loss is not that of an undisturbed run, bit for bit."""
     expected = {(one.rank, one.step): one for one in undisturbed}
     found = [
