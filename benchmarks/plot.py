@@ -24,7 +24,7 @@ _ROW, _FRAME, _WIDTH = 0.24, 0.55, 10
 Ratios = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
-def plot(tables: Sequence[Table], path: Path) -> None:
+def draw_plot(tables: Sequence[Table], path: Path) -> None:
     """Plot the fastest setting of each system, in panels with one scale."""
     import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
 
@@ -32,11 +32,11 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
 
-    found = ratios(tables)
+    found = compute_ratios(tables)
     if not found:
         return
     heights = [_ROW * len(rows) + _FRAME for rows in found.values()]
-    colors = _colors(found, plt.get_cmap("tab10"))
+    colors = _choose_colors(found, plt.get_cmap("tab10"))
     chart, every = plt.subplots(
         *(len(found), 1),
         figsize=(_WIDTH, sum(heights) + 1),
@@ -46,7 +46,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
         layout="constrained",
     )
     for axes, (panel, rows) in zip(every[:, 0], found.items(), strict=True):
-        _draw(axes, panel, rows, colors)
+        _draw_panel(axes, panel, rows, colors)
     scale = every[-1, 0].xaxis
     scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -58,9 +58,9 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     plt.close(chart)
 
 
-def ratios(tables: Sequence[Table]) -> Ratios:
+def compute_ratios(tables: Sequence[Table]) -> Ratios:
     """Return the time of each system's fastest setting relative to holdfast, by panel and table."""
-    rows = {table.title: _row(table) for table in tables if table.unit == "s" and OURS in table.figures}
+    rows = {table.title: _compute_row(table) for table in tables if table.unit == "s" and OURS in table.figures}
     panels = {
         panel: {title: row for title, row in rows.items() if title.startswith(beginnings) and row}
         for panel, beginnings in PANELS.items()
@@ -68,7 +68,7 @@ def ratios(tables: Sequence[Table]) -> Ratios:
     return {panel: found for panel, found in panels.items() if found}
 
 
-def _row(table: Table) -> dict[str, float]:
+def _compute_row(table: Table) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, figure in table.figures.items():
         system, ratio = name.split(",", 1)[0], figure.median / table.figures[OURS].median
@@ -77,12 +77,12 @@ def _row(table: Table) -> dict[str, float]:
     return found
 
 
-def _colors(found: Ratios, colors: Any) -> dict[str, Any]:
+def _choose_colors(found: Ratios, colors: Any) -> dict[str, Any]:
     systems = dict.fromkeys(system for rows in found.values() for row in rows.values() for system in row)
     return {system: colors(number % colors.N) for number, system in enumerate(systems)}
 
 
-def _draw(axes: Any, panel: str, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, Any]) -> None:
+def _draw_panel(axes: Any, panel: str, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, Any]) -> None:
     for height, row in enumerate(rows.values()):
         for system, ratio in row.items():
             axes.scatter(ratio, height, s=32, color=colors[system], alpha=0.85)
