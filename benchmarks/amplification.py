@@ -75,8 +75,8 @@ def _measure_case(case: str, setting: Setting) -> list[Table]:
     ]
 
 
-def _build_table(title: str, found: dict[str, float]) -> Table:
-    return Table(title, "bytes", {name: Figure((figure,)) for name, figure in found.items()})
+def _build_table(title: str, figures: dict[str, float]) -> Table:
+    return Table(title, "bytes", {name: Figure((figure,)) for name, figure in figures.items()})
 
 
 def _compute_shape(nbytes: int) -> tuple[int, int]:

@@ -104,11 +104,13 @@ def time_resharding(versions: list[Version], setting: Setting) -> Rounds:
 
 def time_starts(versions: list[Version], setting: Setting) -> Rounds:
     """Time interpreters that import holdfast, and the command's ``--help``."""
-    found: dict[str, Mapping[str, Figure]] = {}
+    figures: dict[str, Mapping[str, Figure]] = {}
     for case, arguments in STARTS.items():
-        contenders = {one.name: build_interpreter(*arguments, environment=one.environment) for one in versions}
-        found[case] = time_interleaved(contenders, setting.rounds).build_table(case).figures
-    return found
+        contenders = {
+            version.name: build_interpreter(*arguments, environment=version.environment) for version in versions
+        }
+        figures[case] = time_interleaved(contenders, setting.rounds).build_table(case).figures
+    return figures
 
 
 @contextmanager

@@ -49,12 +49,12 @@ def measure_costs() -> Costs:
     """Measure the costs on this machine."""
     reports = [_build_report(rank) for rank in range(RANKS)]
     folded = merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
-    found = decode_fragments([folded])
+    fragments = decode_fragments([folded])
     one_by_one = measure_seconds(lambda: _assemble_crcs(_decode_reports(reports)))
     return Costs(
         fold=measure_seconds(lambda: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes())
         / (RANKS * TENSORS),
-        block=measure_seconds(lambda: _assemble_crcs(decode_fragments([folded]))) / sum(map(len, found.values())),
+        block=measure_seconds(lambda: _assemble_crcs(decode_fragments([folded]))) / sum(map(len, fragments.values())),
         byte=_measure_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
     )
@@ -76,8 +76,8 @@ def _decode_reports(reports: Sequence[bytes]) -> Fragments:
     return result
 
 
-def _assemble_crcs(found: Fragments) -> None:
-    for fragments in found.values():
+def _assemble_crcs(fragments_by_tensor: Fragments) -> None:
+    for fragments in fragments_by_tensor.values():
         if None in blocks.assemble_crcs(fragments, RANKS * NBYTES):
             raise ValueError("what was told does not tile the tensor")
 

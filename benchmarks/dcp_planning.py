@@ -55,14 +55,14 @@ def _build_rank_plan(rank: int, ranks: int) -> SavePlan:
     """Return a rank's local plan, as DCP creates it from a ``DTensor``."""
     rows, columns = 8, 1024
     properties = TensorProperties(dtype=torch.float32)
-    whole, mine = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
+    whole, local = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
     start = torch.Size([rows * rank, 0])
     names = [f"layers.{number}.weight" for number in range(TENSORS)]
     items = [
         WriteItem(
             MetadataIndex(name, start),
             WriteItemType.SHARD,
-            tensor_data=TensorWriteData(ChunkStorageMetadata(start, mine), properties, whole),
+            tensor_data=TensorWriteData(ChunkStorageMetadata(start, local), properties, whole),
         )
         for name in names
     ]
@@ -74,7 +74,7 @@ def _decide_globally(posted: list[bytes], folder: Path) -> list[bytes]:
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder / "none")
     planner.set_up_planner({}, is_coordinator=True)
     plans, _ = planner.create_global_plan([pickle.loads(raw) for raw in posted])  # noqa: S301 - made above
-    return [pickle.dumps(one) for one in writer.prepare_global_plan(plans)]
+    return [pickle.dumps(rank_plan) for rank_plan in writer.prepare_global_plan(plans)]
 
 
 def _save_holdfast(folder: Path) -> Path:
@@ -93,9 +93,9 @@ def _write_dcp_metadata(folder: Path, ranks: int) -> Path:
     results = [
         [
             WriteResult(item.index, 32768, _StorageInfo(f"__{rank}_0.distcp", 33000 * number, 33000))
-            for number, item in enumerate(one.items)
+            for number, item in enumerate(rank_plan.items)
         ]
-        for rank, one in enumerate(plans)
+        for rank, rank_plan in enumerate(plans)
     ]
     writer.finish(metadata, results)
     return folder

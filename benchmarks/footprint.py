@@ -17,14 +17,14 @@ from benchmarks.setting import Setting
 
 def measure_memory(setting: Setting) -> Iterator[Table]:
     """Measure one process with few large tensors."""
-    for what, measure in (("save", _measure_save), ("load", _measure_load)):
-        found = {name: Figure((_measure_apart(measure, setting, name),)) for name in _list_names(setting, what)}
-        yield Table(f"memory beside the state, {what} of {setting.gigabytes}", "MB", found)
+    for call, measure in (("save", _measure_save), ("load", _measure_load)):
+        figures = {name: Figure((_measure_apart(measure, setting, name),)) for name in _list_names(setting, call)}
+        yield Table(f"memory beside the state, {call} of {setting.gigabytes}", "MB", figures)
     raw.empty_directory(setting.folder)
 
 
-def _list_names(setting: Setting, what: str) -> list[str]:
-    of = peers.build_saves if what == "save" else peers.build_loads
+def _list_names(setting: Setting, call: str) -> list[str]:
+    of = peers.build_saves if call == "save" else peers.build_loads
     return list(of(setting.folder, {}))
 
 

@@ -50,8 +50,8 @@ def measure_loop(setting: Setting) -> Iterator[Table]:
     before = torch.get_num_threads()
     for free, threads in (("one processor trains", 1), ("all processors train", os.cpu_count() or 1)):
         torch.set_num_threads(threads)
-        found = time_interleaved(_build_contenders(setting.folder, model, optimizer), setting.rounds)
-        yield found.build_table(f"loop of {STEPS} steps, a save every {EVERY}, {size}, {free}", (NO_SAVES,))
+        clock = time_interleaved(_build_contenders(setting.folder, model, optimizer), setting.rounds)
+        yield clock.build_table(f"loop of {STEPS} steps, a save every {EVERY}, {size}, {free}", (NO_SAVES,))
     torch.set_num_threads(before)
 
 
@@ -75,9 +75,9 @@ def _time_steps(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.o
     """Time the steps, without waiting for the save after the last one."""
     started = time.perf_counter()
     _train_steps(model, optimizer, partial(saver.save, folder))
-    told = SelfTimed(time.perf_counter() - started)
+    timed = SelfTimed(time.perf_counter() - started)
     saver.finish()
-    return told
+    return timed
 
 
 def _save_holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:

@@ -76,9 +76,9 @@ class Clock:
         contender.prepare()
         time.sleep(REST)
         started, worked = time.perf_counter(), time.process_time()
-        found = contender.run()
+        result = contender.run()
         taken = time.perf_counter() - started
-        self.wall[name].append(found.seconds if isinstance(found, SelfTimed) else taken)
+        self.wall[name].append(result.seconds if isinstance(result, SelfTimed) else taken)
         self.processor[name].append(time.process_time() - worked)
 
     def build_table(self, title: str, limits: tuple[str, ...] = (), note: str = "") -> Table:
@@ -87,18 +87,18 @@ class Clock:
 
     def build_processor_table(self, title: str, gigabytes: float) -> Table:
         """Return the CPU seconds for each gigabyte."""
-        per_gigabyte = {name: [one / gigabytes for one in rounds] for name, rounds in self.processor.items()}
+        per_gigabyte = {name: [seconds / gigabytes for seconds in rounds] for name, rounds in self.processor.items()}
         return Table(title, "CPU s/GB", _build_figures(per_gigabyte))
 
 
 def measure_seconds(work: Callable[[], object], rounds: int = 5) -> float:
     """Return the median time of a short function."""
-    found = []
+    times = []
     for _ in range(rounds):
         started = time.perf_counter()
         work()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def time_interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
@@ -115,4 +115,4 @@ def time_interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
 
 
 def _build_figures(rounds: Mapping[str, list[float]]) -> dict[str, Figure]:
-    return {name: Figure(tuple(found)) for name, found in rounds.items()}
+    return {name: Figure(tuple(seconds)) for name, seconds in rounds.items()}

@@ -42,13 +42,15 @@ def measure_nxd(setting: Setting) -> Iterator[Table]:
         raw.empty_directory(setting.folder)
 
 
-def _measure_conversion(setting: Setting, what: str) -> Iterator[Table]:
+def _measure_conversion(setting: Setting, source_kind: str) -> Iterator[Table]:
     source, made = setting.folder / "source", setting.folder / "made"
     clear = partial(_prepare, made)
     job = ProcessTimer(partial(convert_zero_checkpoints, ZeroRequest(source, made, 3)), _do_nothing, clear)
     contenders = {RANKS: job.build_contender(), CP: Contender(partial(raw.copy_durably, source, made), clear)}
-    yield time_interleaved(contenders, setting.rounds).build_table(f"conversion of {what}, from the page cache", (CP,))
-    yield build_memory_table(f"memory of that conversion of {what}", {RANKS: job})
+    yield time_interleaved(contenders, setting.rounds).build_table(
+        f"conversion of {source_kind}, from the page cache", (CP,)
+    )
+    yield build_memory_table(f"memory of that conversion of {source_kind}", {RANKS: job})
 
 
 def create_source(folder: Path, nbytes: int, *, xser: bool) -> None:
@@ -81,8 +83,8 @@ def _build_tensor(file: Path, shape: tuple[int, ...]) -> JoinedTensor:
     )
 
 
-def _copy_reference(one: JoinedTensor) -> JoinedTensor:
-    return JoinedTensor(one.info, one.chunks)
+def _copy_reference(tensor: JoinedTensor) -> JoinedTensor:
+    return JoinedTensor(tensor.info, tensor.chunks)
 
 
 def _prepare(made: Path) -> None:

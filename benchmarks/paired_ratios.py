@@ -33,7 +33,7 @@ class Ratio:
     @classmethod
     def from_rounds(cls, seconds: Sequence[float], reference: Sequence[float]) -> Ratio:
         """Return the ratio of ``seconds`` to ``reference``, round by round."""
-        ratios = sorted(one / other for one, other in zip(seconds, reference, strict=True))
+        ratios = sorted(time / other for time, other in zip(seconds, reference, strict=True))
         skipped = _count_skipped(len(ratios))
         return cls(statistics.median(ratios), ratios[skipped], ratios[-1 - skipped])
 

@@ -141,7 +141,7 @@ def build_raw_reads(folder: Path) -> dict[str, Callable[[], object]]:
 
 def run_together(contenders: dict[str, Contender]) -> dict[str, Contender]:
     """Return a contender that rank 0 prepares, all ranks start at once, and all ranks finish."""
-    return {name: _start_together(one) for name, one in contenders.items()}
+    return {name: _start_together(contender) for name, contender in contenders.items()}
 
 
 def _start_together(contender: Contender) -> Contender:

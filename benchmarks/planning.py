@@ -27,8 +27,8 @@ def measure_planning(setting: Setting) -> Iterator[Table]:
     plans = {f"holdfast, {ranks} ranks": Contender(partial(build_plan, *build_shards(ranks))) for ranks in _RANKS}
     clock = time_interleaved(plans, setting.rounds)
     yield clock.build_table(f"plan of a save, {PARAMETERS} parameters with AdamW")
-    told = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
-    yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", told)
+    nbytes = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
+    yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", nbytes)
 
 
 def build_shards(ranks: int) -> tuple[int, Spec, Meshes]:
@@ -47,7 +47,7 @@ def build_shards(ranks: int) -> tuple[int, Spec, Meshes]:
 
 def build_sharded_specs(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
     """Return tensors of which each rank holds some rows."""
-    tensors = (TensorSpec("model", f"layers.{one}.weight", "F32", (8 * ranks, 1024), 0) for one in range(number))
+    tensors = (TensorSpec("model", f"layers.{layer}.weight", "F32", (8 * ranks, 1024), 0) for layer in range(number))
     return (
         ranks,
         Spec((LayoutSpec(0, (Sharded(0),)),), tuple(tensors)),
@@ -58,8 +58,8 @@ def build_sharded_specs(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
 def build_plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
     posted = [SpecDigests(*digest_specs(spec, meshes))] * ranks
     census = SpecDirectory.from_digests(posted)
-    told = [census.encode_contribution(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
-    membership: GlobalSpec = census.build_global_spec(told, range(ranks))
+    contributions = [census.encode_contribution(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
+    membership: GlobalSpec = census.build_global_spec(contributions, range(ranks))
     plan_save(membership, ranks // 2, _LIMIT)
 
 

@@ -35,9 +35,9 @@ class ProcessTimer:
             self.clear()
 
         def run() -> SelfTimed:
-            told, rise = running.pop().run()
+            timed, rise = running.pop().run()
             self.memory.append(rise)
-            return told
+            return timed
 
         return Contender(run, prepare)
 
@@ -62,9 +62,9 @@ class _TimedProcess:
         while not self._pipe.poll(_LOOK):
             peak = max(peak, self._resident())
         self._pipe.recv()  # raises if the process failed
-        told = SelfTimed(time.perf_counter() - started)
+        timed = SelfTimed(time.perf_counter() - started)
         self._process.join()
-        return told, peak - before
+        return timed, peak - before
 
     def _resident(self) -> int:
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
@@ -82,5 +82,5 @@ def _run_child(work: Callable[[], object], warm: Callable[[], object], pipe: Con
 
 def build_memory_table(title: str, jobs: Mapping[str, ProcessTimer]) -> Table:
     """Return a table of the peak memory of each contender over all rounds."""
-    found = {name: Figure((max(job.memory) / 1e6,)) for name, job in jobs.items()}
-    return Table(title, "MB", found, note="The most of all rounds.")
+    figures = {name: Figure((max(job.memory) / 1e6,)) for name, job in jobs.items()}
+    return Table(title, "MB", figures, note="The most of all rounds.")

@@ -94,8 +94,8 @@ def read_into_cache(folder: Path) -> None:
 
 def sync_tree(path: Path) -> None:
     """Make a file, or a directory and its contents, durable."""
-    for one in [path, *path.rglob("*")]:
-        fd = os.open(one, os.O_RDONLY)
+    for entry in [path, *path.rglob("*")]:
+        fd = os.open(entry, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 

@@ -13,13 +13,13 @@ from benchmarks.plot import draw_plot
 RESULTS = Path(__file__).parent / "results"
 
 
-def store_tables(found: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
+def store_tables(tables: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
     """Merge tables with those of cases that were not run again, and write all of them."""
     folder.mkdir(exist_ok=True)
-    every = {table.title: table for table in (*_read_stored(folder / "figures.json"), *found)}
-    (folder / "figures.json").write_text(json.dumps([_to_plain(table) for table in every.values()], indent=1) + "\n")
-    (folder / "table.md").write_text("\n".join([*heading, *format_report(every.values())]) + "\n")
-    draw_plot(list(every.values()), folder / "plot.png")
+    merged = {table.title: table for table in (*_read_stored(folder / "figures.json"), *tables)}
+    (folder / "figures.json").write_text(json.dumps([_to_plain(table) for table in merged.values()], indent=1) + "\n")
+    (folder / "table.md").write_text("\n".join([*heading, *format_report(merged.values())]) + "\n")
+    draw_plot(list(merged.values()), folder / "plot.png")
 
 
 def format_report(tables: Iterable[Table]) -> Iterator[str]:
@@ -40,9 +40,9 @@ def format_table(table: Table) -> Iterator[str]:
     yield f"|---|---:|---:|{'---:|' if limit else ''}"
     for name, figure in table.figures.items():
         ratio = f"{figure.median / ours:.2f}" if ours > 0 else ""
-        rest = f" {limit / figure.median:.2f} |" if limit else ""
+        of_limit = f" {limit / figure.median:.2f} |" if limit else ""
         spread = f" ± {figure.spread:.0%}" if len(figure.rounds) > 1 else ""
-        yield f"| {name} | {_format_number(figure.median)}{spread} | {ratio} |{rest}"
+        yield f"| {name} | {_format_number(figure.median)}{spread} | {ratio} |{of_limit}"
     if table.note:
         yield f"\n{table.note}"
 

@@ -67,9 +67,9 @@ def main() -> None:
     names = list(next(iter(terms.values())))
     print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
     print("|---:|" + "---:|" * (len(names) + 2))
-    for ranks, found in terms.items():
+    for ranks, seconds in terms.items():
         stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
-        row = [f"{term:.2f}" for term in found.values()]
+        row = [f"{term:.2f}" for term in seconds.values()]
         print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {compute_lost_share(stall, ranks):.2%} |")
     draw_plot(terms, options.plot)
 
@@ -133,7 +133,7 @@ def draw_plot(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
 
     chart, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name in next(iter(terms.values())):
-        axes.plot(list(terms), [found[name] for found in terms.values()], marker="o", label=name)
+        axes.plot(list(terms), [seconds[name] for seconds in terms.values()], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a background save")
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)

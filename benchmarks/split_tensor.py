@@ -40,8 +40,8 @@ def _save_tensor(setting: Setting) -> list[Table]:
 
 
 def _measure_loads(setting: Setting) -> list[Table]:
-    folder, mine = setting.folder, torch.zeros(_count_elements(setting) // RANKS)
-    state = {"weight": DTensor.from_local(mine, init_device_mesh("cpu", (RANKS,)), [Shard(0)], run_check=False)}
+    folder, shard = setting.folder, torch.zeros(_count_elements(setting) // RANKS)
+    state = {"weight": DTensor.from_local(shard, init_device_mesh("cpu", (RANKS,)), [Shard(0)], run_check=False)}
     loads: dict[str, Callable[[], object]] = {
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=state),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
@@ -58,6 +58,6 @@ def _measure_loads(setting: Setting) -> list[Table]:
 
 def _find_maximum(value: float) -> float:
     """Return the maximum over all ranks."""
-    found = torch.tensor([value])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    maximum = torch.tensor([value])
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return float(maximum)

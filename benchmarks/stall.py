@@ -48,20 +48,20 @@ def measure_stall(setting: Setting) -> Iterator[Table]:
 
 def _measure_layout(layout: str, setting: Setting) -> list[Table]:
     contenders = _build_contenders(*states.build_training(layout, setting.nbytes))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     order = random.Random(0)
     for number in range(setting.rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):
             path = setting.folder / name / f"step{number}"
             path.parent.mkdir(exist_ok=True)
             dist.barrier()
-            found[name].append(_time_save(contenders[name], path))
+            times[name].append(_time_save(contenders[name], path))
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path.parent)
     case = f"asynchronous save, {layout}, {dist.get_world_size()} ranks, {setting.gigabytes}"
     stalls, durable = (
-        {name: Figure(tuple(row[column] for row in rows[1:])) for name, rows in found.items()} for column in (0, 1)
+        {name: Figure(tuple(row[column] for row in rows[1:])) for name, rows in times.items()} for column in (0, 1)
     )
     return [
         Table(f"stall of an {case}", "s", stalls, (MEMCPY,)),

@@ -116,13 +116,13 @@ def build_training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Opt
 def list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return all tensors of both by name, as they are in memory: the input of peers."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    found = dict(bare.state_dict())
+    tensors = dict(bare.state_dict())
     for name, parameter in bare.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return found
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return tensors
 
 
 def list_local_bytes(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's shard of each tensor, as bytes."""
-    mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
-    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in mine]
+    shards = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in shards]

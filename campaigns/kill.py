@@ -77,11 +77,11 @@ def check_resumed_run(path: Path, scratch: Path, description: str, step: int) ->
     size = 1 + sum(map(ord, description)) % 3
     with Job(size, "agent", scratch, interruption.resume_and_save, path) as job:
         job.wait_until(lambda: len(job.outcomes) == size, MAX_SECONDS)
-        found = {
+        results = {
             rank: end.result if not end.error else f"{end.error}: {end.message}" for rank, end in job.outcomes.items()
         }
-    if found != dict.fromkeys(range(size), step):
-        raise ViolationError(f"{description}: the job that resumes from step {step} got {found}")
+    if results != dict.fromkeys(range(size), step):
+        raise ViolationError(f"{description}: the job that resumes from step {step} got {results}")
     checkpoints, leftovers = state.read_checkpoints(path), state.list_hidden_names(path)
     if checkpoints != {f"step_{step + 1}": step + 1} or leftovers:
         raise ViolationError(f"{description}: after the next save there are {checkpoints} and {leftovers}")
@@ -105,18 +105,18 @@ def kill_repeatedly(seed: int, scratch: Path, kills: int = KILLS_PER_RUN) -> lis
     folder.mkdir()
     path = interruption.create_run(scratch / "template", folder / "run")
     done = 1
-    found: list[KillOutcome] = []
+    outcomes: list[KillOutcome] = []
     try:
         for number in range(kills):
             size = draw.choice([2, 3])
             victims = [draw.randrange(size)] if number % 2 else list(range(size))
             killed, done = _kill_at_random(path, draw, size, victims, done)
-            found.append(killed)
+            outcomes.append(killed)
         # The save that the last kill interrupted may be committed, although no rank returned.
         check_resumed_run(path, folder, f"chain {seed}", max(done, *state.read_checkpoints(path).values()))
     except ViolationError as error:
-        return [*found, KillOutcome(True, violation=f"chain {seed}, after {len(found)} kills: {error}")]
-    return found
+        return [*outcomes, KillOutcome(True, violation=f"chain {seed}, after {len(outcomes)} kills: {error}")]
+    return outcomes
 
 
 def _kill_at_random(
@@ -142,7 +142,7 @@ def _kill_at_random(
 
 
 def _read_reported_steps(job: Job) -> list[int]:
-    return [int(what.removeprefix("at ")) for _, what in job.messages if what.startswith("at ")]
+    return [int(message.removeprefix("at ")) for _, message in job.messages if message.startswith("at ")]
 
 
 def _check_others(job: Job, size: int, victims: Sequence[int], since: float) -> float | None:
@@ -160,8 +160,10 @@ def _check_others(job: Job, size: int, victims: Sequence[int], since: float) -> 
             raise ViolationError(f"rank {rank} of {size} raised {end.time - since:.1f} s after a kill: {end.message}")
     ends = [job.outcomes[rank] for rank in others]
     if not interruption.is_same_error(ends, victims[0]):
-        said = [(end.error, end.message) for end in ends]
-        raise ViolationError(f"rank {victims[0]} of {size} was killed, and the others did not raise one error: {said}")
+        errors = [(end.error, end.message) for end in ends]
+        raise ViolationError(
+            f"rank {victims[0]} of {size} was killed, and the others did not raise one error: {errors}"
+        )
     return max((end.time - since for end in ends), default=None)
 
 
@@ -182,14 +184,16 @@ def main() -> int:
         results = case_runner.run_cases(
             list(interruption.select_cases(options.only)), partial(_run_numbered_case, scratch), options.together
         )
-        found = [(call, case, killed) for (call, _, case), killed in results]
+        kills = [(call, case, killed) for (call, _, case), killed in results]
         chains = list(
             case_runner.run_cases(range(options.chains), partial(kill_repeatedly, scratch=scratch), options.together)
         )
-        print_report(found, [killed for _, one in chains for killed in one])
+        print_report(kills, [killed for _, outcomes in chains for killed in outcomes])
         print(f"{time.monotonic() - started:.0f} s")
-        violations = interruption.find_unreached_points((call, case, killed.reached) for call, case, killed in found)
-        violations += [killed.violation for *_, killed in found] + [one.violation for _, all_ in chains for one in all_]
+        violations = interruption.find_unreached_points((call, case, killed.reached) for call, case, killed in kills)
+        violations += [killed.violation for *_, killed in kills] + [
+            outcome.violation for _, outcomes in chains for outcome in outcomes
+        ]
         return case_runner.report_violations([violation for violation in violations if violation])
 
 
@@ -200,22 +204,22 @@ def _run_numbered_case(scratch: Path, numbered: tuple[str, int, Case]) -> KillOu
     return kill_at_point(case, folder)
 
 
-def print_report(found: Iterable[tuple[str, Case, KillOutcome]], at_random: Sequence[KillOutcome]) -> None:
+def print_report(kills: Iterable[tuple[str, Case, KillOutcome]], at_random: Sequence[KillOutcome]) -> None:
     """Print the outcomes of the kills."""
     rows: dict[tuple[str, str], list[KillOutcome]] = {}
-    for name, case, killed in found:
+    for name, case, killed in kills:
         rows.setdefault((name, case.point.name), []).append(killed)
     body = [(f"{call}: {point}", *_summarize_kills(killed)) for (call, point), killed in rows.items()]
     body.append(("at random, one rank or all", *_summarize_kills(at_random)))
     print(case_runner.format_table(("killed when", "kills", "committed", "slowest error, s"), body))
-    count = Counter(killed.reached for killed in [*(one for _, _, one in found), *at_random])
+    count = Counter(killed.reached for killed in [*(killed for _, _, killed in kills), *at_random])
     print(f"\n{count[True]} kills; {count[False]} cases in which the rank did not reach the point")
 
 
 def _summarize_kills(killed: Sequence[KillOutcome]) -> tuple[object, ...]:
-    seconds = [one.seconds for one in killed if one.seconds is not None]
-    committed = sum(bool(one.committed) for one in killed)
-    return sum(one.reached for one in killed), committed, f"{max(seconds):.2f}" if seconds else "-"
+    seconds = [outcome.seconds for outcome in killed if outcome.seconds is not None]
+    committed = sum(bool(outcome.committed) for outcome in killed)
+    return sum(outcome.reached for outcome in killed), committed, f"{max(seconds):.2f}" if seconds else "-"
 
 
 if __name__ == "__main__":

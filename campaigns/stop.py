@@ -120,12 +120,12 @@ def main() -> int:
         results = case_runner.run_cases(
             list(interruption.select_cases(options.only)), partial(_run_numbered_case, scratch), options.together
         )
-        found = [(call, case, stopped) for (call, _, case), stopped in results]
-        print_report(found)
+        stops = [(call, case, stopped) for (call, _, case), stopped in results]
+        print_report(stops)
         print(f"{time.monotonic() - started:.0f} s")
-        violations = interruption.find_unreached_points((call, case, stopped.reached) for call, case, stopped in found)
+        violations = interruption.find_unreached_points((call, case, stopped.reached) for call, case, stopped in stops)
         return case_runner.report_violations(
-            violations + [stopped.violation for *_, stopped in found if stopped.violation]
+            violations + [stopped.violation for *_, stopped in stops if stopped.violation]
         )
 
 
@@ -136,31 +136,32 @@ def _run_numbered_case(scratch: Path, numbered: tuple[str, int, Case]) -> StopOu
     return stop_at_point(case, folder, meanwhile=number % 2 == 1)
 
 
-def print_report(found: Iterable[tuple[str, Case, StopOutcome]]) -> None:
+def print_report(stops: Iterable[tuple[str, Case, StopOutcome]]) -> None:
     """Print the outcomes by point."""
     rows: dict[tuple[str, str], list[StopOutcome]] = {}
-    for name, case, stopped in found:
+    for name, case, stopped in stops:
         rows.setdefault((name, case.point.name), []).append(stopped)
     body = []
-    for (name, point), all_ in rows.items():
-        reached = [one for one in all_ if one.reached]
-        woken = sorted({one.woken for one in reached if one.woken})
+    for (name, point), outcomes in rows.items():
+        reached = [outcome for outcome in outcomes if outcome.reached]
+        woken = sorted({outcome.woken for outcome in reached if outcome.woken})
         slowest = [
-            f"{max((number(one) for one in reached), default=0):.2f}" for number in (_get_seconds, _get_woken_seconds)
+            f"{max((number(outcome) for outcome in reached), default=0):.2f}"
+            for number in (_get_seconds, _get_woken_seconds)
         ]
-        committed = sum(one.committed for one in reached)
+        committed = sum(outcome.committed for outcome in reached)
         body.append((f"{name}: {point}", len(reached), committed, *slowest, ", ".join(woken)))
     head = ("stopped when", "stops", "committed", "others' error, s", "woken's end, s", "the woken rank's ends")
     print(case_runner.format_table(head, body))
-    print(f"\n{sum(one.reached for *_, one in found)} stops")
+    print(f"\n{sum(outcome.reached for *_, outcome in stops)} stops")
 
 
-def _get_seconds(one: StopOutcome) -> float:
-    return one.seconds
+def _get_seconds(outcome: StopOutcome) -> float:
+    return outcome.seconds
 
 
-def _get_woken_seconds(one: StopOutcome) -> float:
-    return one.woken_seconds
+def _get_woken_seconds(outcome: StopOutcome) -> float:
+    return outcome.woken_seconds
 
 
 if __name__ == "__main__":

@@ -128,10 +128,10 @@ def list_descendants(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:
-        found += [child for child, its_parent in parents.items() if its_parent == parent]
-    return found
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its_parent in parents.items() if its_parent == parent]
+    return pids
 
 
 @contextmanager
@@ -149,13 +149,13 @@ def start_job(run: Path, ranks: int) -> Iterator[Job]:
 def follow_job(job: Job, until: Callable[[], bool] = lambda: False) -> None:
     """Print a job's progress until it ends or ``until`` holds."""
     deadline = time.monotonic() + PATIENCE
-    told, going_on = 0, True
+    printed, going_on = 0, True
     while going_on:
         time.sleep(0.002)
         going_on = job.is_running() and not until()
-        for step in job.steps[told:]:
-            told += 1
-            if told == 1 or step.step % 20 == 0:
+        for step in job.steps[printed:]:
+            printed += 1
+            if printed == 1 or step.step % 20 == 0:
                 print_text(f"  step {step.step:3}   loss {step.loss:.4f}")
         if time.monotonic() > deadline:
             raise DemoError(f"the job was not done after {PATIENCE:.0f} seconds")

@@ -98,13 +98,13 @@ def select_cases(only: str) -> Iterator[tuple[str, int, Case]]:
         yield from ((call, number, case) for number, case in enumerate(chosen))
 
 
-def find_unreached_points(found: Iterable[tuple[str, Case, bool]]) -> list[str]:
+def find_unreached_points(cases: Iterable[tuple[str, Case, bool]]) -> list[str]:
     """Report points that no case has reached, because the code has changed."""
     reached: dict[str, bool] = {}
-    for call, case, was in found:
+    for call, case, is_reached in cases:
         name = f"{call}: {case.point.name}"
-        reached[name] = reached.get(name, False) or was
-    return [f"{name}: nobody comes by it" for name, was in reached.items() if not was]
+        reached[name] = reached.get(name, False) or is_reached
+    return [f"{name}: no case reached this point" for name, is_reached in reached.items() if not is_reached]
 
 
 def save_step(path: Path, step: int, save_kind: str, *, asynchronous: bool = False, timeout: float = 60.0) -> None:
@@ -141,10 +141,10 @@ def save_step_with(
 
 def load_latest(path: Path, timeout: float = 60.0) -> int:
     """Load the latest checkpoint and return its step. Raises ``ViolationError`` if it is not exact."""
-    found = state.build_shards(0)
-    restored = holdfast.restore(path, model=found, share_reads="always", timeout=timeout)
+    model = state.build_shards(0)
+    restored = holdfast.restore(path, model=model, share_reads="always", timeout=timeout)
     step = restored.user_content["step"]
-    exact = state.has_values_of(found, step) and restored.user_content["history"] == list(range(step))
+    exact = state.has_values_of(model, step) and restored.user_content["history"] == list(range(step))
     if not exact or not torch.equal(restored.user_content["blob"], state.build_user_content(step)["blob"]):
         raise ViolationError(f"{restored.tag} in {path} is torn: it says step {step}, and holds something else")
     return int(step)
@@ -230,7 +230,7 @@ def describe_missed_point(job: Job, case: Case) -> str:
 def names_rank(message: str, rank: int) -> bool:
     """Return whether a message names a rank, or the store that may be in its process."""
     listed = re.findall(r"\branks? ([\d, ]+)", message)
-    return any(str(rank) in re.findall(r"\d+", one) for one in listed)
+    return any(str(rank) in re.findall(r"\d+", numbers) for numbers in listed)
 
 
 def check_checkpoints(path: Path, case: Case, ends: Sequence[RankOutcome], *, woken: bool = False) -> bool:
@@ -238,14 +238,14 @@ def check_checkpoints(path: Path, case: Case, ends: Sequence[RankOutcome], *, wo
 
     Rank 0 may still commit when it is ``woken``: all other ranks had done their part.
     """
-    there = state.read_checkpoints(path)
+    checkpoints = state.read_checkpoints(path)
     tag = "last" if "overwrite" in SAVE_OPTIONS[case.save_kind] else "step_2"
-    committed = there.get(tag) == 2
-    rest = {name: step for name, step in there.items() if not (committed and name == tag)}
+    committed = checkpoints.get(tag) == 2
+    others = {name: step for name, step in checkpoints.items() if not (committed and name == tag)}
     may_go = committed and case.save_kind == "retention"
     may_be_aside = case.point.condition == "no exchange of names"
-    if rest != {"last": 1} and not (rest == {} and ((tag == "last" and (committed or may_be_aside)) or may_go)):
-        raise ViolationError(f"{case}: what is visible is {there}")
+    if others != {"last": 1} and not (others == {} and ((tag == "last" and (committed or may_be_aside)) or may_go)):
+        raise ViolationError(f"{case}: what is visible is {checkpoints}")
     if committed and not case.point.may_be_committed and not (woken and case.victim == 0):
         raise ViolationError(f"{case}: committed without a rank that has not written or reported")
     if not committed and any(not end.error for end in ends):

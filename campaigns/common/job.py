@@ -50,9 +50,9 @@ class Rank:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def send_message(self, what: str) -> None:
+    def send_message(self, message: str) -> None:
         """Send the campaign a message, with the time."""
-        self._pipe.send((what, time.monotonic()))
+        self._pipe.send((message, time.monotonic()))
 
     def wait_for_all_ranks(self) -> None:
         """Wait for all ranks, without using their process group or their store."""
@@ -120,15 +120,15 @@ class Job:
 
     def _receive_message(self, rank: int) -> None:
         try:
-            what, told = self._pipes[rank].recv()
+            message, content = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._pipes[rank].close()
             return
-        if isinstance(told, RankOutcome):
-            self.outcomes[rank] = told
+        if isinstance(content, RankOutcome):
+            self.outcomes[rank] = content
         else:
-            self.messages[rank, what] = told
-            if what == "here" and all((other, what) in self.messages for other in range(len(self._pipes))):
+            self.messages[rank, message] = content
+            if message == "here" and all((other, message) in self.messages for other in range(len(self._pipes))):
                 for pipe in self._pipes:
                     pipe.send("go")
 

@@ -45,8 +45,8 @@ def build_shards(step: int) -> dict[str, torch.Tensor]:
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False)
     for name, (*_, dim) in _SHARDED.items():
-        mine = whole[name].chunk(size, dim)[rank].contiguous()
-        whole[name] = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
+        shard = whole[name].chunk(size, dim)[rank].contiguous()
+        whole[name] = DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False)
     return whole
 
 

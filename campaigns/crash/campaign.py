@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that examine states")
     parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="directory for violations")
     options = parser.parse_args()
-    chosen = [one for one in SCENARIOS if one.name in options.scenarios or not options.scenarios]
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in options.scenarios or not options.scenarios]
     if len(chosen) < len(options.scenarios):
-        parser.error(f"the scenarios are: {'; '.join(one.name for one in SCENARIOS)}")
+        parser.error(f"the scenarios are: {'; '.join(scenario.name for scenario in SCENARIOS)}")
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as workers:

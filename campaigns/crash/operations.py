@@ -120,7 +120,7 @@ class History:
 
 def merge_logs(logs: Sequence[Log]) -> History:
     """Merge the logs of all ranks of one host into a history."""
-    ordered = sorted((one for log in logs for one in log.operations), key=operator.attrgetter("end"))
+    ordered = sorted((operation for log in logs for operation in log.operations), key=operator.attrgetter("end"))
     steps = sorted(logs[0].begun)
     return History(
         _renumber_nodes(ordered, logs[0].root),
@@ -131,10 +131,10 @@ def merge_logs(logs: Sequence[Log]) -> History:
 
 def _renumber_nodes(operations: Sequence[Any], root: int) -> tuple[Operation, ...]:
     """Give each file and directory a unique number, because inode numbers are reused."""
-    numbers, known, found = count(ROOT + 1), {root: ROOT}, []
-    for one in operations:
-        if isinstance(one, Create):
-            known[one.node] = next(numbers)
-        nodes = {each.name: known[getattr(one, each.name)] for each in fields(one) if each.name in _NODES}
-        found.append(replace(one, **nodes))
-    return tuple(found)
+    numbers, known, renumbered = count(ROOT + 1), {root: ROOT}, []
+    for operation in operations:
+        if isinstance(operation, Create):
+            known[operation.node] = next(numbers)
+        nodes = {each.name: known[getattr(operation, each.name)] for each in fields(operation) if each.name in _NODES}
+        renumbered.append(replace(operation, **nodes))
+    return tuple(renumbered)

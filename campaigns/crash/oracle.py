@@ -59,26 +59,26 @@ def _load_latest(run: Path, training: Training) -> tuple[str, int] | None:
 
 def _load_all_listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
     """Return the step of each listed checkpoint. All of them, and the latest, must be loadable."""
-    found = holdfast.list_checkpoints(run)
-    for info in found:
+    infos = holdfast.list_checkpoints(run)
+    for info in infos:
         _require(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
     known = dict([latest] if latest else [])
-    return {info.tag: known.get(info.tag) or _load_and_compare(run, info.tag, training)[1] for info in found}
+    return {info.tag: known.get(info.tag) or _load_and_compare(run, info.tag, training)[1] for info in infos}
 
 
 def _load_and_compare(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
     """Load a checkpoint and compare every bit."""
     training.set_step(0)
-    found = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
-    step = found.user_content["step"]
+    restored = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
+    step = restored.user_content["step"]
     content = training.build_user_content(step)
     wrong = training.find_differences(step)
-    if not found.user_content["curve"].equal(content["curve"]):
+    if not restored.user_content["curve"].equal(content["curve"]):
         wrong.append("user content")
-    if found.per_rank_content not in ({"step": step}, None):
+    if restored.per_rank_content not in ({"step": step}, None):
         wrong.append("rank content")
-    _require(not wrong, f"{found.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
-    return found.tag, step
+    _require(not wrong, f"{restored.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
+    return restored.tag, step
 
 
 def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
@@ -86,10 +86,10 @@ def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Train
     resumed.run(run, training)
     expected = resumed.list_after(listing)
     _require(_load_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
-    found = {info.tag: info for info in holdfast.list_checkpoints(run)}
-    _require(list(found) == list(expected), f"after the next save {list(found)} are there, and not {list(expected)}")
-    mine = [folder.name for folder in list_hidden_directories(run) if found[resumed.tag].run in folder.name]
-    _require(not mine, f"the next save left {mine}")
+    infos = {info.tag: info for info in holdfast.list_checkpoints(run)}
+    _require(list(infos) == list(expected), f"after the next save {list(infos)} are there, and not {list(expected)}")
+    leftovers = [folder.name for folder in list_hidden_directories(run) if infos[resumed.tag].run in folder.name]
+    _require(not leftovers, f"the next save left {leftovers}")
     clean_up(run, None)
     _require(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
     _require(

@@ -177,7 +177,7 @@ class Recorder:
 
     def _make_refusal(self, name: str) -> Callable[..., Any]:
         def refuse(*arguments: Any, **options: Any) -> Any:
-            paths = [one for one in arguments if isinstance(one, (str, bytes, os.PathLike))]
+            paths = [argument for argument in arguments if isinstance(argument, (str, bytes, os.PathLike))]
             if any(map(self._locate_entry, paths)) or (isinstance(arguments[0], int) and self._find_node(arguments[0])):
                 raise NotImplementedError(f"the recorder knows no os.{name}")
             return self._really[name](*arguments, **options)

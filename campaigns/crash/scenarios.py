@@ -49,8 +49,8 @@ class Save:
 
     def list_after(self, before: Listing) -> Listing:
         """Return the checkpoints after the save."""
-        found = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
-        return dict(found[-self.keep :] if self.keep else found)
+        checkpoints = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
+        return dict(checkpoints[-self.keep :] if self.keep else checkpoints)
 
 
 class SimulatedDeath(Exception):  # noqa: N818 - what happens to a process, not an error of it
@@ -148,10 +148,10 @@ class Scenario:
 
     def list_checkpoints_by_step(self) -> list[Listing]:
         """Return the checkpoints before the first step and after each step."""
-        found: list[Listing] = [{}]
+        listings: list[Listing] = [{}]
         for step in self.steps:
-            found.append(step.list_after(found[-1]))
-        return found
+            listings.append(step.list_after(listings[-1]))
+        return listings
 
     def emulate_file_system(self) -> AbstractContextManager[object]:
         """Return a context with the scenario's kind of file system."""

@@ -51,16 +51,16 @@ def check_states(scenario: Scenario, history: History, limit: int, seed: int = 0
         tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=_find_memory_directory()) as folder,
         scenario.emulate_file_system(),
     ):
-        shelf = _TreeStore(Path(folder))
+        store = _TreeStore(Path(folder))
         for state in sample_states(history, limit, seed):
             promised = after if state.moment >= history.acknowledged[-1] else before
             try:
                 with _without_fsync():
-                    found = check_run(shelf.write_tree(state.tree) / RUN, promised, after, scenario.resumed, training)
-            except Violation as why:
-                findings.violations.append(ForbiddenState(str(why), state))
+                    outcome = check_run(store.write_tree(state.tree) / RUN, promised, after, scenario.resumed, training)
+            except Violation as violation:
+                findings.violations.append(ForbiddenState(str(violation), state))
             else:
-                findings.outcomes[found] += 1
+                findings.outcomes[outcome] += 1
     return findings
 
 
@@ -77,8 +77,8 @@ def write_tree(tree: Tree, root: Path) -> None:
 def _find_memory_directory() -> str | None:
     """Return a file system in memory that has enough space, if there is one."""
     with suppress(OSError):
-        found = os.statvfs("/dev/shm")
-        if found.f_bavail * found.f_frsize > 2**30:
+        status = os.statvfs("/dev/shm")
+        if status.f_bavail * status.f_frsize > 2**30:
             return "/dev/shm"
     return None
 

@@ -50,13 +50,13 @@ def sample_states(history: History, limit: int, seed: int) -> Iterator[State]:
 def describe_operations(history: History, state: State) -> Iterator[str]:
     """Describe the operations before the crash and what is left of unsynced ones. A line precedes the last step."""
     unsynced = set(Disk(history).list_unsynced(state.moment))
-    for place, one in enumerate(history.operations):
-        if one.begin > state.moment:
+    for place, operation in enumerate(history.operations):
+        if operation.begin > state.moment:
             return
-        if place and one.end >= history.begun[-1] > history.operations[place - 1].end:
+        if place and operation.end >= history.begun[-1] > history.operations[place - 1].end:
             yield "-" * 20
         fate = f"unsynced, {state.choice.get(place, 'lost')}" if place in unsynced else ""
-        yield f"{place:4} {one} {fate}".rstrip()
+        yield f"{place:4} {operation} {fate}".rstrip()
 
 
 def digest_tree(tree: Tree) -> bytes:
@@ -69,7 +69,7 @@ def digest_tree(tree: Tree) -> bytes:
 
 def _list_moments(history: History) -> list[int]:
     """Return the times at which operations of the last step ended or it was acknowledged, the latest first."""
-    ends = {one.end for one in history.operations if one.end >= history.begun[-1]}
+    ends = {operation.end for operation in history.operations if operation.end >= history.begun[-1]}
     return sorted(ends | {history.acknowledged[-1]}, reverse=True)
 
 
@@ -100,13 +100,13 @@ def _generate_choices(disk: Disk, places: Sequence[int], source: random.Random) 
     """Yield names and sizes without bytes; then, in random order, one lost, one alone, one in part, and any subset."""
     writes = [place for place in places if isinstance(disk.operations[place], Write)]
     yield {place: WHOLE for place in places if place not in writes}
-    found = [
+    choices = [
         *_choose_single(disk, places),
         *_choose_damaged(places, writes, source),
         *_draw_subsets(places, writes, source),
     ]
-    source.shuffle(found)
-    yield from found
+    source.shuffle(choices)
+    yield from choices
 
 
 def _choose_single(disk: Disk, places: Sequence[int]) -> Iterator[Choice]:

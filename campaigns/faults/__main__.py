@@ -38,7 +38,7 @@ def try_faults_in_job(faulty_call: FaultyCall, scratch: Path, every: int = 1) ->
         tally: Tally = job.outcomes[0].result or Tally(
             violations=[f"{end.error}: {end.message}" for end in job.outcomes.values()]
         )
-    return Tally(tally.calls, tally.outcomes, [f"{faulty_call}: {one}" for one in tally.violations])
+    return Tally(tally.calls, tally.outcomes, [f"{faulty_call}: {violation}" for violation in tally.violations])
 
 
 def main() -> int:
@@ -52,14 +52,14 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         work = partial(try_faults_in_job, scratch=Path(folder), every=options.every)
-        found = list(case_runner.run_cases(chosen, work, 2))
+        results = list(case_runner.run_cases(chosen, work, 2))
     rows = []
-    for faulty_call, tally in found:
-        outcomes = ", ".join(f"{word} {count}" for word, count in tally.outcomes.most_common())
+    for faulty_call, tally in results:
+        outcomes = ", ".join(f"{outcome} {count}" for outcome, count in tally.outcomes.most_common())
         rows.append((faulty_call, tally.calls, tally.outcomes.total() + len(tally.violations), outcomes))
     print(case_runner.format_table(("save or load; the faulty rank", "calls", "faults", "outcomes"), rows))
     print(f"\n{sum(row[2] for row in rows)} faults, {time.monotonic() - started:.0f} s")
-    return case_runner.report_violations([one for _, tally in found for one in tally.violations])
+    return case_runner.report_violations([violation for _, tally in results for violation in tally.violations])
 
 
 if __name__ == "__main__":

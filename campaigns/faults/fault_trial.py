@@ -48,11 +48,11 @@ def try_all_faults(rank: Rank | None, scratch: Path, faulty_call: FaultyCall, ev
     return tally
 
 
-def _count_outcome(tally: Tally, what: str, work: Callable[[], str]) -> None:
+def _count_outcome(tally: Tally, name: str, work: Callable[[], str]) -> None:
     try:
         tally.outcomes[work()] += 1
     except ViolationError as error:
-        tally.violations.append(f"{what}: {error}")
+        tally.violations.append(f"{name}: {error}")
 
 
 @dataclass(frozen=True)
@@ -87,37 +87,37 @@ class _FaultTrial:
         """Count the calls that the victim makes without a fault."""
         faulty = FaultyFileSystem(self._run)
         self._run_call(faulty)
-        told = [faulty.calls]
-        dist.broadcast_object_list(told, self._faulty_call.victim)
-        return told[0]
+        message = [faulty.calls]
+        dist.broadcast_object_list(message, self._faulty_call.victim)
+        return message[0]
 
     def try_fault(self, fault: Fault) -> str:
         """Inject a fault. Return the outcome in a word. Raises ``ViolationError``."""
         removed = fault.kind.removesuffix(" removed")
-        gone = removed != fault.kind
+        is_removal = removed != fault.kind
         faulty = FaultyFileSystem(
-            self._run, fault.nth, partial(self._remove_path, removed) if gone else fault.kind, fault.forever
+            self._run, fault.nth, partial(self._remove_path, removed) if is_removal else fault.kind, fault.forever
         )
-        said = self._run_call(faulty)
-        must = "done" if fault.kind == "short" else "raised" if fault.kind == "nothing" else ""
-        return self._check_outcome(said, must, untouched=not gone)
+        reports = self._run_call(faulty)
+        expected = "done" if fault.kind == "short" else "raised" if fault.kind == "nothing" else ""
+        return self._check_outcome(reports, expected, untouched=not is_removal)
 
     def try_signals(self) -> str:
         """Send signals at every moment, after whose handlers Python continues. Return the outcome in a word."""
         with _send_signals():
-            said = self._run_call(None)
-        return self._check_outcome(said, "done", untouched=True)
+            reports = self._run_call(None)
+        return self._check_outcome(reports, "done", untouched=True)
 
-    def _remove_path(self, what: str) -> None:
-        found = {
+    def _remove_path(self, kind: str) -> None:
+        paths = {
             "run": [self._run],
             "staging directory": [
                 self._run / name for name in (state.list_hidden_names(self._run) if self._run.exists() else [])
             ],
             "checkpoint": [self._run / "step_2"],
             "file": [self._run / "step_2/model/model.safetensors"],
-        }[what]
-        for path in found:
+        }[kind]
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True) if path.is_file() else None
 
@@ -128,14 +128,14 @@ class _FaultTrial:
             shutil.copytree(self._template, self._run)
         dist.barrier()
         self._checkpointer = interruption.open_run(self._run)
-        mine = self._rank == self._faulty_call.victim and faulty is not None
+        is_victim = self._rank == self._faulty_call.victim and faulty is not None
         before = _count_open_files()
-        with faulty.install() if mine and faulty else nullcontext():
-            said = self._run_and_catch()
-        said = replace(said, left_open=_count_open_files() - before)
-        every: list[Any] = [None] * self._faulty_call.ranks
-        dist.all_gather_object(every, said)
-        return every
+        with faulty.install() if is_victim and faulty else nullcontext():
+            report = self._run_and_catch()
+        report = replace(report, left_open=_count_open_files() - before)
+        reports: list[Any] = [None] * self._faulty_call.ranks
+        dist.all_gather_object(reports, report)
+        return reports
 
     def _run_and_catch(self) -> _RankReport:
         try:
@@ -148,32 +148,32 @@ class _FaultTrial:
             return _RankReport(type(error).__name__, str(error), isinstance(error, HoldfastError))
         return _RankReport()
 
-    def _check_outcome(self, said: list[_RankReport], must: str, *, untouched: bool) -> str:
-        problem, word, latest = "", "", 0
+    def _check_outcome(self, reports: list[_RankReport], expected: str, *, untouched: bool) -> str:
+        problem, outcome, latest = "", "", 0
         if self._rank == 0:
             try:
-                word = self._check_reports(said, must, untouched=untouched)
+                outcome = self._check_reports(reports, expected, untouched=untouched)
                 latest = 2 if untouched and self._has_newest() else 1
             except ViolationError as error:
                 problem = str(error)
-        told: list[Any] = [problem, word, latest]
-        dist.broadcast_object_list(told, 0)
-        problem = told[0] or (self._check_earlier(told[2]) if untouched else "") or self._check_next_call()
+        message: list[Any] = [problem, outcome, latest]
+        dist.broadcast_object_list(message, 0)
+        problem = message[0] or (self._check_earlier(message[2]) if untouched else "") or self._check_next_call()
         if problem:
             raise ViolationError(problem)
-        return str(told[1])
+        return str(message[1])
 
-    def _check_reports(self, said: list[_RankReport], must: str, *, untouched: bool) -> str:
+    def _check_reports(self, reports: list[_RankReport], expected: str, *, untouched: bool) -> str:
         """Return the outcome in a word. Raises ``ViolationError`` if the ranks' reports or the disk are not allowed."""
-        first = said[0]
-        if len({(one.error, one.message, one.step) for one in said}) > 1 or not first.is_typed:
-            raise ViolationError(f"ranks say {[(one.error, one.message, one.step) for one in said]}")
-        if any(one.left_open > 0 for one in said):
+        first = reports[0]
+        if len({(report.error, report.message, report.step) for report in reports}) > 1 or not first.is_typed:
+            raise ViolationError(f"ranks say {[(report.error, report.message, report.step) for report in reports]}")
+        if any(report.left_open > 0 for report in reports):
             raise ViolationError(
-                f"{[one.left_open for one in said]} files are left open, {first.error} {first.message}"
+                f"{[report.left_open for report in reports]} files are left open, {first.error} {first.message}"
             )
-        if must and (must == "raised") != bool(first.error):
-            raise ViolationError(f"it must be {must}: {first.error} {first.message}")
+        if expected and (expected == "raised") != bool(first.error):
+            raise ViolationError(f"it must be {expected}: {first.error} {first.message}")
         if untouched and first.error not in {"", "StorageError"}:
             raise ViolationError(f"no error of the disk: {first.error} {first.message}")
         if first.error == "StorageError" and str(self._run) not in first.message:
@@ -198,10 +198,10 @@ class _FaultTrial:
         if step != latest:
             return f"step {latest} is there, and a load gives step {step}"
         dist.barrier()
-        there = _digest_files(self._run)
+        digests = _digest_files(self._run)
         dist.barrier()
-        if (step == 1 or not self._faulty_call.save_kind) and {**there, **self._old} != there:
-            return f"what was there before is not as it was: {sorted(there)}"
+        if (step == 1 or not self._faulty_call.save_kind) and {**digests, **self._old} != digests:
+            return f"what was there before is not as it was: {sorted(digests)}"
         return ""
 
     def _check_next_call(self) -> str:

@@ -72,19 +72,20 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case (default: 0)")
     parser.add_argument("--kind", action="append", help="only checkpoints of this kind; may be repeated")
     options = parser.parse_args()
-    ends, wrong, done = time.monotonic() + 60 * options.minutes, 0, 0
+    ends, violations, done = time.monotonic() + 60 * options.minutes, 0, 0
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder), options.seed)
         for path, violation in fuzzer.run_cases(options.first, options.kind):
             done += 1
             if violation is not None:
-                wrong += 1
+                violations += 1
                 print(f"WRONG: {violation.kind} {violation.case}: {violation.problem}", flush=True)
-                _keep_case(path, Path("fuzz_violations") / f"{wrong}")
+                _keep_case(path, Path("fuzz_violations") / f"{violations}")
             if time.monotonic() > ends:
                 break
-    print(f"{done} checkpoints: {fuzzer.checker.read} read, {fuzzer.checker.refused} refused, {wrong} handled wrongly")
-    return int(bool(wrong))
+    checker = fuzzer.checker
+    print(f"{done} checkpoints: {checker.read} read, {checker.refused} refused, {violations} handled wrongly")
+    return int(bool(violations))
 
 
 def _keep_case(path: Path, place: Path) -> None:

@@ -18,7 +18,7 @@ Edit = Callable[[Metadata, random.Random], object]
 
 def _choose_tensor(metadata: Metadata, chance: random.Random) -> TensorStorageMetadata:
     entries = metadata.state_dict_metadata.values()
-    return chance.choice([one for one in entries if isinstance(one, TensorStorageMetadata) and one.chunks])
+    return chance.choice([entry for entry in entries if isinstance(entry, TensorStorageMetadata) and entry.chunks])
 
 
 def _change_size(size: torch.Size, chance: random.Random) -> torch.Size:
@@ -28,8 +28,8 @@ def _change_size(size: torch.Size, chance: random.Random) -> torch.Size:
 
 
 def _change_shape(metadata: Metadata, chance: random.Random) -> None:
-    one = _choose_tensor(metadata, chance)
-    one.size = _change_size(one.size, chance)
+    entry = _choose_tensor(metadata, chance)
+    entry.size = _change_size(entry.size, chance)
 
 
 def _change_chunk(metadata: Metadata, chance: random.Random) -> None:
@@ -65,8 +65,8 @@ def _change_file(metadata: Metadata, chance: random.Random) -> None:
 
 def _swap_locations(metadata: Metadata, chance: random.Random) -> None:
     table: dict[MetadataIndex, Any] = metadata.storage_data
-    one, other = chance.choice(list(table)), chance.choice(list(table))
-    table[one], table[other] = table[other], table[one]
+    first, second = chance.choice(list(table)), chance.choice(list(table))
+    table[first], table[second] = table[second], table[first]
 
 
 def _remove_location(metadata: Metadata, chance: random.Random) -> None:

@@ -110,11 +110,11 @@ def mutate_file(raw: bytes, name: str, chance: random.Random) -> bytes:
         changed = _mutate_json(raw, chance) if name.endswith(".json") else _mutate_header(raw, chance)
         if changed is not None:
             return changed
-    found = bytearray(raw)
+    content = bytearray(raw)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        if found:
-            found = chance.choice(_MUTATIONS)(found, chance)
-    return _clear_crcs(found) if chance.random() < 0.5 else bytes(found)
+        if content:
+            content = chance.choice(_MUTATIONS)(content, chance)
+    return _clear_crcs(content) if chance.random() < 0.5 else bytes(content)
 
 
 def _clear_crcs(raw: bytearray) -> bytes:

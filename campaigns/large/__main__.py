@@ -26,10 +26,10 @@ def main() -> None:
     nbytes = int(given.gigabytes * 1e9)
     try:
         with mp.Manager() as manager:
-            found = manager.list([0] * RANKS)
+            growths = manager.list([0] * RANKS)
             for work in (save_model, load_and_measure_memory):
-                mp.spawn(run_rank, (Task(work, RANKS, folder, nbytes), found), nprocs=RANKS)
-            for rank, grown in enumerate(found):
+                mp.spawn(run_rank, (Task(work, RANKS, folder, nbytes), growths), nprocs=RANKS)
+            for rank, grown in enumerate(growths):
                 over = grown - compute_model_size(nbytes) // RANKS
                 print(f"rank {rank}: peak memory is its shard and {over / 2**20:.0f} MiB")
                 if over > SLACK:

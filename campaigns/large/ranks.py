@@ -33,12 +33,12 @@ class Task(NamedTuple):
     nbytes: int
 
 
-def run_rank(rank: int, job: Task, found: MutableSequence[int]) -> None:
+def run_rank(rank: int, task: Task, results: MutableSequence[int]) -> None:
     """Run one rank in a process group. ``found`` receives the result."""
     torch.set_num_threads(1)
-    store = job.folder / f"store.{job.work.__name__}"
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks)
-    found[rank] = job.work(job.folder / "model", job.nbytes)
+    store = task.folder / f"store.{task.work.__name__}"
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), task.ranks), rank=rank, world_size=task.ranks)
+    results[rank] = task.work(task.folder / "model", task.nbytes)
     dist.destroy_process_group()
 
 
@@ -83,7 +83,7 @@ def load_and_measure_memory(folder: Path, nbytes: int) -> int:
 
 def _list_shards(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    return [one.to_local().detach() for one in parameters if isinstance(one, DTensor)]
+    return [parameter.to_local().detach() for parameter in parameters if isinstance(parameter, DTensor)]
 
 
 def _read_peak_memory() -> int:

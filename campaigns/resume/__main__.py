@@ -23,16 +23,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--ranks", type=int, default=4, help="the most ranks of a training (default: 4)")
     options = parser.parse_args()
-    wrong = 0
+    failed = 0
     for number in range(options.rounds):
         for kind in ("same size", "other sizes"):
             moments = random.Random(f"{options.seed}/{number}/{kind}")
             with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
                 outcome = _interrupt_training(Path(folder), kind, options.ranks, moments)
             _print_outcome(f"{number} {kind}", outcome)
-            wrong += bool(outcome.problems)
-    print(f"{wrong} of {2 * options.rounds} trainings had problems")
-    return int(bool(wrong))
+            failed += bool(outcome.problems)
+    print(f"{failed} of {2 * options.rounds} trainings had problems")
+    return int(bool(failed))
 
 
 def _interrupt_training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
@@ -43,7 +43,9 @@ def _interrupt_training(folder: Path, kind: str, ranks: int, moments: random.Ran
 
 
 def _print_outcome(name: str, outcome: Outcome) -> None:
-    path = ", ".join(f"{one.size} rank{'s' * (one.size > 1)} {one.end} at {one.step}" for one in outcome.attempts)
+    path = ", ".join(
+        f"{attempt.size} rank{'s' * (attempt.size > 1)} {attempt.end} at {attempt.step}" for attempt in outcome.attempts
+    )
     print(f"{name}: {path}", *(f"  WRONG: {problem}" for problem in outcome.problems), sep="\n", flush=True)
 
 

@@ -69,8 +69,8 @@ def _train_interrupted(
         with Job(plan, number, size) as job:
             end = _interrupt_job(job, size, moments)
             codes = job.join_ranks()
-        steps = [one for one in step_log.read_steps(plan.run) if one.attempt == number]
-        attempts.append(Attempt(size, end, max((one.step for one in steps), default=0)))
+        steps = [entry for entry in step_log.read_steps(plan.run) if entry.attempt == number]
+        attempts.append(Attempt(size, end, max((entry.step for entry in steps), default=0)))
         if end != KILLED:
             problems += [f"attempt {number}: {problem}" for problem in _find_end_problems(plan, codes, steps)]
         if plan.done.exists() or problems:
@@ -97,10 +97,10 @@ def _find_end_problems(plan: TrainingConfig, codes: Sequence[int | None], steps:
 
     Unless that step was the last, there must be a checkpoint of it.
     """
-    last = {rank: max(one.step for one in steps if one.rank == rank) for rank in {one.rank for one in steps}}
-    found = [f"the ranks' processes ended with {codes}"] if set(codes) != {0} else []
-    found += [f"the ranks stopped after different steps: {last}"] if len(set(last.values())) > 1 else []
+    last = {rank: max(entry.step for entry in steps if entry.rank == rank) for rank in {entry.rank for entry in steps}}
+    problems = [f"the ranks' processes ended with {codes}"] if set(codes) != {0} else []
+    problems += [f"the ranks stopped after different steps: {last}"] if len(set(last.values())) > 1 else []
     saved = [info.step for info in holdfast.list_checkpoints(plan.run)]
     if not plan.done.exists() and saved[-1:] != [max(last.values(), default=0)]:
-        found.append(f"the ranks stopped after step {last}, and the checkpoints are of steps {saved}")
-    return found
+        problems.append(f"the ranks stopped after step {last}, and the checkpoints are of steps {saved}")
+    return problems

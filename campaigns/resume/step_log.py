@@ -21,7 +21,7 @@ class Step:
 
 def read_steps(run: Path) -> list[Step]:
     """Return all steps of all attempts, repeated ones too."""
-    return sorted(_parse_logs(run), key=lambda one: (one.attempt, one.step, one.rank))
+    return sorted(_parse_logs(run), key=lambda entry: (entry.attempt, entry.step, entry.rank))
 
 
 def _parse_logs(run: Path) -> Iterator[Step]:
@@ -36,13 +36,13 @@ def _parse_logs(run: Path) -> Iterator[Step]:
 def select_lasting_steps(steps: Sequence[Step]) -> list[Step]:
     """Return the steps that the last attempt builds on: for each number, those of the latest attempt that did it."""
     begins: dict[int, int] = {}
-    for one in steps:
-        begins[one.attempt] = min(one.step, begins.get(one.attempt, one.step))
+    for entry in steps:
+        begins[entry.attempt] = min(entry.step, begins.get(entry.attempt, entry.step))
     kept = []
-    for one in steps:
-        undone = any(attempt > one.attempt and begin <= one.step for attempt, begin in begins.items())
-        kept += [] if undone else [one]
-    return sorted(kept, key=lambda one: (one.step, one.rank))
+    for entry in steps:
+        undone = any(attempt > entry.attempt and begin <= entry.step for attempt, begin in begins.items())
+        kept += [] if undone else [entry]
+    return sorted(kept, key=lambda entry: (entry.step, entry.rank))
 
 
 def find_sample_problems(steps: Sequence[Step], samples: int, epochs: int) -> list[str]:
@@ -50,27 +50,28 @@ def find_sample_problems(steps: Sequence[Step], samples: int, epochs: int) -> li
 
     Batches at the end belong to the next epoch.
     """
-    stream = [sample for one in select_lasting_steps(steps) for sample in one.samples]
-    found = []
+    stream = [sample for entry in select_lasting_steps(steps) for sample in entry.samples]
+    problems = []
     for epoch in range(epochs):
         seen = stream[epoch * samples : (epoch + 1) * samples]
         if sorted(seen) != list(range(samples)):
             twice = sorted({sample for sample in seen if seen.count(sample) > 1})
             never = sorted(set(range(samples)).difference(seen))
-            found.append(f"epoch {epoch}: seen more than once: {twice}, never: {never}")
-    return found
+            problems.append(f"epoch {epoch}: seen more than once: {twice}, never: {never}")
+    return problems
 
 
 def find_loss_problems(steps: Sequence[Step], undisturbed: Sequence[Step]) -> list[str]:
     """Report steps, repeated ones too, whose loss is not that of an undisturbed run, bit for bit."""
-    expected = {(one.rank, one.step): one for one in undisturbed}
-    found = [
-        f"attempt {one.attempt}, rank {one.rank}, step {one.step}: loss {one.loss}, samples {one.samples}"
-        for one in steps
-        if (one.rank, one.step) not in expected
-        or (one.loss, one.samples) != (expected[one.rank, one.step].loss, expected[one.rank, one.step].samples)
+    expected = {(entry.rank, entry.step): entry for entry in undisturbed}
+    problems = [
+        f"attempt {entry.attempt}, rank {entry.rank}, step {entry.step}: loss {entry.loss}, samples {entry.samples}"
+        for entry in steps
+        if (entry.rank, entry.step) not in expected
+        or (entry.loss, entry.samples)
+        != (expected[entry.rank, entry.step].loss, expected[entry.rank, entry.step].samples)
     ]
-    missing = sorted(expected.keys() - {(one.rank, one.step) for one in steps})
+    missing = sorted(expected.keys() - {(entry.rank, entry.step) for entry in steps})
     if missing:
-        found.append(f"{len(missing)} steps were never done, the first of them, by rank and step, {missing[0]}")
-    return found
+        problems.append(f"{len(missing)} steps were never done, the first of them, by rank and step, {missing[0]}")
+    return problems

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _format_counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} {what}" for what, number in counts.items())
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
 
 
 if __name__ == "__main__":

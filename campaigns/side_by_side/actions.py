@@ -77,17 +77,17 @@ def load_tag(run: holdfast.Checkpointer, number: int) -> None:
 
 def read_view(run: holdfast.Checkpointer, _: int) -> None:
     """Read through an open view: its checkpoint may be replaced, and the view must then say so."""
-    found = holdfast.open(run.path)
+    view = holdfast.open(run.path)
     with suppress(CheckpointReplacedError):
-        step = found.values["user_content"]
-        check_state({name: found[name] for name in found}, step)
+        step = view.values["user_content"]
+        check_state({name: view[name] for name in view}, step)
 
 
 def list_checkpoints(run: holdfast.Checkpointer, _: int) -> None:
     """List the checkpoints: there is always one, and none is reported corrupt."""
     require(holdfast.has_checkpoint(run.path), "has_checkpoint tells of none")
-    found = run.list()
-    require({info.status for info in found} == {"complete"}, f"the list is {found}")
+    infos = run.list()
+    require({info.status for info in infos} == {"complete"}, f"the list is {infos}")
 
 
 def make_command(*words: str) -> Action:

@@ -55,8 +55,8 @@ SCENARIOS = {
 def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
     """Run this rank's part of a scenario. Return the number of successful actions, and the errors."""
     scenario, rank = SCENARIOS[name], dist.get_rank()
-    own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
-    run = holdfast.Checkpointer(path, process_group=own, max_shard_size=ELEMENTS * 8)
+    process_group = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
+    run = holdfast.Checkpointer(path, process_group=process_group, max_shard_size=ELEMENTS * 8)
     if rank == 0:
         run.save("0_0" if save_keeping_one in scenario.actions else "last", build_state(0), user_content=0)
     dist.barrier()
@@ -86,13 +86,15 @@ def check_outcome(path: Path, name: str, seen: list[Counter[str]]) -> None:
         rivals = action is not save_keeping_one and scenario.actions.count(action) > 1
         require(set(counts) <= ({"well", "TagExistsError"} if rivals else {"well"}), str(counts))
         require(counts["well"] > 0 or action is save_under_shared_tag, f"nothing went well: {counts}")
-    left = [folder for folder in path.iterdir() if not folder.name.startswith(".")]
-    for folder in left:
-        found = reader.read(folder)
-        expected = float(found.state["user_content"])
-        tensors = found.tensors["model"].values()
-        require(all((one.numpy() == expected).all() for one in tensors), f"not all in {folder} is of step {expected}")
+    folders = [folder for folder in path.iterdir() if not folder.name.startswith(".")]
+    for folder in folders:
+        checkpoint = reader.read(folder)
+        expected = float(checkpoint.state["user_content"])
+        tensors = checkpoint.tensors["model"].values()
+        require(
+            all((tensor.numpy() == expected).all() for tensor in tensors), f"not all in {folder} is of step {expected}"
+        )
     for rank, action in enumerate(scenario.actions):
         if action is save_keeping_one:
-            own = [folder.name for folder in left if folder.name.startswith(f"{rank}_")]
-            require(len(own) == 1, f"one of {own} should be left")
+            tags = [folder.name for folder in folders if folder.name.startswith(f"{rank}_")]
+            require(len(tags) == 1, f"one of {tags} should be left")

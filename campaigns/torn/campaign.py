@@ -37,7 +37,7 @@ def run_layouts(
     layouts: Sequence[str], staging: str, number: int, scratch: Path
 ) -> dict[str, tuple[int, float, list[str]]]:
     """Run the campaign over some layouts. Yield for each the saves, the seconds, and the torn values of any rank."""
-    found = {}
+    results = {}
     for layout in layouts:
         size = LAYOUTS[layout].ranks
         started = time.monotonic()
@@ -45,12 +45,12 @@ def run_layouts(
             if not job.wait_until(lambda: len(job.outcomes) == size, MAX_SECONDS):  # noqa: B023 - it is over before the next one
                 raise TimeoutError(f"{layout}: the ranks hang")
             torn = [
-                f"{layout}: {one}"
+                f"{layout}: {name}"
                 for end in job.outcomes.values()
-                for one in end.result or [end.message] * bool(end.error)
+                for name in end.result or [end.message] * bool(end.error)
             ]
-        found[layout] = (number, time.monotonic() - started, torn)
-    return found
+        results[layout] = (number, time.monotonic() - started, torn)
+    return results
 
 
 def main() -> int:
@@ -61,10 +61,10 @@ def main() -> int:
     parser.add_argument("--staging", default="eager", choices=["eager", "overlapped"], help="when the copy is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        found = run_layouts(list(LAYOUTS), options.staging, options.saves, Path(folder))
+        results = run_layouts(list(LAYOUTS), options.staging, options.saves, Path(folder))
     body = [
         (layout, LAYOUTS[layout].ranks, number, len(torn), f"{seconds:.0f}")
-        for layout, (number, seconds, torn) in found.items()
+        for layout, (number, seconds, torn) in results.items()
     ]
     print(case_runner.format_table(("layout", "ranks", "saves", "torn", "s"), body))
-    return case_runner.report_violations([one for *_, torn in found.values() for one in torn])
+    return case_runner.report_violations([name for *_, torn in results.values() for name in torn])

@@ -79,11 +79,11 @@ class Snapshot:
             load_file(folder / "model/model.safetensors"),
             load_file(folder / "optimizer/optimizer.safetensors"),
         )
-        found = {f"model/{name}": tensor for name, tensor in model.items()}
-        found |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
-        yield from found.keys() ^ self._tensors.keys()
-        for name in found.keys() & self._tensors.keys():
-            if not torch.equal(_take_shard(found[name], self._live[name]), self._tensors[name]):
+        stored = {f"model/{name}": tensor for name, tensor in model.items()}
+        stored |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
+        yield from stored.keys() ^ self._tensors.keys()
+        for name in stored.keys() & self._tensors.keys():
+            if not torch.equal(_take_shard(stored[name], self._live[name]), self._tensors[name]):
                 yield name
         restored = holdfast.restore(
             folder, dataloader=(loader := LiveStateful()), stateful={"tracker": LiveStateful()}, rng=True
@@ -92,8 +92,8 @@ class Snapshot:
         groups = [group["settings"] for group in values.pop("optimizer")["groups"]]
         values |= {"groups": groups, "scheduler": values["scheduler"]["state"]}
         yield from (name for name in self._values if not _are_equal(self._values[name], values[name]))
-        own = {"content": restored.per_rank_content, "dataloader": loader.state}
-        yield from (f"a rank's {name}" for name in own if not _are_equal(self._own[name], own[name]))
+        expected = {"content": restored.per_rank_content, "dataloader": loader.state}
+        yield from (f"a rank's {name}" for name in expected if not _are_equal(self._own[name], expected[name]))
         if not torch.equal(torch.get_rng_state(), self._rng):
             yield "the state of the random generator"
 
@@ -117,11 +117,11 @@ def _take_shard(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor in the layout of another."""
     if not isinstance(like, DTensor):
         return whole
-    mine: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    return mine
+    shard: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return shard
 
 
 def get_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor."""
-    mine: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return mine
+    shard: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard

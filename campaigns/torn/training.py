@@ -89,9 +89,9 @@ class ChangingTraining:
         content["ordered"]["a"][0] += 1
         content["bytes"][0] = step % 256
         kept = self.tracker.state, self.loader.state
-        for tensor in (content["tensor"], content["scalar"], *(one["mean"] for one in kept), *self.model.buffers()):
+        for tensor in (content["tensor"], content["scalar"], *(state["mean"] for state in kept), *self.model.buffers()):
             get_local(tensor).add_(1)
-        for array in (content["array"], *(one["table"] for one in kept)):
+        for array in (content["array"], *(state["table"] for state in kept)):
             np.add(array, 1, out=array)
         self.tracker.state["counts"][0] += 1
         self.loader.state["counts"][1] += 1
