@@ -22,7 +22,7 @@ class SelfTimed:
 
 @dataclass(frozen=True)
 class Contender:
-    """A function to time, which may return its own :class:`Told`; ``prepare`` runs before it, untimed."""
+    """A function to time, which may return its own :class:`SelfTimed`; ``prepare`` runs before it, untimed."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None

@@ -61,7 +61,7 @@ def build_saves(folder: Path, state: State) -> dict[str, Contender]:
 
 
 def build_loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
-    """Return the loads of the files that :func:`saves` has saved. Only holdfast verifies the data."""
+    """Return the loads of the files that :func:`build_saves` has saved. Only holdfast verifies the data."""
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     return {
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=target),

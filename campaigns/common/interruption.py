@@ -60,7 +60,7 @@ class Case:
     @property
     def backend(self) -> str:
         """The backend. For the point of a second group, one that moves CPU memory only over a group of its own."""
-        return "cuda:gloo" if self.point.condition == "a group beside" else "gloo"
+        return "cuda:gloo" if self.point.condition == "a second process group" else "gloo"
 
 
 def generate_cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
@@ -77,13 +77,13 @@ def generate_cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
                 )
 
 
-#: The kinds of saves that reach a point, by its ``needs``; by default all but the one with two renames.
+#: The kinds of saves that reach a point, by its ``condition``; by default all but the one with two renames.
 _KINDS = {
     "no exchange of names": ["two renames"],
     "retention": ["retention"],
     "a new name": ["new", "retention"],
     "a name that is taken": ["overwrite"],
-    "old ones go": ["overwrite", "retention"],
+    "old checkpoints removed": ["overwrite", "retention"],
 }
 
 
@@ -156,7 +156,7 @@ def save_or_load(rank: Rank, path: Path, case: Case, action: str) -> str:
     checkpointer = open_run(path, TIMEOUT) if case.save_kind else None
     rank.wait_for_all_ranks()  # all ranks start together
     with ExitStack() as stack:
-        if case.point.condition == "groups":
+        if case.point.condition == "buckets of ranks":
             stack.enter_context(mock.patch("holdfast.engine.integrity.crc_gather.MAX_FLAT_RANKS", 1))
         if dist.get_rank() == case.victim:
             stack.enter_context(call_at_point(case.point, getattr(rank, action)))

@@ -37,7 +37,7 @@ class DiskImage:
         self._files: dict[int, bytearray] = {}
 
     def apply(self, operation: Operation, part: SurvivingPart) -> None:
-        """Apply an operation; of a write, the part that ``form`` says."""
+        """Apply an operation; of a write, the part that survives."""
         match operation:
             case Create():
                 self._create(operation)

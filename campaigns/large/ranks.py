@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def run_rank(rank: int, task: Task, results: MutableSequence[int]) -> None:
-    """Run one rank in a process group. ``found`` receives the result."""
+    """Run one rank in a process group. ``results`` receives the result."""
     torch.set_num_threads(1)
     store = task.folder / f"store.{task.work.__name__}"
     dist.init_process_group("gloo", store=dist.FileStore(str(store), task.ranks), rank=rank, world_size=task.ranks)

@@ -27,7 +27,7 @@ MAX_SECONDS = 1800.0
 
 
 def save_and_compare(rank: Rank, path: Path, layout: str, staging: str, number: int) -> list[str]:
-    """Save ``times`` times as one rank. Return the torn values."""
+    """Save ``number`` times as one rank. Return the torn values."""
     del rank
     run = ChangingTraining(layout)
     return [torn for step in range(number) for torn in run.save_and_change(path, step, staging)]

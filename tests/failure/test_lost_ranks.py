@@ -20,18 +20,18 @@ LOADING = {point.name: point for point in points.LOAD_POINTS}
 KILLS = [
     Case(SAVING["writing"], 0, 2, "rank 0", "overwrite"),
     Case(SAVING["waiting for a stripe"], 2, 3, "file", "new", asynchronous=True),
-    Case(SAVING["telling its group"], 3, 4, "agent", "new"),
-    Case(SAVING["folding for its group"], 2, 4, "agent", "new"),
+    Case(SAVING["sending CRCs to the bucket"], 3, 4, "agent", "new"),
+    Case(SAVING["merging the CRCs of the bucket"], 2, 4, "agent", "new"),
     Case(SAVING["renamed"], 0, 2, "agent", "retention"),
     Case(LOADING["reading"], 1, 2, "agent"),
 ]
 STOPS = [
     Case(SAVING["writing small files"], 0, 2, "rank 0", "overwrite"),
     Case(SAVING["receiving a stripe"], 1, 3, "agent", "new", asynchronous=True),
-    Case(SAVING["reported"], 0, 3, "agent", "new"),
-    Case(SAVING["folding for its group"], 2, 4, "agent", "new"),
-    Case(SAVING["making a group to exchange over"], 1, 2, "agent", "new"),
-    Case(LOADING["checking"], 0, 2, "rank 0"),
+    Case(SAVING["CRCs reported"], 0, 3, "agent", "new"),
+    Case(SAVING["merging the CRCs of the bucket"], 2, 4, "agent", "new"),
+    Case(SAVING["making a gloo group"], 1, 2, "agent", "new"),
+    Case(LOADING["verifying checksums"], 0, 2, "rank 0"),
 ]
 
 
