@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast.data.preemption import Preemption
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.session import Session

@@ -13,7 +13,7 @@ from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast import api
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.rendezvous import Rendezvous, SessionStore, rendezvous_of

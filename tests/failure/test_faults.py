@@ -7,20 +7,20 @@ from unittest import mock
 
 import pytest
 
-from campaigns.faults import bench
-from campaigns.faults.bench import Tally
-from campaigns.faults.cases import SETTINGS, Setting
-from campaigns.kit import trial
+from campaigns.common import interruption
+from campaigns.faults import fault_trial
+from campaigns.faults.cases import FAULTY_CALLS, FaultyCall
+from campaigns.faults.fault_trial import Tally
 from holdfast.errors import StorageError
 from tests.helpers.pool import Ranks
 
 
-def tried(path: str, setting: Setting, every: int) -> Tally:
-    return bench.tried(None, Path(path) / "scratch", setting, every)
+def tried(path: str, setting: FaultyCall, every: int) -> Tally:
+    return fault_trial.try_all_faults(None, Path(path) / "scratch", setting, every)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: Setting) -> None:
+@pytest.mark.parametrize("setting", FAULTY_CALLS, ids=str)
+def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: FaultyCall) -> None:
     tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 149)
     assert tally.violations == []
     assert tally.outcomes["StorageError"] >= 1
@@ -33,8 +33,8 @@ def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, 
 
 def tried_with(path: str, end: Any) -> Tally:
     """The first fault of a load alone, and signals, where loads end otherwise than they do."""
-    alone = next(setting for setting in SETTINGS if not setting.how and setting.ranks == 1)
-    load = trial.load
+    alone = next(setting for setting in FAULTY_CALLS if not setting.save_kind and setting.ranks == 1)
+    load = interruption.load_latest
 
     def otherwise(*arguments: Any) -> int:
         with suppress(StorageError):
@@ -43,7 +43,7 @@ def tried_with(path: str, end: Any) -> Tally:
             raise end
         return end
 
-    with mock.patch.object(trial, "load", otherwise):
+    with mock.patch.object(interruption, "load_latest", otherwise):
         return tried(path, alone, 10**6)
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import holdfast
-from campaigns.side_by_side.acts import check_state
-from campaigns.side_by_side.scenes import SCENES, judge, play
+from campaigns.side_by_side.actions import check_state
+from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scenario
 from holdfast import Checkpointer, api
 from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
@@ -84,9 +84,9 @@ def between_two_renames(change: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_processes_side_by_side(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    judge(tmp_path, name, ranks(len(SCENES[name].acts), play, str(tmp_path), name, 0.7))
+    check_outcome(tmp_path, name, ranks(len(SCENARIOS[name].actions), run_scenario, str(tmp_path), name, 0.7))
 
 
 def saver_and_loaders(path: str) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from campaigns.torn.layouts import LAYOUTS
-from campaigns.torn.subject import Subject
+from campaigns.torn.training import ChangingTraining
 from holdfast.engine.io.staging import StagedTensors
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from tests.helpers.pool import Ranks
@@ -17,7 +17,7 @@ ALONE = [layout for layout, made in LAYOUTS.items() if made.ranks == 1]
 
 
 def torn(path: str, layout: str, staging: str, number: int) -> list[str]:
-    run = Subject(layout)
+    run = ChangingTraining(layout)
     return [name for step in range(number) for name in run.save_and_change(Path(path), step, staging)]
 
 

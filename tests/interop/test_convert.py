@@ -22,7 +22,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast.cli.main import app
 from holdfast.errors import (
     CheckpointReplacedError,

@@ -10,6 +10,6 @@ CONTEXT.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
         *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.api", "holdfast.data.loader"),
-        *("campaigns.kit.points", "campaigns.kit.trial", "campaigns.resume.training"),
+        *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
     ]
 )

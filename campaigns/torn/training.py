@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import holdfast
 from campaigns.torn.layouts import LAYOUTS, WIDTH, Net
-from campaigns.torn.snapshot import Kept, Snapshot, local
+from campaigns.torn.snapshot import LiveStateful, Snapshot, get_local
 
 
-class Subject:
+class ChangingTraining:
     """A run in one layout, which saves and changes its state."""
 
     def __init__(self, layout: str) -> None:
@@ -27,8 +27,8 @@ class Subject:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = made.optimizer([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.01}], lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.9)
-        self.tracker = Kept()
-        self.loader = Kept()
+        self.tracker = LiveStateful()
+        self.loader = LiveStateful()
         self.content: dict[str, Any] = {
             "step": 0,
             "nested": [[0], {"deep": [{"x": 0}], "set": {0}}],
@@ -38,7 +38,7 @@ class Subject:
             "scalar": torch.zeros((), dtype=torch.float64),
             "array": np.zeros((20, 30), np.int32),
         }
-        self._step()
+        self._train_step()
 
     def save_and_change(self, path: Path, step: int, staging: str) -> Iterator[str]:
         """Save asynchronously, change everything, and return the values that are not those at the call."""
@@ -56,14 +56,14 @@ class Subject:
             async_save=True,
             staging=staging,
         )
-        self._scribble(step)
+        self._change_values(step)
         if staging == "eager":
             self._change_tensors(step)
         else:
-            self._step()
+            self._train_step()
         holdfast.finalize()
-        yield from (f"step {step}: {name}" for name in expected.differing(path / f"step_{step}"))
-        _everybody()
+        yield from (f"step {step}: {name}" for name in expected.find_differences(path / f"step_{step}"))
+        _wait_for_all_ranks()
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(path / f"step_{step}")
 
@@ -71,15 +71,15 @@ class Subject:
         """Change each tensor in its own way, before and after an optimizer step."""
         with torch.no_grad():
             for tensor in self.model.parameters():
-                local(tensor).add_(1)
+                get_local(tensor).add_(1)
             for states in self.optimizer.state.values():
                 for value in states.values():
-                    local(value).add_(1)
-        self._step()
+                    get_local(value).add_(1)
+        self._train_step()
         if step % 3 == 0:
-            self._move()
+            self._move_states()
 
-    def _scribble(self, step: int) -> None:
+    def _change_values(self, step: int) -> None:
         """Change values, the deepest first, and tensors that belong to no optimizer."""
         content = self.content
         content["nested"][1]["deep"][0]["x"] += 1
@@ -89,9 +89,9 @@ class Subject:
         content["ordered"]["a"][0] += 1
         content["bytes"][0] = step % 256
         kept = self.tracker.state, self.loader.state
-        for tensor in (content["tensor"], content["scalar"], *(one["mean"] for one in kept), *self.model.buffers()):
-            local(tensor).add_(1)
-        for array in (content["array"], *(one["table"] for one in kept)):
+        for tensor in (content["tensor"], content["scalar"], *(state["mean"] for state in kept), *self.model.buffers()):
+            get_local(tensor).add_(1)
+        for array in (content["array"], *(state["table"] for state in kept)):
             np.add(array, 1, out=array)
         self.tracker.state["counts"][0] += 1
         self.loader.state["counts"][1] += 1
@@ -101,21 +101,21 @@ class Subject:
             group["betas"] = (group["betas"][0], 0.5 + step % 7 / 100)
         torch.rand(3)
 
-    def _step(self) -> None:
+    def _train_step(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.model(torch.rand(4, WIDTH, generator=generator)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def _move(self) -> None:
+    def _move_states(self) -> None:
         """Move states to new memory, and reuse their old memory."""
         for states in self.optimizer.state.values():
             for name, value in list(states.items()):
                 states[name] = value.clone()
-                local(value).fill_(-1)
+                get_local(value).fill_(-1)
 
 
-def _everybody() -> None:
+def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()

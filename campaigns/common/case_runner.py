@@ -9,17 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 #: The most violations that are printed.
-MOST = 40
+MAX_PRINTED = 40
 
 C = TypeVar("C")
 R = TypeVar("R")
 
 
-def run(cases: Sequence[C], trial: Callable[[C], R], together: int) -> Iterator[tuple[C, R]]:
+def run_cases(cases: Sequence[C], run_case: Callable[[C], R], workers: int) -> Iterator[tuple[C, R]]:
     """Run all cases, some in parallel. Yield each with its result, in order, and print the progress to stderr."""
     started = time.monotonic()
-    with ThreadPoolExecutor(together) as pool:
-        for number, (case, result) in enumerate(zip(cases, pool.map(trial, cases), strict=True), 1):
+    with ThreadPoolExecutor(workers) as pool:
+        for number, (case, result) in enumerate(zip(cases, pool.map(run_case, cases), strict=True), 1):
             print(f"\r{number}/{len(cases)}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
             if violation := getattr(result, "violation", ""):
                 print(f"\n{violation}", file=sys.stderr)
@@ -27,16 +27,16 @@ def run(cases: Sequence[C], trial: Callable[[C], R], together: int) -> Iterator[
     print(file=sys.stderr)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def format_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table, with numbers aligned to the right."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join(lines)
 
 
-def verdict(violations: Sequence[str]) -> int:
+def report_violations(violations: Sequence[str]) -> int:
     """Print the first violations and their number. Return the exit status."""
-    for violation in violations[:MOST]:
+    for violation in violations[:MAX_PRINTED]:
         print("VIOLATION:", violation)
     print(f"{len(violations)} violations")
     return 1 if violations else 0

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.measure import Contender, Figure, Table, Told
+from benchmarks.measure import Contender, Figure, SelfTimed, Table
 
 #: The interval, in seconds, at which the memory of the process is sampled.
 _LOOK = 0.005
 
 
 @dataclass(frozen=True)
-class Apart:
+class ProcessTimer:
     """A timer of ``work`` in a new process each, after ``warm`` (both pickled). ``clear`` runs right before it."""
 
     work: Callable[[], object]
@@ -26,35 +26,35 @@ class Apart:
     #: The increase of the process's memory in each run, in bytes, without pages shared with the page cache.
     memory: list[int] = field(default_factory=list)
 
-    def contender(self) -> Contender:
+    def build_contender(self) -> Contender:
         """Return the contender, timed from its start signal to its end."""
-        running: list[_Child] = []
+        running: list[_TimedProcess] = []
 
         def prepare() -> None:
-            running.append(_Child(self.work, self.warm))
+            running.append(_TimedProcess(self.work, self.warm))
             self.clear()
 
-        def run() -> Told:
-            told, rise = running.pop().run()
+        def run() -> SelfTimed:
+            timed, rise = running.pop().run()
             self.memory.append(rise)
-            return told
+            return timed
 
         return Contender(run, prepare)
 
 
-class _Child:
+class _TimedProcess:
     """A process that waits for its start signal."""
 
     def __init__(self, work: Callable[[], object], warm: Callable[[], object]) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.__main__"])  # otherwise each process would import torch again
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, warm, theirs), daemon=True)
+        self._process = context.Process(target=_run_child, args=(work, warm, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self._pipe.recv()
 
-    def run(self) -> tuple[Told, int]:
+    def run(self) -> tuple[SelfTimed, int]:
         """Start the work and wait for its end. Return its time, and the peak increase of its memory."""
         before = peak = self._resident()
         started = time.perf_counter()
@@ -62,16 +62,16 @@ class _Child:
         while not self._pipe.poll(_LOOK):
             peak = max(peak, self._resident())
         self._pipe.recv()  # raises if the process failed
-        told = Told(time.perf_counter() - started)
+        timed = SelfTimed(time.perf_counter() - started)
         self._process.join()
-        return told, peak - before
+        return timed, peak - before
 
     def _resident(self) -> int:
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
 
 
-def _serve(work: Callable[[], object], warm: Callable[[], object], pipe: Connection) -> None:
+def _run_child(work: Callable[[], object], warm: Callable[[], object], pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     warm()
     pipe.send(None)
@@ -80,7 +80,7 @@ def _serve(work: Callable[[], object], warm: Callable[[], object], pipe: Connect
     pipe.send(None)
 
 
-def memory_table(title: str, jobs: Mapping[str, Apart]) -> Table:
+def build_memory_table(title: str, jobs: Mapping[str, ProcessTimer]) -> Table:
     """Return a table of the peak memory of each contender over all rounds."""
-    found = {name: Figure((max(job.memory) / 1e6,)) for name, job in jobs.items()}
-    return Table(title, "MB", found, note="The most of all rounds.")
+    figures = {name: Figure((max(job.memory) / 1e6,)) for name, job in jobs.items()}
+    return Table(title, "MB", figures, note="The most of all rounds.")

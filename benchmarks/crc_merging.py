@@ -1,4 +1,4 @@
-"""``python -m benchmarks.folding``: the cost on rank 0 of one CRC from another rank, against the earlier method.
+"""``python -m benchmarks.crc_merging``: the cost on rank 0 of one CRC from another rank, against the earlier method.
 
 Ranks hold rows of tensors, as under FSDP: each reports one fragment of each tensor, adjacent to those of its
 neighbours.
@@ -13,7 +13,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.measure import seconds
+from benchmarks.measure import measure_seconds
 from holdfast.engine.integrity.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
@@ -45,29 +45,29 @@ class Costs:
         )
 
 
-def measure() -> Costs:
+def measure_costs() -> Costs:
     """Measure the costs on this machine."""
-    reports = [_report(rank) for rank in range(RANKS)]
+    reports = [_build_report(rank) for rank in range(RANKS)]
     folded = merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
-    found = decode_fragments([folded])
-    one_by_one = seconds(lambda: _assemble(_decoded(reports)))
+    fragments = decode_fragments([folded])
+    one_by_one = measure_seconds(lambda: _assemble_crcs(_decode_reports(reports)))
     return Costs(
-        fold=seconds(lambda: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes())
+        fold=measure_seconds(lambda: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes())
         / (RANKS * TENSORS),
-        block=seconds(lambda: _assemble(decode_fragments([folded]))) / sum(map(len, found.values())),
-        byte=_byte(reports),
+        block=measure_seconds(lambda: _assemble_crcs(decode_fragments([folded]))) / sum(map(len, fragments.values())),
+        byte=_measure_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
     )
 
 
-def _report(rank: int) -> bytes:
+def _build_report(rank: int) -> bytes:
     """Encode fragments whose ranges are all in the first block."""
     crcs = np.random.default_rng(rank).integers(2**63, size=TENSORS).tolist()
     start, stop = rank * NBYTES, (rank + 1) * NBYTES
     return encode_fragments({tensor: [Fragment(start, stop, crc)] for tensor, crc in enumerate(crcs)})
 
 
-def _decoded(reports: Sequence[bytes]) -> Fragments:
+def _decode_reports(reports: Sequence[bytes]) -> Fragments:
     """Return all fragments, unmerged."""
     result: Fragments = {}
     for raw in reports:
@@ -76,13 +76,13 @@ def _decoded(reports: Sequence[bytes]) -> Fragments:
     return result
 
 
-def _assemble(found: Fragments) -> None:
-    for fragments in found.values():
+def _assemble_crcs(fragments_by_tensor: Fragments) -> None:
+    for fragments in fragments_by_tensor.values():
         if None in blocks.assemble_crcs(fragments, RANKS * NBYTES):
             raise ValueError("what was told does not tile the tensor")
 
 
-def _byte(reports: Sequence[bytes]) -> float:
+def _measure_byte(reports: Sequence[bytes]) -> float:
     """Measure a byte that is set and read, both over one connection of the process that hosts the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     keys = [f"hashed/{rank}" for rank in range(len(reports))]
@@ -92,8 +92,8 @@ def _byte(reports: Sequence[bytes]) -> float:
             store.set(key, report)  # type: ignore[arg-type]
         store.multi_get(keys)
 
-    return seconds(through) / (RANKS * TENSORS * FRAGMENT_BYTES)
+    return measure_seconds(through) / (RANKS * TENSORS * FRAGMENT_BYTES)
 
 
 if __name__ == "__main__":
-    print(measure())
+    print(measure_costs())

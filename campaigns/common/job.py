@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast.errors import HoldfastError
 
 #: The owner of the ranks' key-value store: rank 0, torchrun (here: this process), or a file.
@@ -34,14 +34,14 @@ _STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class End:
+class RankOutcome:
     """The end of a rank's part, with its time by a shared clock. ``error`` is the name of its type."""
 
-    when: float
+    time: float
     result: Any = None
     error: str = ""
     message: str = ""
-    typed: bool = False
+    is_typed: bool = False
 
 
 class Rank:
@@ -50,36 +50,38 @@ class Rank:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def tell(self, what: str) -> None:
+    def send_message(self, message: str) -> None:
         """Send the campaign a message, with the time."""
-        self._pipe.send((what, time.monotonic()))
+        self._pipe.send((message, time.monotonic()))
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """Wait for all ranks, without using their process group or their store."""
-        self.tell("here")
+        self.send_message("here")
         self._pipe.recv()
 
-    def die(self) -> None:
+    def kill_process(self) -> None:
         """Kill this process, as from outside."""
-        self.tell("killed")
+        self.send_message("killed")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def stop(self) -> None:
+    def stop_process(self) -> None:
         """Stop this process until the campaign wakes it."""
-        self.tell("stopped")
+        self.send_message("stopped")
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread must not make one more call
 
 
 #: The function that a rank runs.
-Part = Callable[..., Any]
+RankFunction = Callable[..., Any]
 
 
 class Job:
     """A number of ranks that each run the same function. At the end of the context, all its processes are killed."""
 
-    def __init__(self, size: int, store: str, scratch: Path, part: Part, *args: Any, backend: str = "gloo") -> None:
-        self.told: dict[tuple[int, str], float] = {}
-        self.ends: dict[int, End] = {}
+    def __init__(
+        self, size: int, store: str, scratch: Path, part: RankFunction, *args: Any, backend: str = "gloo"
+    ) -> None:
+        self.messages: dict[tuple[int, str], float] = {}
+        self.outcomes: dict[int, RankOutcome] = {}
         self._agent = (
             dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store == "agent" else None
         )
@@ -90,7 +92,7 @@ class Job:
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_be, args=(theirs, rank, size, store, address, backend, part, args), daemon=True
+                target=_run_rank, args=(theirs, rank, size, store, address, backend, part, args), daemon=True
             )
             with _STARTING:
                 process.start()
@@ -100,7 +102,7 @@ class Job:
             if rank == 0 and store == "rank 0":
                 address = ours.recv()
 
-    def signal(self, rank: int, number: int) -> float:
+    def send_signal(self, rank: int, number: int) -> float:
         """Send a rank a signal. Return the time."""
         pid = self._processes[rank].pid
         if pid is not None:
@@ -108,32 +110,32 @@ class Job:
                 os.kill(pid, number)
         return time.monotonic()
 
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, until: Callable[[], bool], seconds: float) -> bool:
         """Receive messages of the ranks until a condition holds. Return whether it does."""
         ends = time.monotonic() + seconds
         while not until() and (left := ends - time.monotonic()) > 0:
             for pipe in wait([pipe for pipe in self._pipes if not pipe.closed], min(left, 1.0)):
-                self._hear(self._pipes.index(pipe))  # type: ignore[arg-type]
+                self._receive_message(self._pipes.index(pipe))  # type: ignore[arg-type]
         return until()
 
-    def _hear(self, rank: int) -> None:
+    def _receive_message(self, rank: int) -> None:
         try:
-            what, told = self._pipes[rank].recv()
+            message, content = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._pipes[rank].close()
             return
-        if isinstance(told, End):
-            self.ends[rank] = told
+        if isinstance(content, RankOutcome):
+            self.outcomes[rank] = content
         else:
-            self.told[rank, what] = told
-            if what == "here" and all((other, what) in self.told for other in range(len(self._pipes))):
+            self.messages[rank, message] = content
+            if message == "here" and all((other, message) in self.messages for other in range(len(self._pipes))):
                 for pipe in self._pipes:
                     pipe.send("go")
 
-    def is_over(self, *without: int) -> bool:
+    def have_ended(self, *without: int) -> bool:
         """Return whether all these ranks have ended or died."""
         there = [rank for rank, pipe in enumerate(self._pipes) if not pipe.closed and rank not in without]
-        return all(rank in self.ends for rank in there)
+        return all(rank in self.outcomes for rank in there)
 
     def __enter__(self) -> Self:
         return self
@@ -149,31 +151,38 @@ class Job:
             pipe.close()
 
 
-def _be(
-    pipe: Connection, rank: int, size: int, store: str, address: str, backend: str, part: Part, args: tuple[Any, ...]
+def _run_rank(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    store: str,
+    address: str,
+    backend: str,
+    part: RankFunction,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the campaign reports failures
     dist.init_process_group(
         backend,
-        store=_store(pipe, rank, size, store, address),
+        store=_open_store(pipe, rank, size, store, address),
         rank=rank,
         world_size=size,
         timeout=timedelta(minutes=5),
     )
     try:
         result = part(Rank(pipe), *args)
-        end = End(time.monotonic(), result)
-    except Exception as error:  # noqa: BLE001 - the campaign judges it
+        end = RankOutcome(time.monotonic(), result)
+    except Exception as error:  # noqa: BLE001 - the campaign checks it
         typed = isinstance(error, HoldfastError)
         message = str(error) if typed else traceback.format_exc()
-        end = End(time.monotonic(), None, type(error).__name__, message, typed)
+        end = RankOutcome(time.monotonic(), None, type(error).__name__, message, typed)
     pipe.send(("end", end))
     # Ranks stay alive until the campaign ends all of them: a rank that exits early is not tested here.
     time.sleep(3600)
 
 
-def _store(pipe: Connection, rank: int, size: int, store: str, address: str) -> Store:
+def _open_store(pipe: Connection, rank: int, size: int, store: str, address: str) -> Store:
     if store == "file":
         return dist.FileStore(address, size)
     if store == "rank 0" and rank == 0:

@@ -24,53 +24,55 @@ class ViolationError(Exception):
     """A broken promise."""
 
 
-def expected(step: int) -> dict[str, torch.Tensor]:
+def build_tensors(step: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a step, unsharded."""
     shapes = {name: shape[:2] for name, shape in _SHARDED.items()} | _COPIED
-    return {name: _value(name, shape, step) for name, shape in shapes.items()}
+    return {name: _build_tensor(name, shape, step) for name, shape in shapes.items()}
 
 
-def _value(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+def _build_tensor(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
     count = 1
     for size in shape:
         count *= size
     return (torch.arange(count, dtype=torch.float32) + 1e5 * step + len(name)).reshape(shape)
 
 
-def model(step: int) -> dict[str, torch.Tensor]:
+def build_shards(step: int) -> dict[str, torch.Tensor]:
     """Return this rank's shards of a step's tensors."""
-    whole = expected(step)
+    whole = build_tensors(step)
     if not dist.is_initialized():
         return whole
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False)
     for name, (*_, dim) in _SHARDED.items():
-        mine = whole[name].chunk(size, dim)[rank].contiguous()
-        whole[name] = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
+        shard = whole[name].chunk(size, dim)[rank].contiguous()
+        whole[name] = DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False)
     return whole
 
 
-def content(step: int) -> dict[str, Any]:
+def build_user_content(step: int) -> dict[str, Any]:
     """Return the user content of a step."""
     return {"step": step, "history": list(range(step)), "blob": torch.full((2000,), float(step))}
 
 
-def is_exact(found: dict[str, torch.Tensor], step: int) -> bool:
+def has_values_of(tensors: dict[str, torch.Tensor], step: int) -> bool:
     """Return whether this rank's tensors are those of a step, bit for bit."""
-    return all(torch.equal(_local(found[name]), _local(tensor)) for name, tensor in model(step).items())
+    return all(
+        torch.equal(_get_local(tensors[name]), _get_local(tensor)) for name, tensor in build_shards(step).items()
+    )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def visible(run: Path) -> dict[str, int]:
+def read_checkpoints(run: Path) -> dict[str, int]:
     """Read the step of each checkpoint by tag, without holdfast. Raises ``ViolationError`` if one is not whole."""
     folders = sorted(entry for entry in run.iterdir() if parse_hidden_name(entry.name) is None)
-    return {folder.name: _step(folder) for folder in folders}
+    return {folder.name: _read_step(folder) for folder in folders}
 
 
-def _step(folder: Path) -> int:
+def _read_step(folder: Path) -> int:
     try:
         step = json.loads((folder / "state.json").read_bytes())["user_content"]["step"]
         tensors = load_file(folder / "model/model.safetensors")
@@ -78,7 +80,7 @@ def _step(folder: Path) -> int:
         json.loads((folder / "manifest.json").read_bytes())
     except Exception as error:
         raise ViolationError(f"{folder} is visible, and not whole: {error!r}") from error
-    whole = expected(step)
+    whole = build_tensors(step)
     if tensors.keys() != whole.keys() or not all(torch.equal(tensors[name], whole[name]) for name in whole):
         raise ViolationError(f"{folder} is torn: it says step {step}, and has other tensors")
     if not torch.equal(blob, torch.full((2000,), float(step))):
@@ -86,6 +88,6 @@ def _step(folder: Path) -> int:
     return int(step)
 
 
-def hidden(run: Path) -> list[str]:
+def list_hidden_names(run: Path) -> list[str]:
     """Return the hidden directories that saves left."""
     return sorted(entry.name for entry in run.iterdir() if parse_hidden_name(entry.name) is not None)

@@ -1,4 +1,4 @@
-"""The judge: a changed checkpoint must be read, or refused with a typed error.
+"""The check of a changed checkpoint: it must be read, or refused with a typed error.
 
 No code from the checkpoint may run, and memory and time are bounded.
 """
@@ -21,32 +21,32 @@ from holdfast.errors import HoldfastError
 from tests.hostile.test_hostile import little_memory
 
 #: Audit events of Python that show that external code could run.
-_EVENTS = frozenset(
+_FORBIDDEN_EVENTS = frozenset(
     {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pickle.find_class"}
 )
 
 #: The CPU seconds that reading a checkpoint of a few kilobytes may take.
-_SECONDS = 5.0
+_MAX_SECONDS = 5.0
 
 
-class Judge:
-    """The judge of all cases, with their counts and an audit hook that detects code execution."""
+class ReadChecker:
+    """The check of all cases, with their counts and an audit hook that detects code execution."""
 
     def __init__(self) -> None:
         self.read = self.refused = 0
-        self._listening, self._heard = False, ""
-        sys.addaudithook(self._hear)
+        self._is_reading, self._event = False, ""
+        sys.addaudithook(self._note_event)
 
-    def _hear(self, event: str, _: tuple[Any, ...]) -> None:
-        if self._listening and event in _EVENTS:
-            self._heard = event
+    def _note_event(self, event: str, _: tuple[Any, ...]) -> None:
+        if self._is_reading and event in _FORBIDDEN_EVENTS:
+            self._event = event
 
-    def problem(self, path: Path) -> str | None:
+    def find_problem(self, path: Path) -> str | None:
         """Read a checkpoint. Return the problem with its handling, if any."""
-        start, self._heard, self._listening = time.process_time(), "", True
+        start, self._event, self._is_reading = time.process_time(), "", True
         try:
             with little_memory():
-                _use(path)
+                _read_everything(path)
             self.read += 1
         except HoldfastError as error:
             self.refused += 1
@@ -57,14 +57,14 @@ class Judge:
                 raise
             return f"{type(error).__name__}: {error}"
         finally:
-            self._listening = False
-        if self._heard:
-            return f"code was run: {self._heard}"
+            self._is_reading = False
+        if self._event:
+            return f"code was run: {self._event}"
         taken = time.process_time() - start
-        return f"it took {taken:.1f} s" if taken > _SECONDS else None
+        return f"it took {taken:.1f} s" if taken > _MAX_SECONDS else None
 
 
-def _use(path: Path) -> None:
+def _read_everything(path: Path) -> None:
     """Read everything in a checkpoint, in all ways."""
     opened = holdfast.open(path)
     for name in opened:

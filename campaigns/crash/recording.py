@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from campaigns.crash.operations import History, Log, merge
+from campaigns.crash.operations import History, Log, merge_logs
 from campaigns.crash.recorder import Recorder
 from campaigns.crash.scenarios import Prune, Scenario
 from campaigns.crash.training import Training
@@ -16,19 +16,19 @@ from tests.helpers.pool import Ranks
 RUN = "runs/a"
 
 
-def play(scenario: Scenario, ranks: int, pool: Ranks, root: Path) -> History:
+def record_scenario(scenario: Scenario, ranks: int, pool: Ranks, root: Path) -> History:
     """Run a scenario on ``ranks`` ranks whose disk is an empty directory. Return the history of their operations."""
-    return merge(pool(ranks, _rank, scenario, root))
+    return merge_logs(pool(ranks, _record_rank, scenario, root))
 
 
-def _rank(scenario: Scenario, root: Path) -> Log:
+def _record_rank(scenario: Scenario, root: Path) -> Log:
     training = Training(scenario.models)
-    with scenario.file_system(), Recorder(root) as recorder:
+    with scenario.emulate_file_system(), Recorder(root) as recorder:
         for number, step in enumerate(scenario.steps):
             dist.barrier()
             if isinstance(step, Prune) and dist.get_rank():
                 continue
-            recorder.begin(number)
+            recorder.begin_step(number)
             step.run(root / RUN, training)
-            recorder.end(number)
+            recorder.end_step(number)
         return recorder.log

@@ -47,7 +47,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass
-class Faulty:
+class FaultyFileSystem:
     """Counts calls about ``root``, and lets the n-th (from 0) fail with ``fault``; if ``forever``, all later ones too.
 
     A ``fault`` is the name of an error number, ``"short"`` (half of the bytes are moved), ``"nothing"`` (none are), or
@@ -63,22 +63,22 @@ class Faulty:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def there(self) -> Iterator[Self]:
+    def install(self) -> Iterator[Self]:
         """Route this process's disk access through it."""
         with ExitStack() as stack:
             for name in ("mkdir", "rename", "unlink", "rmdir", "stat", "lstat", "listdir", "scandir", "statvfs"):
-                stack.enter_context(mock.patch.object(os, name, self._by_name(name, getattr(os, name))))
+                stack.enter_context(mock.patch.object(os, name, self._wrap_path_call(name, getattr(os, name))))
             for name in ("ftruncate", "fsync", "fstat", "pwrite", "preadv"):
-                stack.enter_context(mock.patch.object(os, name, self._by_number(name, getattr(os, name))))
-            stack.enter_context(mock.patch.object(fcntl, "flock", self._by_number("flock", fcntl.flock)))
-            stack.enter_context(mock.patch.object(os, "open", self._open(os.open)))
-            stack.enter_context(mock.patch.object(os, "close", self._close(os.close)))
-            stack.enter_context(mock.patch.object(io, "open", self._io_open(io.open)))
-            renameat2 = self._by_name("renameat2", directories._renameat2)
+                stack.enter_context(mock.patch.object(os, name, self._wrap_descriptor_call(name, getattr(os, name))))
+            stack.enter_context(mock.patch.object(fcntl, "flock", self._wrap_descriptor_call("flock", fcntl.flock)))
+            stack.enter_context(mock.patch.object(os, "open", self._wrap_open(os.open)))
+            stack.enter_context(mock.patch.object(os, "close", self._wrap_close(os.close)))
+            stack.enter_context(mock.patch.object(io, "open", self._wrap_io_open(io.open)))
+            renameat2 = self._wrap_path_call("renameat2", directories._renameat2)
             stack.enter_context(mock.patch.object(directories, "_renameat2", renameat2))
             yield self
 
-    def _strikes(self, call: str) -> str:
+    def _count_call(self, call: str) -> str:
         """Count a call. Return its fault, if any."""
         with self._lock:
             number = len(self.calls)
@@ -91,14 +91,14 @@ class Faulty:
         self.fault()
         return ""
 
-    def _check(self, call: str) -> str:
+    def _raise_fault(self, call: str) -> str:
         """Count a call, and raise its error, if any. Return another kind of fault."""
-        fault = self._strikes(call)
+        fault = self._count_call(call)
         if fault in {"", "short", "nothing"}:
             return fault
         raise OSError(number := getattr(errno, fault), os.strerror(number))
 
-    def _path(self, path: Any, dir_fd: int | None) -> str:
+    def _resolve_path(self, path: Any, dir_fd: int | None) -> str:
         """Return the path that a call is about; empty if it is not below the root."""
         if isinstance(path, int):
             return self._names.get(path, "")
@@ -107,32 +107,32 @@ class Faulty:
             name = os.path.join(self._names.get(dir_fd, ""), name)  # noqa: PTH118 - as the system takes it
         return name if name == str(self.root) or name.startswith(f"{self.root}/") else ""
 
-    def _by_name(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_path_call(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any = ".", *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
-            if self._path(path, dir_fd):
-                self._check(call)
+            if self._resolve_path(path, dir_fd):
+                self._raise_fault(call)
             if dir_fd is not None:
                 options["dir_fd"] = dir_fd
             return real(path, *args, **options)
 
         return wrapped
 
-    def _by_number(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_descriptor_call(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(fd: int, *args: Any) -> Any:
             if fd not in self._names:
                 return real(fd, *args)
-            fault = self._check(call)
+            fault = self._raise_fault(call)
             if fault == "nothing":
                 return 0
-            return real(fd, *(_half(call, args) if fault == "short" else args))
+            return real(fd, *(_halve_arguments(call, args) if fault == "short" else args))
 
         return wrapped
 
-    def _open(self, real: Callable[..., int]) -> Callable[..., int]:
+    def _wrap_open(self, real: Callable[..., int]) -> Callable[..., int]:
         def wrapped(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            name = self._path(path, dir_fd)
+            name = self._resolve_path(path, dir_fd)
             if name:
-                self._check("create" if flags & os.O_CREAT else "open")
+                self._raise_fault("create" if flags & os.O_CREAT else "open")
             fd = real(path, flags, mode, dir_fd=dir_fd)
             if name:
                 self._names[fd] = name
@@ -140,28 +140,28 @@ class Faulty:
 
         return wrapped
 
-    def _close(self, real: Callable[[int], None]) -> Callable[[int], None]:
+    def _wrap_close(self, real: Callable[[int], None]) -> Callable[[int], None]:
         def wrapped(fd: int) -> None:
             known = self._names.pop(fd, "")
             real(fd)  # the file is closed even if the call fails
             if known:
-                self._check("close")
+                self._raise_fault("close")
 
         return wrapped
 
-    def _io_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_io_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if not self._path(path, None):
+            if not self._resolve_path(path, None):
                 return real(path, mode, *args, **options)
-            self._check("open" if mode == "rb" else "create")
+            self._raise_fault("open" if mode == "rb" else "create")
             file = real(path, mode, *args, **options)
             self._names[file.fileno()] = str(path)
-            return _File(file, self)
+            return _FaultyFile(file, self)
 
         return wrapped
 
 
-def _half(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _halve_arguments(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return half of the bytes; in whole sectors if possible, because direct I/O moves no less."""
     data, offset = args
     whole = data[0] if call == "preadv" else data
@@ -170,18 +170,18 @@ def _half(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return ([half] if call == "preadv" else half), offset
 
 
-class _File:
+class _FaultyFile:
     """A file object whose writes and reads each count as a call."""
 
-    def __init__(self, file: Any, faulty: Faulty) -> None:
+    def __init__(self, file: Any, faulty: FaultyFileSystem) -> None:
         self._file, self._faulty = file, faulty
 
     def write(self, data: Any) -> int:
-        self._faulty._check("write")
+        self._faulty._raise_fault("write")
         return int(self._file.write(data))
 
     def read(self, *size: int) -> Any:
-        self._faulty._check("read")
+        self._faulty._raise_fault("read")
         return self._file.read(*size)
 
     def flush(self) -> None:
@@ -196,4 +196,4 @@ class _File:
     def __exit__(self, *_: object) -> None:
         self._faulty._names.pop(self._file.fileno(), "")
         self._file.close()
-        self._faulty._check("close")
+        self._faulty._raise_fault("close")
