@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from tests.distributed.test_same_bytes import contents
+from tests.distributed.test_deterministic_files import contents
+from tests.helpers.layouts import CASES, LAYOUTS, blank, fill, local, tensors, value
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import CASES, LAYOUTS, blank, fill, local, tensors, value
 
 
 def save(path: str, layout: str) -> None:

@@ -26,8 +26,8 @@ from holdfast.cli.main import app
 from holdfast.errors import CorruptCheckpointError, NoCheckpointError
 from holdfast.ondisk import manifest
 from tests.golden import reader
-from tests.golden.damages import DAMAGES, INDEX, STORED, text
-from tests.golden.damages import manifest as edited
+from tests.golden.corruptions import DAMAGES, INDEX, STORED, text
+from tests.golden.corruptions import manifest as edited
 from tests.golden.make import DAMAGED, TAG, V1, save, stored
 from tests.golden.reader import Refused, Tensor
 from tests.golden.states import GOLDEN, NAMES, Golden, canonical, seen

@@ -1,6 +1,7 @@
 """Checkpoints of holdfast and of ``torch.distributed.checkpoint``, each loaded by the other, in any layout.
 
-Names define the expected state (``tests/helpers/zoo.py``). Torch's own gathering gives the state of a run after a load.
+Names define the expected state (``tests/helpers/layouts.py``).
+Torch's own gathering gives the state of a run after a load.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from tests.helpers import zoo
-from tests.helpers.zoo import WIDTH, Zoo, assign, blank, clean, fill, mesh, parallel, shard, value
+from tests.helpers import layouts
+from tests.helpers.layouts import WIDTH, Zoo, assign, blank, clean, fill, mesh, parallel, shard, value
 
 Kind = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 CASES = [Case(layout, n) for layout, sizes in SIZES.items() for n in sizes]
 
 
-class Net(zoo.Net):
+class Net(layouts.Net):
     """Each rank has a part of each parameter: where one has none, torch's FSDP1 loads nothing by DCP.
 
     It says "Missing key in checkpoint state_dict: optim.param_groups." then, also of what it has saved itself.

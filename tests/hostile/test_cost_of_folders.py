@@ -1,6 +1,6 @@
 """Tests the cost of hostile directories: metadata and files that refer to each other, or numbers that cause work.
 
-Like the files in :mod:`tests.hostile.test_cost`, each of them is refused, or read, before it costs much.
+Like the files in :mod:`tests.hostile.test_cost_of_values`, each of them is refused, or read, before it costs much.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from holdfast.compat.nxd.format.optimizer_states import PipelineStage
 from holdfast.compat.nxd.format.sharding_spec import parse_spec
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
 from tests.helpers.nxd_files import name
-from tests.hostile.test_cost import SECONDS, P, cheap, integer, text
-from tests.hostile.test_hostile import look
+from tests.hostile.test_cost_of_values import SECONDS, P, cheap, integer, text
+from tests.hostile.test_forged_checkpoints import look
 from tests.interop.torch.test_torch_files import saved, stored
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]

@@ -20,7 +20,7 @@ import holdfast
 from holdfast.errors import HoldfastError, NoCheckpointError, UnsafeNameError
 from tests.helpers.nxd_files import name
 from tests.helpers.nxd_files import save as save_rank
-from tests.hostile.test_hostile import look
+from tests.hostile.test_forged_checkpoints import look
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -35,8 +35,8 @@ from holdfast.errors import (
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories, posix
 from holdfast.storage.directories import DirectoryLock
-from tests.distributed.test_same_bytes import contents
-from tests.failure.test_side_by_side import once
+from tests.distributed.test_deterministic_files import contents
+from tests.failure.test_concurrent_jobs import once
 from tests.helpers.pool import Ranks
 from tests.helpers.training import assert_equal, start, trained, whole
 

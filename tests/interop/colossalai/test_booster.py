@@ -29,7 +29,7 @@ from holdfast.errors import (
     OptimizerMismatchError,
     UnsafePickleError,
 )
-from tests.helpers import zoo
+from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 
 #: Positional order and defaults of colossalai.booster.Booster, version 0.5.0.
@@ -295,23 +295,27 @@ def test_stages_of_a_pipeline_are_read_as_one_model(tmp_path: Path) -> None:
 
 
 def layout(path: str, kind: str) -> list[str]:
-    run = zoo.fill(zoo.LAYOUTS[kind][0]())
+    run = layouts.fill(layouts.LAYOUTS[kind][0]())
     booster = Booster()
     model, optimizer, *_ = booster.boost(run.model, run.optimizer)
     booster.save_model(model, f"{path}/m", shard=True, size_per_shard=0.001)
     booster.save_model(model, f"{path}/m.safetensors", use_safetensors=True)
     booster.save_optimizer(optimizer, f"{path}/o", shard=True, size_per_shard=0.001)
-    other = zoo.blank(zoo.LAYOUTS[kind][0]())
+    other = layouts.blank(layouts.LAYOUTS[kind][0]())
     booster.load_model(other.model, f"{path}/m")
     booster.load_optimizer(other.optimizer, f"{path}/o")
-    theirs = dict(zoo.tensors(run))
-    return [name for name, mine in zoo.tensors(other) if not torch.equal(zoo.local(mine), zoo.local(theirs[name]))]
+    theirs = dict(layouts.tensors(run))
+    return [
+        name
+        for name, mine in layouts.tensors(other)
+        if not torch.equal(layouts.local(mine), layouts.local(theirs[name]))
+    ]
 
 
 @pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 3), ("fsdp_tp", 4)])
 def test_over_ddp_fsdp_and_dtensor_models(ranks: Ranks, tmp_path: Path, kind: str, n: int) -> None:
     assert ranks(n, layout, str(tmp_path), kind) == [[]] * n
-    alone = zoo.fill(zoo.plain())
+    alone = layouts.fill(layouts.plain())
     assert same(load_file(tmp_path / "m.safetensors"), {k: v.detach() for k, v in alone.model.state_dict().items()})
 
 

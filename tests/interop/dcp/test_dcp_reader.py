@@ -35,11 +35,11 @@ from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.direct_io import BufferedReader
+from tests.helpers.layouts import LAYOUTS, Net, Zoo, blank, clean, fill, local, tensors
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import LAYOUTS, Net, Zoo, blank, clean, fill, local, tensors
 from tests.interop.torch.test_torch_files import assert_light, same
 from tests.interop.torch.test_torch_files import run as command
-from tests.unit.engine.test_woven import cut, slices
+from tests.unit.engine.test_source_reader import cut, slices
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -32,7 +32,7 @@ from holdfast.errors import (
     UnsafeNameError,
     UnsafePickleError,
 )
-from tests.hostile.test_hostile import little_memory, look
+from tests.hostile.test_forged_checkpoints import little_memory, look
 from tests.interop.dcp.test_dcp_reader import by_name, run, save, write_chunks
 from tests.unit.formats.test_pickles import EVIL
 

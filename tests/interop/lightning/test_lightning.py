@@ -207,7 +207,7 @@ def watched(folder: str) -> list[int]:
         def on_train_batch_end(self, *_: Any) -> None:
             seen.append(len(holdfast.list_checkpoints(folder)))
 
-    from tests.distributed.test_async import slow
+    from tests.distributed.test_async_saves import slow
 
     callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
     with environment(), slow(0.3):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafePickleError
-from tests.hostile.test_hostile import little_memory, look
+from tests.hostile.test_forged_checkpoints import little_memory, look
 from tests.interop.torch.test_torch_files import KINDS, LEGACY, net, same, saved, stored
 from tests.unit.formats.test_pickles import EVIL
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafePickleError
 from holdfast.formats.pickles.builtin_types import PLAIN
 from holdfast.formats.pickles.unpickle import unpickle
-from tests.hostile.test_hostile import little_memory
+from tests.hostile.test_forged_checkpoints import little_memory
 from tests.unit.ondisk.test_values import fingerprint, plain, text, times
 
 WHAT = "some.pt"

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from tests.distributed.test_same_bytes import contents
+from tests.distributed.test_deterministic_files import contents
+from tests.helpers.layouts import Zoo, blank, fill, local, moments, tensors, value
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import Zoo, blank, fill, local, moments, tensors, value
 
 EXPERTS, INSIDE, OUTSIDE = 5, 6, 4
 

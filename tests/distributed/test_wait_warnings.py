@@ -28,8 +28,8 @@ from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import VoteOutcome, VoteRound
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.errors import HoldfastError
+from tests.helpers.layouts import LAYOUTS, fill
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import LAYOUTS, fill
 
 MODEL = {"w": torch.ones(8)}
 

@@ -19,7 +19,7 @@ from holdfast.cli.main import app
 from holdfast.errors import StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import parse_hidden_name
 from holdfast.storage import directories
-from tests.failure.test_fall_back import flip
+from tests.failure.test_fallback import flip
 from tests.golden import reader
 from tests.helpers.pool import Ranks
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast.engine.io.commit import StagingDirectory
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
+from tests.helpers.layouts import LAYOUTS, blank, fill
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import LAYOUTS, blank, fill
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [

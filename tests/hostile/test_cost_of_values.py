@@ -29,7 +29,7 @@ from holdfast.formats.tree.contents import classify_tree
 from holdfast.ondisk import values
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.state.arrays import ArrayDecoder
-from tests.hostile.test_hostile import little_memory, look
+from tests.hostile.test_forged_checkpoints import little_memory, look
 from tests.interop.torch.test_torch_files import saved, stored
 
 pytestmark = pytest.mark.timeout(60)

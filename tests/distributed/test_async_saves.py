@@ -21,9 +21,9 @@ from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, St
 from holdfast.save.background import background_saves
 from holdfast.save.operation import SaveOperation
 from holdfast.save.shard_writer import ShardWriter
-from tests.distributed.test_same_bytes import contents
+from tests.distributed.test_deterministic_files import contents
+from tests.helpers.layouts import CASES, LAYOUTS, fill, local, tensors
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import CASES, LAYOUTS, fill, local, tensors
 
 
 def slow(seconds: float = 0.5) -> Any:

@@ -28,7 +28,7 @@ from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.ondisk.dtypes import WIDTHS, dtype_width
 from holdfast.ondisk.files import TensorInfo
-from tests.unit.engine.test_runs import numbered
+from tests.unit.engine.test_ranges import numbered
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 dtypes = st.sampled_from(["U8", "BF16", "F32", "C64"])

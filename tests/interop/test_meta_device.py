@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import MismatchError
-from tests.helpers import zoo
+from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 
 
@@ -30,7 +30,7 @@ class Rotary(nn.Module):
         self.angles.copy_(torch.arange(6) / 7)
 
 
-class Net(zoo.Net):
+class Net(layouts.Net):
     def __init__(self) -> None:
         super().__init__()
         self.rotary = Rotary()
@@ -40,14 +40,16 @@ class Net(zoo.Net):
 def wrap(layout: str, model: Net) -> nn.Module:
     n = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "fsdp":
-        return zoo.shard(model)
+        return layouts.shard(model)
     if layout == "offload":
-        return zoo.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return layouts.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if layout == "fsdp_tp":
         both = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
-            zoo.parallelize_module(layer, both["tp"], {"up": zoo.ColwiseParallel(), "down": zoo.RowwiseParallel()})
-        return zoo.shard(model, both["dp"])
+            layouts.parallelize_module(
+                layer, both["tp"], {"up": layouts.ColwiseParallel(), "down": layouts.RowwiseParallel()}
+            )
+        return layouts.shard(model, both["dp"])
     return model
 
 
@@ -64,7 +66,7 @@ def load(layout: str, path: str) -> bool:
     for name, one in model.state_dict().items():
         whole = one.full_tensor() if isinstance(one, DTensor) else one
         if name != "head.weight":
-            assert torch.equal(whole, zoo.value(f"model/{name}", whole.shape, whole.dtype)), name
+            assert torch.equal(whole, layouts.value(f"model/{name}", whole.shape, whole.dtype)), name
     if layout != "fsdp_tp":
         expected = reference()
         tokens = torch.arange(8).reshape(2, 4)
@@ -74,10 +76,10 @@ def load(layout: str, path: str) -> bool:
 
 def reference() -> Net:
     model = Net()
-    zoo.fill(zoo.Zoo(model, None, [model], []))
+    layouts.fill(layouts.Zoo(model, None, [model], []))
     with torch.no_grad():
         model.rotary.reset_parameters()
-        model.embed.weight.copy_(zoo.value("model/embed.weight", model.embed.weight.shape, torch.float32))
+        model.embed.weight.copy_(layouts.value("model/embed.weight", model.embed.weight.shape, torch.float32))
     return model
 
 

@@ -26,9 +26,9 @@ from holdfast.engine.plan.save_plan import SavePlan, plan_save
 from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import RankMismatchError, StateError, UnsupportedTensorError
 from holdfast.state.tensors import NAMES
-from tests.unit.engine.test_local import bytes_of, noise
-from tests.unit.engine.test_parts import local_part, placements
-from tests.unit.engine.test_shares import size_of
+from tests.unit.engine.test_partition import size_of
+from tests.unit.engine.test_shards import local_part, placements
+from tests.unit.engine.test_tensor_bytes import bytes_of, noise
 
 #: Sizes that make shares and stripes out of few bytes.
 SMALLEST, STRIPE, NARROW = 64, 64, 40

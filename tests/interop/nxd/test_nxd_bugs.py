@@ -68,7 +68,7 @@ def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
         "import torch, sys\nfrom holdfast.compat import nxd\n"
-        "from tests.interop.nxd.test_what_nxd_gets_wrong import Broken\n"
+        "from tests.interop.nxd.test_nxd_bugs import Broken\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
         "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=Broken(), async_save=True)\n"
     )

@@ -36,7 +36,7 @@ from holdfast.errors import (
 from holdfast.formats.detect import open_reader
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.storage import directories
-from tests.helpers import zoo
+from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 from tests.helpers.training import start, trained
 
@@ -45,7 +45,7 @@ READERS = [("plain", 1), ("fsdp", 2), ("tp", 4)]
 
 
 def save(layout: str, folder: str, prefix: str | None = None) -> None:
-    run = zoo.fill(zoo.LAYOUTS[layout][0]())
+    run = layouts.fill(layouts.LAYOUTS[layout][0]())
     for name in ("m.safetensors", "m.pt"):
         holdfast.save_model(run.model, f"{folder}/{name}", prefix=prefix)
     holdfast.save_model(run.model, f"{folder}/sharded", shard=True, size_per_shard=0.001, prefix=prefix)
@@ -59,7 +59,7 @@ def save(layout: str, folder: str, prefix: str | None = None) -> None:
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: zoo.value(f"model/{name}", one.shape, one.dtype) for name, one in model.state_dict().items()}
+    return {name: layouts.value(f"model/{name}", one.shape, one.dtype) for name, one in model.state_dict().items()}
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -69,7 +69,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("writer", WRITERS, ids=str)
 def test_files_hold_the_whole_model_whoever_wrote_them(ranks: Ranks, tmp_path: Path, writer: tuple[str, int]) -> None:
     ranks(writer[1], save, writer[0], str(tmp_path))
-    expected = names(zoo.Net())
+    expected = names(layouts.Net())
     assert equal(load_file(tmp_path / "m.safetensors"), expected)
     assert equal(torch.load(tmp_path / "m.pt", weights_only=True), expected)
     for folder, index, read in (
@@ -88,7 +88,7 @@ def test_files_hold_the_whole_model_whoever_wrote_them(ranks: Ranks, tmp_path: P
 
 
 def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list[str]:
-    run = zoo.blank(zoo.LAYOUTS[layout][0]())
+    run = layouts.blank(layouts.LAYOUTS[layout][0]())
     model, optimizer = ("m.safetensors", "o.safetensors") if kind == "file" else ("sharded", "sharded")
     model = {"torch file": "m.pt", "bins": "bins"}.get(kind, model)
     told = holdfast.load_model(run.model, f"{folder}/{model}", prefix=prefix)
@@ -96,9 +96,11 @@ def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list
     assert told.exact == ("model",)
     told = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
     assert told.matched_by == {"optimizer": "model"}
-    expected = zoo.fill(zoo.LAYOUTS[layout][0]())
-    theirs = dict(zoo.tensors(expected))
-    return [name for name, mine in zoo.tensors(run) if not torch.equal(zoo.local(mine), zoo.local(theirs[name]))]
+    expected = layouts.fill(layouts.LAYOUTS[layout][0]())
+    theirs = dict(layouts.tensors(expected))
+    return [
+        name for name, mine in layouts.tensors(run) if not torch.equal(layouts.local(mine), layouts.local(theirs[name]))
+    ]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
@@ -148,7 +150,7 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
 
 
 def save_unnamed(path: str) -> None:
-    run = zoo.fill(zoo.LAYOUTS["pp_ddp"][0]())
+    run = layouts.fill(layouts.LAYOUTS["pp_ddp"][0]())
     holdfast.save_optimizer(run.optimizer, path)
 
 

@@ -19,8 +19,8 @@ from holdfast.engine.integrity import crc_gather
 from holdfast.engine.io.requests import Fragment
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
 from tests.distributed import test_layouts
+from tests.helpers.layouts import LAYOUTS, fill
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import LAYOUTS, fill
 
 #: Groups of two of four ranks, of three, three and two of eight.
 IN_GROUPS = mock.patch.object(crc_gather, "MAX_FLAT_RANKS", 1)

@@ -283,7 +283,7 @@ def on_one_rank_only(path: str) -> float:
         if dist.get_rank() == 1 and not done:
             done.append(1)
             code = "import sys, torch, holdfast; from pathlib import Path"
-            code += "; from tests.failure.test_side_by_side import save"
+            code += "; from tests.failure.test_concurrent_jobs import save"
             run = f"{code}; save(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
             subprocess.run([sys.executable, "-c", run, path], check=True)
         return match(*args)
