@@ -16,7 +16,7 @@ from campaigns.fuzz import seeds
 from campaigns.fuzz.judge import Judge
 from campaigns.fuzz.metadata import edited
 from campaigns.fuzz.mutations import mutated
-from tests.hostile.test_forged_checkpoints import reseal
+from tests.helpers.sealed_checkpoints import reseal
 
 
 class Violation(NamedTuple):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import holdfast
 from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
-from tests.hostile.test_forged_checkpoints import little_memory
+from tests.helpers.bounded_reads import little_memory
 
 #: Audit events of Python that show that external code could run.
 _EVENTS = frozenset(

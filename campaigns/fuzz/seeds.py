@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import EVIL
 
 
 def make(folder: Path) -> dict[str, Path]:

@@ -21,20 +21,10 @@ from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, St
 from holdfast.save.background import background_saves
 from holdfast.save.operation import SaveOperation
 from holdfast.save.shard_writer import ShardWriter
-from tests.distributed.test_deterministic_files import contents
+from tests.helpers.file_contents import contents
 from tests.helpers.layouts import CASES, LAYOUTS, fill, local, tensors
 from tests.helpers.pool import Ranks
-
-
-def slow(seconds: float = 0.5) -> Any:
-    """Writing takes its time."""
-    from holdfast.engine.io.write import write_file_ranges
-
-    def write(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return write_file_ranges(*arguments)
-
-    return mock.patch("holdfast.save.shard_writer.write_file_ranges", write)
+from tests.helpers.slow_writes import slow
 
 
 def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:

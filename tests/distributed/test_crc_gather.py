@@ -18,7 +18,7 @@ from holdfast.engine.comm.session import RankGroup as Members
 from holdfast.engine.integrity import crc_gather
 from holdfast.engine.io.requests import Fragment
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
-from tests.distributed import test_layouts
+from tests.helpers import layout_checkpoints
 from tests.helpers.layouts import LAYOUTS, fill
 from tests.helpers.pool import Ranks
 
@@ -30,20 +30,20 @@ CASES = [("plain", 2), ("fsdp", 4), ("ddp", 3), ("tp", 4), ("fsdp_tp", 4), ("pp_
 
 def save(path: str, layout: str) -> None:
     with IN_GROUPS:
-        test_layouts.save(path, layout)
+        layout_checkpoints.save(path, layout)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
-    test_layouts.save(str(path), "plain")
+    layout_checkpoints.save(str(path), "plain")
     return path
 
 
 @pytest.mark.parametrize(("layout", "n"), CASES)
 def test_files_do_not_depend_on_the_way(ranks: Ranks, tmp_path: Path, expected: Path, layout: str, n: int) -> None:
     ranks(n, save, str(tmp_path), layout)
-    test_layouts.assert_same_files(layout, tmp_path, expected)
+    layout_checkpoints.assert_same_files(layout, tmp_path, expected)
     assert all(part.problem is None for part in holdfast.open(tmp_path).verify())
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from tests.helpers.file_contents import contents
 from tests.helpers.pool import Ranks
 from tests.helpers.training import trained
 
@@ -20,12 +21,6 @@ def save(path: str, layout: str, optimizer: str) -> None:
     run = trained(layout, optimizer)
     content = {"epoch": 1, "losses": (1.5, float("inf"))}
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, step=3, max_shard_size=600)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The files whose bytes depend on the state alone: all but the manifest and what belongs to single ranks."""
-    files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    return {name: data for name, data in files.items() if name != "manifest.json" and not name.startswith("ranks")}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])

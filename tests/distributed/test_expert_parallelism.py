@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from tests.distributed.test_deterministic_files import contents
+from tests.helpers.file_contents import contents
 from tests.helpers.layouts import Zoo, blank, fill, local, moments, tensors, value
 from tests.helpers.pool import Ranks
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
-    FullOptimStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -28,188 +24,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import StateError, UnsupportedTensorError
 from holdfast.state.model import fsdp1
-from holdfast.state.model.fsdp1 import FlatShard
+from tests.helpers.fsdp1 import (
+    Net,
+    adam,
+    assert_equal,
+    check,
+    check_writing,
+    everything,
+    full_optimizer,
+    full_state,
+    nested,
+    net,
+    parameters,
+    run_of,
+    single,
+    states,
+    train,
+    without_buffers,
+    wrap,
+)
 from tests.helpers.pool import Ranks
 
-CPU = torch.device("cpu")
 ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-
-
-class Net(nn.Module):
-    """Uneven shapes, a tied weight, modules at two places, a buffer, and a parameter of a single element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.body = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6, bias=False))
-        self.norm = nn.LayerNorm(6)
-        self.again = self.norm
-        self.scale = nn.Parameter(torch.full((1,), 0.5))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.out = self.head
-        self.register_buffer("running", torch.zeros(6))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        return self.head(self.again(self.norm(hidden + self.body(hidden)) * self.scale))
-
-
-def net() -> Net:
-    torch.manual_seed(1)
-    return Net()
-
-
-def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one rank does not shard; NO_SHARD is deprecated
-        return FullyShardedDataParallel(module, device_id=CPU, **options)
-
-
-def nested(**options: Any) -> FullyShardedDataParallel:
-    model = net()
-    model.body[0] = wrap(model.body[0], **options)
-    model.body = wrap(model.body, **options)
-    return wrap(model, **options)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for number in range(steps):
-        tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(number))
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What torch gathers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def full_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    # With its default, to offload, torch returns the last state of a parameter for all of them where all is on the CPU.
-    separate = FullOptimStateDictConfig(offload_to_cpu=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=separate
-        ):
-            return FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-
-
-def run_of(part: FlatShard, rank: int) -> tuple[int, int]:
-    """What the description says that a rank holds."""
-    at = part.mesh_ranks.index(rank) % part.mesh_shape[-1]
-    numel = math.prod(part.shape)
-    return max(at * part.length - part.offset, 0), min((at + 1) * part.length - part.offset, numel)
-
-
-def gathered(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tensors put together from the parts of all ranks, each where its own rank's description of it says."""
-    mine = {p.fqn: (p.shape, p.offset, p.length, p.mesh_shape, p.mesh_ranks, p.tied, p.dtype) for p, _ in described}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, [local for _, local in described]))
-    result = {}
-    for number, (part, local) in enumerate(described):
-        whole = torch.full((math.prod(part.shape),), math.nan, dtype=local.dtype)
-        for rank, (theirs, parts) in enumerate(everyone):
-            assert theirs == mine, "one description, equal on all ranks"
-            start, stop = run_of(part, rank)
-            assert parts[number].shape == (max(stop - start, 0),)
-            if start < stop:
-                known = whole[start:stop]
-                assert torch.equal(known[~known.isnan()], parts[number][~known.isnan()]), "replicas are equal"
-                whole[start:stop] = parts[number]
-        result[part.fqn] = whole.view(part.shape)
-    return result
-
-
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters as the parts tell them, under all their names."""
-    parts = list(fsdp1.flat_shards(model))
-    whole = gathered([(part, part.local) for part in parts])
-    return whole | {name: whole[part.fqn] for part in parts for name in part.tied}
-
-
-def states(model: nn.Module, optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The optimizer's states as the parts tell them."""
-    result: dict[str, dict[str, Any]] = {}
-    for name in names:
-        described = []
-        for part in fsdp1.flat_shards(model):
-            state = optimizer.state.get(part.parameter, {}).get(name)
-            if not part.parameter.requires_grad:
-                assert state is None
-            elif state is None:
-                assert part.local.numel() == 0
-                described.append((part, part.local))
-            else:
-                described.append((part, fsdp1.flat_elements(part, state)))
-        for fqn, tensor in gathered(described).items():
-            result.setdefault(fqn, {})[name] = tensor
-    return result
-
-
-def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype, name
-        assert torch.equal(tensor, right[name]), name
-
-
-def without_buffers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "running"}
-
-
-def check(model: nn.Module, optimizer: torch.optim.Optimizer, *, fresh: bool = True) -> None:
-    """Parameters before and after training, optimizer states, and writing: all as torch sees them."""
-    if fresh:
-        assert_equal(parameters(model), without_buffers(net().state_dict()))
-    train(model, optimizer)
-    assert_equal(parameters(model), without_buffers(full_state(model)))
-    assert not torch.equal(parameters(model)["scale"], net().scale)
-    known = full_optimizer(model, optimizer)
-    found = states(model, optimizer, ("exp_avg", "exp_avg_sq"))
-    for fqn, tensors in found.items():
-        assert all(torch.equal(tensor, known[fqn][name]) for name, tensor in tensors.items()), fqn
-    assert known.keys() == found.keys()
-    check_writing(model)
-
-
-def check_writing(model: nn.Module, *, evaluate: bool = True) -> None:
-    """Numbers written through the parts are what the next forward uses, and what torch gathers."""
-    tokens = torch.arange(10).view(2, 5)
-    if evaluate:
-        model(tokens)  # what it leaves gathered is not what is then written
-    fsdp1.reshard(model)
-    for part in fsdp1.flat_shards(model):
-        start, stop = run_of(part, dist.get_rank())
-        part.local.copy_(torch.arange(start, max(stop, start)) / 64 + len(part.fqn))
-        assert part.parameter.requires_grad
-    expected = net()
-    with torch.no_grad():
-        for name, parameter in expected.named_parameters():
-            parameter.copy_((torch.arange(parameter.numel()) / 64 + len(name)).view(parameter.shape))
-    with torch.no_grad():
-        assert torch.allclose(model(tokens).float(), expected(tokens), rtol=1e-2)
-    assert_equal(without_buffers(full_state(model)), without_buffers(expected.state_dict()))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def everything(build: Callable[..., FullyShardedDataParallel], options: dict[str, Any]) -> list[tuple[int, ...]]:
-    model = build(**options)
-    check(model, adam(model))
-    return sorted({part.mesh_shape for part in fsdp1.flat_shards(model)})
-
-
-def single(**options: Any) -> FullyShardedDataParallel:
-    return wrap(net(), **options)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

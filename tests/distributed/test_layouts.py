@@ -8,14 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from tests.distributed.test_deterministic_files import contents
+from tests.helpers.file_contents import contents
+from tests.helpers.layout_checkpoints import assert_same_files, save
 from tests.helpers.layouts import CASES, LAYOUTS, blank, fill, local, tensors, value
 from tests.helpers.pool import Ranks
-
-
-def save(path: str, layout: str) -> None:
-    run = fill(LAYOUTS[layout][0]())
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"a": 1}, max_shard_size=4000)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +31,6 @@ def test_the_oracle_is_what_lies_on_the_disk(expected: Path) -> None:
     for name, tensor in found.items():
         if not name.endswith("/step"):
             assert torch.equal(tensor, value(name, tensor.shape, tensor.dtype)), name
-
-
-def assert_same_files(layout: str, made: Path, expected: Path) -> None:
-    found, wanted = contents(made / "s"), contents(expected / "s")
-    if layout.startswith("pp"):
-        # A pipeline's optimizers are put together in an order of their own.
-        assert found.pop("state.json")
-        wanted.pop("state.json")
-    assert found == wanted
 
 
 @pytest.mark.parametrize(("layout", "n"), CASES)

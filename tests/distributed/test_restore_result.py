@@ -241,7 +241,7 @@ def test_neighbours_are_the_largest_groups_of_equals(states: list[int]) -> None:
 
 @pytest.mark.parametrize("entry", ["5", '{"rng":5}', '{"rng":{"torch":{"$tensor":"no"}}}', '{"rng":{"torch":{}}}'])
 def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(tmp_path: Path, entry: str) -> None:
-    from tests.hostile.test_forged_checkpoints import reseal
+    from tests.helpers.sealed_checkpoints import reseal
 
     holdfast.save_checkpoint(tmp_path, "s")
     (tmp_path / "s/ranks.json").write_text(f'{{"ranks":[{entry},{entry}]}}')

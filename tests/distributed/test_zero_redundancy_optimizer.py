@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.errors import StateError
-from tests.distributed.test_deterministic_files import contents
+from tests.helpers.file_contents import contents
 from tests.helpers.pool import Ranks
 
 

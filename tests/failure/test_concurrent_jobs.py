@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pkgutil
 import random
 import shutil
 import subprocess
@@ -34,14 +33,9 @@ from holdfast.run import catalog
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories
 from tests.golden import reader
+from tests.helpers.interruptions import once
+from tests.helpers.other_jobs import save
 from tests.helpers.pool import Ranks
-
-
-def save(path: Path, tag: str, value: float, **options: Any) -> None:
-    """As another job does, which resumes the run."""
-    run = Checkpointer(path)
-    run.runs = {info.run for info in holdfast.list_checkpoints(path)}
-    run.save(tag, {"w": torch.full((64,), value)}, user_content=value, **options)
 
 
 def tags(path: Path) -> list[str]:
@@ -57,24 +51,6 @@ def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
     content = holdfast.load_checkpoint(path, tag, model=model, **options)
     assert bool((model["w"] == content).all())
     return float(content)
-
-
-@contextmanager
-def once(where: str, change: Callable[[], object], call: int = 1) -> Iterator[None]:
-    """Something happens when a function is called for the first time, or a later one, before it does anything."""
-    original = pkgutil.resolve_name(where)
-    calls = 0
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            change()
-        return original(*args, **options)
-
-    with mock.patch(where, wrapped):
-        yield
-    assert calls >= call, f"{where} was called {calls} times"
 
 
 @contextmanager
@@ -283,7 +259,7 @@ def on_one_rank_only(path: str) -> float:
         if dist.get_rank() == 1 and not done:
             done.append(1)
             code = "import sys, torch, holdfast; from pathlib import Path"
-            code += "; from tests.failure.test_concurrent_jobs import save"
+            code += "; from tests.helpers.other_jobs import save"
             run = f"{code}; save(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
             subprocess.run([sys.executable, "-c", run, path], check=True)
         return match(*args)

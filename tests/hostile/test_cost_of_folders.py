@@ -34,10 +34,10 @@ import holdfast
 from holdfast.compat.nxd.format.optimizer_states import PipelineStage
 from holdfast.compat.nxd.format.sharding_spec import parse_spec
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
+from tests.helpers.bounded_reads import look
+from tests.helpers.cost import SECONDS, P, cheap, integer, text
 from tests.helpers.nxd_files import name
-from tests.hostile.test_cost_of_values import SECONDS, P, cheap, integer, text
-from tests.hostile.test_forged_checkpoints import look
-from tests.interop.torch.test_torch_files import saved, stored
+from tests.helpers.torch_files import saved, stored
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 

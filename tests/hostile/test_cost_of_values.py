@@ -12,9 +12,7 @@ import json
 import pickle
 import struct
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +27,11 @@ from holdfast.formats.tree.contents import classify_tree
 from holdfast.ondisk import values
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.state.arrays import ArrayDecoder
-from tests.hostile.test_forged_checkpoints import little_memory, look
-from tests.interop.torch.test_torch_files import saved, stored
+from tests.helpers.bounded_reads import look
+from tests.helpers.cost import SECONDS, P, cheap, integer, text
+from tests.helpers.torch_files import saved, stored
 
 pytestmark = pytest.mark.timeout(60)
-
-#: Seconds of the processor, and bytes, that a bomb may take. A megabyte of honest pickle takes about as much.
-SECONDS, BYTES = 4.0, 128 * 2**20
-
-#: Python's integers are their own hashes, but for multiples of this, whose hash is 0.
-P = 2**61 - 1
-
-
-def text(word: str) -> bytes:
-    return b"X" + struct.pack("<I", len(word)) + word.encode()
-
-
-def integer(number: int) -> bytes:
-    raw = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
 
 
 def tree_of(shared: bytes, levels: int, width: int) -> bytes:
@@ -178,22 +162,6 @@ BOMBS: dict[str, Callable[[], bytes]] = {
         + b"tcnumpy\ndtype\nX\x02\0\0\0u1\x89\x88\x87R\x89C\x00tb"
     ),
 }  # fmt: skip
-
-
-@contextmanager
-def cheap(*, memory: bool) -> Iterator[None]:
-    if memory:
-        tracemalloc.start()
-    started = time.process_time()
-    try:
-        with little_memory():
-            yield
-    finally:
-        seconds = time.process_time() - started
-        peak = tracemalloc.get_traced_memory()[1] if memory else 0
-        tracemalloc.stop()
-    assert memory or seconds < SECONDS
-    assert peak < BYTES
 
 
 @pytest.fixture(scope="module", autouse=True)

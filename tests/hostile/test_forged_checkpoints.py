@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,24 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, UnsafeNameError
 from holdfast.ondisk.blocks import crc64
-from tests.unit.ondisk.test_values import FORGED
+from tests.helpers.bounded_reads import little_memory, look
+from tests.helpers.forged_values import FORGED
+from tests.helpers.sealed_checkpoints import (
+    DATA,
+    FILES,
+    MANIFEST,
+    MODEL,
+    RANK_TENSORS,
+    RANKS,
+    STATE,
+    STATE_TENSORS,
+    manifest_of,
+    reseal,
+    seal,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
-MODEL, OPTIMIZER, STATE_TENSORS = (
-    "model/model.safetensors",
-    "optimizer/optimizer.safetensors",
-    "state.safetensors",
-)
-RANK_TENSORS, STATE, RANKS, MANIFEST = "ranks.safetensors", "state.json", "ranks.json", "manifest.json"
-DATA = [MODEL, OPTIMIZER, STATE_TENSORS, RANK_TENSORS]
-FILES = [*DATA, STATE, RANKS]
-
-#: What a refusal may take of memory: a few buffers, and no more.
-ROOM = 2**30
 
 NESTED = ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000]
 
@@ -77,33 +78,6 @@ def folder(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "run" / "step_1"))
 
 
-def seal(table: dict[str, Any] | str) -> bytes:
-    """A manifest of this JSON, with its CRC."""
-    text = table if isinstance(table, str) else json.dumps(table, indent=2)
-    body = text.removesuffix("\n}").encode()
-    return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    table = json.loads((folder / MANIFEST).read_bytes())
-    del table["crc64nvme"]
-    return table
-
-
-def reseal(folder: Path, edit: Callable[[dict[str, Any]], object] = len) -> None:
-    """Make the manifest right for the files as they are, then change it."""
-    table = manifest_of(folder)
-    for name, record in table["files"].items():
-        if (folder / name).is_file():
-            raw = (folder / name).read_bytes()
-            record |= {"size": len(raw), "crc64nvme": f"{crc64(raw):016x}"}
-            if name in DATA:
-                head = raw[: min(int.from_bytes(raw[:8], "little") + 8, len(raw))]
-                record |= {"header_size": len(head), "header_crc64nvme": f"{crc64(head):016x}"}
-    edit(table)
-    (folder / MANIFEST).write_bytes(seal(table))
-
-
 def parts_of(file: Path) -> tuple[dict[str, Any], bytes]:
     """The header's JSON and the data of a safetensors file."""
     raw = file.read_bytes()
@@ -116,29 +90,6 @@ def with_header(file: Path, text: str | dict[str, Any], data: bytes | None = Non
     encoded = (text if isinstance(text, str) else json.dumps(text)).encode()
     kept = parts_of(file)[1] if data is None else data
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + kept)
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """What asks for more than :data:`ROOM` beside what there is gets a ``MemoryError``."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def look(folder: Path) -> None:
-    """Open a checkpoint and read everything in it."""
-    opened = holdfast.open(folder)
-    for name in opened:
-        opened[name]
-    assert opened.values is not None
-    for found in opened.verify():
-        if found.problem is not None:
-            raise CorruptCheckpointError(found.problem)
 
 
 def load(folder: Path) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import HoldfastError, NoCheckpointError, UnsafeNameError
+from tests.helpers.bounded_reads import look
 from tests.helpers.nxd_files import name
 from tests.helpers.nxd_files import save as save_rank
-from tests.hostile.test_forged_checkpoints import look
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

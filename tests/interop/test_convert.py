@@ -13,7 +13,6 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,30 +34,11 @@ from holdfast.errors import (
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories, posix
 from holdfast.storage.directories import DirectoryLock
-from tests.distributed.test_deterministic_files import contents
-from tests.failure.test_concurrent_jobs import once
+from tests.helpers.conversions import MEMORY, plain, save_some
+from tests.helpers.file_contents import contents
+from tests.helpers.interruptions import once
 from tests.helpers.pool import Ranks
 from tests.helpers.training import assert_equal, start, trained, whole
-
-
-def save_some(folder: Path, scale: float = 1.0) -> Path:
-    """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
-    run = trained("plain")
-    for parameter in run.model.parameters():
-        parameter.data *= scale
-    content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
-    holdfast.save_checkpoint(
-        folder / "run",
-        "s",
-        run.model,
-        run.optimizer,
-        run.scheduler,
-        content,
-        step=3,
-        per_rank_content={"own": 1},
-        overwrite=True,
-    )
-    return folder / "run/s"
 
 
 @pytest.fixture
@@ -146,13 +126,6 @@ CONTENTS = [
 ]
 
 
-def plain(value: Any) -> Any:
-    """Lists in the place of tensors, for which == is no answer."""
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 @pytest.mark.parametrize("content", CONTENTS, ids=str)
 @pytest.mark.parametrize("to", ["torch", "dcp", "colossalai"])
 def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, content: Any) -> None:
@@ -187,7 +160,6 @@ def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:
 
 
 def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule
 
     class Wrapper(LightningModule):
@@ -494,27 +466,6 @@ def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
     holdfast.convert(tmp_path / "w.safetensors", tmp_path / "w.pt", to="torch")
     assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6.0).view(2, 3))
-
-
-MEMORY = """
-import sys, threading, time, torch, holdfast
-holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
-def resident():
-    with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
-before, peak, running = resident(), 0, True
-def watch():
-    global peak
-    while running:
-        peak = max(peak, resident())
-        time.sleep(0.002)
-thread = threading.Thread(target=watch)
-thread.start()
-holdfast.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
-running = False
-thread.join()
-print(peak - before)
-"""
 
 
 @pytest.mark.parametrize("to", ["native", "torch", "colossalai"])

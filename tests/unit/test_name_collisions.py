@@ -12,7 +12,8 @@ import holdfast
 from holdfast.compat.nxd.format.shard import shard_tensor
 from holdfast.compat.nxd.format.sharding_spec import ShardingRule, ShardingSpec
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
-from tests.interop.torch.test_torch_files import same, saved
+from tests.helpers.equality import same
+from tests.helpers.torch_files import saved
 
 
 def one(value: float = 1.0) -> torch.Tensor:

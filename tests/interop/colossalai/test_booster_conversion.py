@@ -14,9 +14,9 @@ from torch import nn
 import holdfast
 from holdfast.compat.colossalai import Booster
 from holdfast.errors import InvalidArgumentError
+from tests.helpers.commands import call
+from tests.helpers.conversions import plain, save_some
 from tests.helpers.training import Run, assert_equal, start, trained, whole
-from tests.interop.test_convert import plain, save_some
-from tests.unit.cli.test_cli import call
 
 
 @pytest.fixture

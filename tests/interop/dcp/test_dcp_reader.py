@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +16,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -35,11 +24,13 @@ from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.direct_io import BufferedReader
+from tests.helpers.boxes import cut
+from tests.helpers.commands import assert_light
+from tests.helpers.commands import run as command
+from tests.helpers.dcp_checkpoints import advance, by_name, run, save, write_chunks
+from tests.helpers.equality import same
 from tests.helpers.layouts import LAYOUTS, Net, Zoo, blank, clean, fill, local, tensors
 from tests.helpers.pool import Ranks
-from tests.interop.torch.test_torch_files import assert_light, same
-from tests.interop.torch.test_torch_files import run as command
-from tests.unit.engine.test_source_reader import cut, slices
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -201,35 +192,9 @@ def test_fsdp1(ranks: Ranks, tmp_path: Path, n: int) -> None:
 # Whatever else torch writes
 
 
-def save(path: Path, state: dict[str, Any], **options: Any) -> Path:
-    dcp.save(state, checkpoint_id=path, no_dist=True, **options)
-    return path
-
-
 def opened(path: Path, keys: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
     found = holdfast.open(path, keys=keys)
     return {name: found[name] for name in found}
-
-
-def run(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Any, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = kind(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 2)],
-        milestones=[1],
-    )
-    for number in range(steps):
-        advance(model, optimizer, scheduler, number)
-    return model, optimizer, scheduler
-
-
-def advance(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
-    model(torch.full((2, 3), float(number))).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    scheduler.step()
 
 
 class App:
@@ -244,15 +209,6 @@ class App:
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
         raise AssertionError
-
-
-def by_name(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optim": get_optimizer_state_dict(model, optimizer),
-        "lr_scheduler": scheduler.state_dict(),
-        "step": 3,
-    }
 
 
 def torchtitan(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
@@ -408,36 +364,6 @@ def chunked(draw: st.DrawFn) -> tuple[torch.Tensor, list[IndexBox]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape), draw(st.permutations(cut(draw, IndexBox((0,) * len(shape), shape))))
-
-
-def write_chunks(
-    path: Path, states: dict[str, tuple[torch.Tensor, list[IndexBox]]], order: Callable[[int], Any]
-) -> None:
-    """As torch writes: each chunk a whole file of ``torch.save``, one after another, and its own classes pickled."""
-    path.mkdir(parents=True)
-    metadata = Metadata({}, {}, {}, StorageMeta("x"), "1.0.0")
-    raw = {"__0_0.distcp": b"", "__1_0.distcp": b""}
-    for name, (tensor, boxes) in states.items():
-        chunks = []
-        for number, box in enumerate(boxes):
-            stream = io.BytesIO()
-            part = tensor[slices(box)]
-            torch.save(part.clone().permute(order(part.ndim)).clone().permute(inverse(order(part.ndim))), stream)
-            file = f"__{number % 2}_0.distcp"
-            place = _StorageInfo(file, len(raw[file]), len(stream.getvalue()))
-            raw[file] += stream.getvalue()
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
-            metadata.storage_data[MetadataIndex(name, torch.Size(box.offset), number)] = place
-        properties = TensorProperties(dtype=tensor.dtype)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
-        metadata.planner_data[name] = (name,)
-    for file, data in raw.items():
-        (path / file).write_bytes(data)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(dim) for dim in range(len(order)))
 
 
 @given(st.dictionaries(st.text("ab", min_size=1), chunked(), min_size=1, max_size=3), st.booleans(), st.data())

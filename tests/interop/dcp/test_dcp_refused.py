@@ -32,9 +32,9 @@ from holdfast.errors import (
     UnsafeNameError,
     UnsafePickleError,
 )
-from tests.hostile.test_forged_checkpoints import little_memory, look
-from tests.interop.dcp.test_dcp_reader import by_name, run, save, write_chunks
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.bounded_reads import little_memory, look
+from tests.helpers.dcp_checkpoints import by_name, run, save, write_chunks
+from tests.helpers.unsafe_pickles import EVIL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

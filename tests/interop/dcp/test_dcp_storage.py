@@ -20,8 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
@@ -33,33 +31,12 @@ from holdfast.ondisk.blocks import crc64
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
+from tests.helpers.dcp_states import VALUES, state, whole
+from tests.helpers.equality import same
 from tests.helpers.pool import Ranks
-from tests.interop.torch.test_torch_files import same
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import EVIL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-VALUES = {"step": 3, "list": [1, "two", None], "pair": (torch.arange(3), {"x": 2.5}), "groups": [{"lr": 0.1}]}
-
-
-def whole(step: int) -> dict[str, torch.Tensor]:
-    return {
-        "rows": torch.arange(35.0).view(7, 5) + step,
-        "columns": torch.arange(24).view(4, 6).to(torch.bfloat16) + step,
-        "scalar": torch.tensor(float(step)),
-        "empty": torch.empty(0, 3),
-        "flags": torch.tensor([True, False, True]),
-    }
-
-
-def state(step: int) -> dict[str, Any]:
-    """Sharded over all ranks there are, in different ways."""
-    tensors: dict[str, Any] = whole(step)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        ways = {"rows": [Shard(0)], "columns": [Shard(1)], "flags": [Replicate()]}
-        tensors |= {name: distribute_tensor(tensors[name], mesh, way) for name, way in ways.items()}
-    return {"model": tensors, **VALUES, "step": step}
 
 
 def full(tensor: Any) -> torch.Tensor:
@@ -137,7 +114,7 @@ SCRIPT = """
 import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from holdfast.dcp import FileSystemWriter
-from tests.interop.dcp.test_dcp_storage import state
+from tests.helpers.dcp_states import state
 dist.init_process_group("gloo")
 for step in (1, 2):
     writer = FileSystemWriter(sys.argv[1], thread_count=3)

@@ -20,12 +20,12 @@ import holdfast
 from holdfast.conversion import dcp_writer
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers import dcp_matrix
+from tests.helpers.commands import run as command
+from tests.helpers.conversions import MEMORY, save_some
 from tests.helpers.dcp_matrix import Case, equal
+from tests.helpers.equality import same
 from tests.helpers.pool import Ranks
 from tests.helpers.training import assert_equal, start, trained, whole
-from tests.interop.test_convert import MEMORY, save_some
-from tests.interop.torch.test_torch_files import run as command
-from tests.interop.torch.test_torch_files import same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,18 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 
 import holdfast
+import holdfast.lightning.fabric as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.ondisk.hidden_names import HiddenName
 from tests.helpers.pool import Ranks
-
-pytest.importorskip("lightning")
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
-
-import holdfast.lightning.fabric as ours
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:

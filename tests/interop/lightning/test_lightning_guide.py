@@ -12,21 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L  # noqa: N812 - as in the guide
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import strategies
+from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.lightning import FSDPStrategy
+from tests.helpers.lightning_runs import CpuFSDP
+from tests.helpers.lightning_trainer import Module, data, environment, fit
 from tests.helpers.pool import Ranks
-from tests.interop.lightning.test_lightning import LightningEnvironment, Module, data, environment, fit
-
-L = pytest.importorskip("lightning")
-from lightning.pytorch import strategies  # noqa: E402
-from lightning.pytorch.demos import LightningTransformer  # noqa: E402
-
-from holdfast.lightning import FSDPStrategy  # noqa: E402
-from tests.helpers.lightning_runs import CpuFSDP  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch import strategies as theirs
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 import holdfast
+import holdfast.lightning as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
+from tests.helpers.lightning_trainer import Module, checkpoints, data, environment, strategy, trainer
 from tests.helpers.pool import Ranks
-
-lightning = pytest.importorskip("lightning")
-from lightning.pytorch import Trainer  # noqa: E402
-from lightning.pytorch import strategies as theirs  # noqa: E402
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint  # noqa: E402
-from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
-
-import holdfast.lightning as ours  # noqa: E402
-from tests.interop.lightning.test_lightning import Module, checkpoints, data, environment, strategy, trainer  # noqa: E402
 
 Hook = Callable[[dict[str, Any]], None]
 

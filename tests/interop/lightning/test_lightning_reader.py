@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
+from tests.helpers.commands import assert_light, run
+from tests.helpers.equality import same
 from tests.helpers.lightning_net import build, contents
 from tests.helpers.pool import Ranks
-from tests.interop.torch.test_torch_files import assert_light, run, same
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import EVIL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,7 +104,6 @@ def test_what_lightning_wrote_is_resumed(ranks: Ranks, golden: Path, tmp_path: P
 
 @pytest.mark.parametrize(("kind", "optimizer"), CASES)
 def test_what_lightning_writes_is_resumed(ranks: Ranks, tmp_path: Path, kind: str, optimizer: str) -> None:
-    pytest.importorskip("lightning", reason="Lightning is not installed")
     from tests.helpers.lightning_runs import KINDS as SIZES
     from tests.helpers.lightning_runs import fit
 

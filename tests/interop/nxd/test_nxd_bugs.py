@@ -24,7 +24,7 @@ from holdfast.compat import nxd
 from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from holdfast.errors import FormatError, InvalidArgumentError
 from tests.helpers.nxd_files import contents, golden, load, name, save, zero
-from tests.interop.nxd.test_nxd_calls import Net, same, step, training, write_nxd
+from tests.helpers.nxd_training import Broken, Net, same, step, training, write_nxd
 
 # Its calls: what happens in the background, and what is taken for complete.
 
@@ -56,19 +56,11 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     assert {int(state["step"]) for state in its.state.values()} == {1}
 
 
-class Broken:
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("no state")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
 def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
         "import torch, sys\nfrom holdfast.compat import nxd\n"
-        "from tests.interop.nxd.test_nxd_bugs import Broken\n"
+        "from tests.helpers.nxd_training import Broken\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
         "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=Broken(), async_save=True)\n"
     )

@@ -4,7 +4,6 @@ import inspect
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,36 +12,8 @@ from torch import nn
 import holdfast
 from holdfast.compat import nxd
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
-from tests.helpers.nxd_files import name, save, zero
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__()
-        self.register_buffer("buf", torch.rand(3))
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).relu())
-
-
-def training(seed: int) -> tuple[Net, torch.optim.Optimizer, Any]:
-    model = Net(seed)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    torch.manual_seed(100 + number)
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).square().mean().backward()
-    optimizer.step()
-
-
-def same(model: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(one, other.state_dict()[key]) for key, one in model.state_dict().items())
+from tests.helpers.nxd_files import name, save
+from tests.helpers.nxd_training import Net, same, step, training, write_nxd
 
 
 def test_the_samples_of_the_guide(tmp_path: Path) -> None:
@@ -148,23 +119,6 @@ def test_retention_and_what_is_there(tmp_path: Path) -> None:
     assert nxd.has_checkpoint(tmp_path)
     with pytest.raises(NoCheckpointError, match="step_9"):
         nxd.load_checkpoint(tmp_path, "step_9", model)
-
-
-def write_nxd(
-    folder: Path, model: Net, optimizer: torch.optim.Optimizer, *, dp: int = 2, masters: bool = False
-) -> None:
-    own = {key: one.clone() for key, one in model.state_dict().items()}
-    save(folder / "model" / name(), own)
-    (group,) = optimizer.param_groups
-    parameters = dict(enumerate(one.detach() for one in group["params"]))
-    states = {pid: dict(optimizer.state[one]) for pid, one in enumerate(group["params"])}
-    settings = {key: value for key, value in group.items() if key != "params"}
-    groups = [{**settings, "params": list(parameters)}]
-    for d, tree in enumerate(zero(parameters, states, dp, masters=masters, groups=groups)):
-        save(folder / "optim" / name(d), tree)
-    torch.save({"total_steps": 2}, folder / "user_content.pt")
-    (folder / "checkpoint").write_text("1")
-    (folder / "done").write_text("1")
 
 
 @pytest.mark.parametrize("masters", [False, True])

@@ -25,7 +25,7 @@ from holdfast.errors import (
     UnsafePickleError,
 )
 from tests.helpers.nxd_files import NAME, contents, golden, name, rows, save, zero
-from tests.unit.formats.test_pickles import EVIL, MARK
+from tests.helpers.unsafe_pickles import EVIL, MARK
 
 LAYOUT = json.dumps(
     {

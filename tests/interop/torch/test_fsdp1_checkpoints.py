@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import OptimizerMismatchError
-from tests.distributed.test_fsdp1 import full_optimizer, full_state, nested, net, train
+from tests.helpers.fsdp1 import full_optimizer, full_state, nested, net, train
 from tests.helpers.pool import Ranks
 
 Flat = dict[str, torch.Tensor]

@@ -6,8 +6,6 @@ import collections
 import io
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,32 +31,11 @@ from holdfast.errors import (
     UnsupportedValueError,
 )
 from holdfast.state.tensors import DTYPES
-from tests.unit.ondisk.test_values import arrays, devices, fingerprint, scalars, sizes, tensors, torch_dtypes
-
-LEGACY = {"_use_new_zipfile_serialization": False}
-KINDS = [pytest.param({}, id="zip"), pytest.param(LEGACY, id="legacy")]
-
-
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit: NaNs, signs of zeros and dtypes that cannot be compared, too."""
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return False
-    rows = [t.detach().clone(memory_format=torch.contiguous_format).reshape(-1) for t in (found, expected)]
-    bits = [row.view(torch.uint8) for row in rows]
-    return torch.equal(*bits)
-
-
-def saved(path: Path, tree: Any, **options: Any) -> Path:
-    torch.save(tree, path / "some.pt", **options)
-    return path / "some.pt"
-
-
-def stored(path: Path, entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return path
-
+from tests.helpers.commands import assert_light, run
+from tests.helpers.equality import same
+from tests.helpers.fingerprint import fingerprint
+from tests.helpers.torch_files import KINDS, LEGACY, net, saved, stored
+from tests.helpers.value_strategies import arrays, devices, scalars, sizes, tensors, torch_dtypes
 
 # ---------------------------------------------------------------------------------------------------------------
 # What is read
@@ -281,11 +258,6 @@ def test_a_range_of_a_large_tensor_reads_no_more_than_that(tmp_path: Path, monke
 # What is what
 
 
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-
-
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     model = net()
     optimizer = make_optimizer(model)
@@ -408,10 +380,6 @@ def test_what_has_no_model_is_all_values(tmp_path: Path) -> None:
 # The commands
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "holdfast", *command], capture_output=True, text=True, check=False)
-
-
 def test_the_commands_take_such_a_file(tmp_path: Path) -> None:
     model, optimizer, _ = trained()
     file = saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
@@ -429,13 +397,3 @@ def test_the_commands_take_such_a_file(tmp_path: Path) -> None:
 
 def test_to_show_such_a_file_takes_neither_torch_nor_numpy(tmp_path: Path) -> None:
     assert_light("show", str(saved(tmp_path, {"model": net().state_dict(), "epoch": 3})))
-
-
-def assert_light(*command: str) -> None:
-    """A command that works without torch and without NumPy."""
-    code = (
-        f"import sys\nsys.argv = {['holdfast', *command]!r}\nfrom holdfast.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafePickleError
-from tests.hostile.test_forged_checkpoints import little_memory, look
-from tests.interop.torch.test_torch_files import KINDS, LEGACY, net, same, saved, stored
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.bounded_reads import little_memory, look
+from tests.helpers.equality import same
+from tests.helpers.torch_files import KINDS, LEGACY, net, saved, stored
+from tests.helpers.unsafe_pickles import EVIL
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,8 +17,6 @@ from holdfast.errors import InvalidArgumentError
 from tests.helpers.pool import Ranks
 from tests.helpers.trainer_runs import Numbers, launched
 from tests.helpers.trainer_runs import model as base_model
-
-peft = pytest.importorskip("peft")
 
 
 def lora() -> nn.Module:

@@ -10,37 +10,23 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.format_values import format_brief, format_lines
-from holdfast.cli.main import app
 from holdfast.cli.show.modules import summarize_modules
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import TensorInfo
+from tests.helpers.commands import call, call_json
+from tests.helpers.corruption import cut, flip
 from tests.helpers.training import trained
-
-CONTENT = {
-    "total_steps": 3,
-    "cli_args": {"lr": 3e-4, "data": "/data/" + "x" * 60},
-    "losses": [0.5] * 1000,
-    "ema": torch.zeros(3, 4),
-    "best": float("nan"),
-    "numbers": {"a": np.float32(2.5), "b": np.int64(-7), "c": np.complex64(1 - 2j), "d": np.uint64(2**63)},
-    "types": {"dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2, 3])},
-    "namespace": Namespace(lr=0.5),
-    "\x1b[31mred": "\x1b[2J",
-}
+from tests.helpers.user_content import CONTENT
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +53,6 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def call(*args: object, code: int = 0, columns: int | None = None) -> Any:
-    """Run a command in this process; ``columns`` is the width asked for by the environment."""
-    env = {"COLUMNS": None if columns is None else str(columns)}
-    result = CliRunner().invoke(app, [str(arg) for arg in args], env=env)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result
-
-
-def call_json(*args: object, code: int = 0) -> Any:
-    return json.loads(call(*args, "--json", code=code).stdout)
-
-
 def size_on_disk(checkpoint: Path) -> int:
     """All files but the manifest, which does not list itself."""
     return sum(os.stat(f).st_size for f in checkpoint.rglob("*") if f.is_file() and f.name != "manifest.json")  # noqa: PTH116
@@ -96,19 +69,6 @@ def stored(file: Path) -> dict[str, tuple[str, list[int], int]]:
             )
             for name in opened.keys()  # noqa: SIM118 - it is no dict
         }
-
-
-def flip(file: Path, tensor: str) -> None:
-    """Flip one bit in the middle of a tensor, found without holdfast."""
-    raw = bytearray(file.read_bytes())
-    size = int.from_bytes(raw[:8], "little")
-    start, stop = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"]
-    raw[8 + size + (start + stop) // 2] ^= 0x10
-    file.write_bytes(raw)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-40])
 
 
 class TestLs:

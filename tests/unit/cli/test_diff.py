@@ -19,9 +19,10 @@ from holdfast.cli.diff import tensors as abreast
 from holdfast.cli.diff.distances import measure_change
 from holdfast.cli.main import app
 from holdfast.state.tensors import DTYPES
+from tests.helpers.corruption import flip
 from tests.helpers.pool import Ranks
 from tests.helpers.training import trained
-from tests.unit.cli.test_cli import CONTENT, flip
+from tests.helpers.user_content import CONTENT
 
 
 def call(*args: object, code: int = 0) -> Any:

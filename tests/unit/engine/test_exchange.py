@@ -34,8 +34,8 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.state.tensors import DTYPES, NAMES
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.memory import Bytes
-from tests.unit.engine.test_save_plan import Job, Key, job_of, jobs, mesh, tensors
-from tests.unit.engine.test_tensor_bytes import bytes_of, noise
+from tests.helpers.simulated_jobs import Job, Key, job_of, jobs, mesh, tensors
+from tests.helpers.tensors import bytes_of, noise
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
 SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.engine.plan import partition as sharing
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.partition import split_evenly
+from tests.helpers.simulated_jobs import size_of
 
 #: Makes shares out of few bytes.
 SMALLEST = 64
@@ -43,10 +44,6 @@ parts_of = st.integers(1, 9)
 
 def shares(whole: list[FileRange], parts: int) -> list[Sequence[FileRange]]:
     return [split_evenly(whole, part, parts) for part in range(parts)]
-
-
-def size_of(pieces: Sequence[FileRange]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)
 
 
 def joined(pieces: Sequence[FileRange]) -> list[FileRange]:

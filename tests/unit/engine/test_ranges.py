@@ -5,16 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.plan.ranges import ElementRange, IndexBox, boxes_of_range, merge_ranges
-
-
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    """Each element is its own place in row-major order."""
-    return torch.arange(math.prod(shape)).view(shape)
+from tests.helpers.tensors import numbered
 
 
 @st.composite

@@ -23,6 +23,7 @@ from holdfast.engine.io.sources import (
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.storage import reader_pool
 from holdfast.storage.direct_io import BufferedReader
+from tests.helpers.boxes import cut, slices
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -33,26 +34,6 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     width = draw(st.sampled_from(WIDTHS))
     values = np.arange(math.prod(shape), dtype=f"u{width}") * 7 + 1
     return values.reshape(shape)
-
-
-def cut(draw: st.DrawFn, box: IndexBox) -> list[IndexBox]:
-    """A box, cut a few times along some dimension."""
-    axes = [axis for axis, size in enumerate(box.shape) if size > 1]
-    if not axes or draw(st.booleans()):
-        return [box]
-    axis = draw(st.sampled_from(axes))
-    at = draw(st.integers(1, box.shape[axis] - 1))
-    low = IndexBox(box.offset, replaced(box.shape, axis, at))
-    high = IndexBox(replaced(box.offset, axis, box.offset[axis] + at), replaced(box.shape, axis, box.shape[axis] - at))
-    return cut(draw, low) + cut(draw, high)
-
-
-def replaced(row: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*row[:at], value, *row[at + 1 :])
-
-
-def slices(box: IndexBox) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 def written(path: Path, array: np.ndarray, boxes: list[IndexBox], orders: list[tuple[int, ...]]) -> ChunkedSource:

@@ -26,7 +26,7 @@ from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.engine.plan.stripes import Bytes, is_narrow, split_into_stripes, stripe_slice
 from holdfast.ondisk.dtypes import WIDTHS, dtype_width
 from holdfast.ondisk.files import TensorInfo
-from tests.unit.engine.test_shards import laid_out
+from tests.helpers.placements import laid_out
 
 #: Whole elements of any dtype, as the real one.
 sizes = st.sampled_from([8, 16, 24, 64, 256, 4096])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.state.tensors import DTYPES
+from tests.helpers.tensors import bytes_of, noise
 
 dtypes = st.sampled_from(list(DTYPES.values()))
 shapes = st.lists(st.integers(0, 5), max_size=4)
@@ -21,27 +22,6 @@ def read(part: TensorBytes, start: int, stop: int) -> bytes:
     into = np.full(stop - start, 0xAA, np.uint8)
     part.copy_out(start, into)
     return into.tobytes()
-
-
-def noise(shape: list[int] | tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bits at all, but for booleans."""
-    generator = torch.Generator().manual_seed(seed)
-    top = 2 if dtype is torch.bool else 256
-    raw = torch.randint(0, top, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """What a contiguous copy of the tensor holds."""
-    return (
-        tensor.resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
-        .view(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
 
 
 def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:

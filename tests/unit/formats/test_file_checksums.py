@@ -19,8 +19,8 @@ import holdfast
 from holdfast.cli.main import app
 from holdfast.dcp import FileSystemReader, FileSystemWriter
 from holdfast.errors import CorruptCheckpointError
+from tests.helpers.corruption import cut, flip
 from tests.helpers.pool import Ranks
-from tests.unit.cli.test_cli import cut, flip
 
 MODEL = {f"layer.{n}": torch.arange(5000.0) + n for n in range(3)} | {"none": torch.zeros(0, 3)}
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
-import functools
-import io
-import os
 import pathlib
 import pickle
 import pickletools
@@ -26,8 +23,10 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafePickleError
 from holdfast.formats.pickles.builtin_types import PLAIN
 from holdfast.formats.pickles.unpickle import unpickle
-from tests.hostile.test_forged_checkpoints import little_memory
-from tests.unit.ondisk.test_values import fingerprint, plain, text, times
+from tests.helpers.bounded_reads import little_memory
+from tests.helpers.fingerprint import fingerprint
+from tests.helpers.unsafe_pickles import EVIL
+from tests.helpers.value_strategies import plain, text, times
 
 WHAT = "some.pt"
 
@@ -90,35 +89,6 @@ def test_a_default_dict_is_a_dict(protocol: int) -> None:
     found = read(pickle.dumps(table, protocol))
     assert type(found) is dict
     assert found == {"a": [1]}
-
-
-class Reduced:
-    """Pickled as a call of anything with anything."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-MARK = "HOLDFAST_WAS_HERE"
-
-EVIL = {
-    "a shell": Reduced(os.system, f"touch {MARK}"),
-    "a process": Reduced(subprocess.check_output, ["touch", MARK]),
-    "eval": Reduced(eval, f"open({MARK!r}, 'w')"),
-    "exec": Reduced(exec, f"open({MARK!r}, 'w')"),
-    "open": Reduced(open, MARK, "w"),
-    "getattr": Reduced(getattr, "text", "format"),
-    "partial": Reduced(functools.partial, print),
-    "a file": Reduced(io.FileIO, MARK, "w"),
-    "__import__": Reduced(__import__, "os"),
-    "a path's method": Reduced(Path.touch, Path(MARK)),
-    "a class of ours": Reduced(Reduced, 1),
-    "pickle itself": Reduced(pickle.loads, b"N."),
-    "a type": Reduced(type, "A", (), {}),
-}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -11,22 +11,10 @@ from hypothesis import strategies as st
 
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import Fragment
-
-POLYNOMIAL = 0x9A6C9329AC4BC9B5
-ONES = 2**64 - 1
+from tests.helpers.crc import ONES, slow_crc
 
 #: Small enough for the slow CRC, large enough for several fragments.
 SMALL_BLOCK = 64
-
-
-def slow_crc(data: bytes) -> int:
-    """CRC-64/NVME: reflected polynomial, all ones at the start and at the end."""
-    crc = ONES
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (POLYNOMIAL if crc & 1 else 0)
-    return crc ^ ONES
 
 
 def cut(data: bytes, places: list[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from holdfast.ondisk import manifest
 from holdfast.ondisk.blocks import crc64
 from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
 from holdfast.run.scan import CheckpointInfo
-from tests.unit.ondisk.test_blocks import slow_crc
+from tests.helpers.crc import slow_crc
 
 FILE = "run/step_7/manifest.json"
 
