@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import holdfast
 from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
-from tests.helpers.bounded_reads import little_memory
+from tests.helpers.bounded_reads import limit_memory
 
 #: Audit events of Python that show that external code could run.
 _EVENTS = frozenset(
@@ -45,7 +45,7 @@ class Judge:
         """Read a checkpoint. Return the problem with its handling, if any."""
         start, self._heard, self._listening = time.process_time(), "", True
         try:
-            with little_memory():
+            with limit_memory():
                 _use(path)
             self.read += 1
         except HoldfastError as error:

@@ -21,14 +21,14 @@ from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, St
 from holdfast.save.background import background_saves
 from holdfast.save.operation import SaveOperation
 from holdfast.save.shard_writer import ShardWriter
-from tests.helpers.file_contents import contents
-from tests.helpers.layouts import CASES, LAYOUTS, fill, local, tensors
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
-from tests.helpers.slow_writes import slow
+from tests.helpers.slow_writes import slow_down_writes
 
 
 def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:
-    with slow():
+    with slow_down_writes():
         handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         assert not handle.done()
         assert handle.path == tmp_path / "s"
@@ -58,7 +58,7 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
 
 
 def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) -> None:
-    with slow(0.3):
+    with slow_down_writes(0.3):
         first = holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)}, async_save=True)
         second = holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, async_save=True)
         assert first.done()
@@ -83,7 +83,7 @@ def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_
 
 
 def test_a_context_manager_waits(tmp_path: Path) -> None:
-    with slow(0.2), holdfast.Checkpointer(tmp_path, async_save=True) as checkpointer:
+    with slow_down_writes(0.2), holdfast.Checkpointer(tmp_path, async_save=True) as checkpointer:
         checkpointer.save("s", {"w": torch.ones(1)})
     assert holdfast.has_checkpoint(tmp_path)
 
@@ -110,7 +110,7 @@ def test_saves_of_different_paths_use_the_same_memory_and_finalize_frees_it(tmp_
         holdfast.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", use_async=True).wait()
     (idle,) = memory._idle
     assert 2**22 <= len(idle) < 2**22 + 2**20
-    with slow(0.3):
+    with slow_down_writes(0.3):
         for number in range(5):  # these overlap, and each needs memory of its own
             holdfast.save_checkpoint(tmp_path / f"o{number}", "s", {"w": torch.ones(2**18)}, async_save=True)
     holdfast.Checkpointer(tmp_path / "o4").finalize()
@@ -131,11 +131,11 @@ def test_default_instances_of_many_paths_are_not_kept(tmp_path: Path) -> None:
 
 
 def save_then_change(path: str, layout: str) -> None:
-    run = fill(LAYOUTS[layout][0]())
+    run = fill_run(LAYOUTS[layout][0]())
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, async_save=True)
     with torch.no_grad():
-        for _, tensor in tensors(run):
-            local(tensor).fill_(3)
+        for _, tensor in named_tensors(run):
+            local_tensor(tensor).fill_(3)
     holdfast.finalize()
 
 
@@ -143,10 +143,10 @@ def save_then_change(path: str, layout: str) -> None:
 def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
     ranks: Ranks, tmp_path: Path, layout: str, n: int
 ) -> None:
-    run = fill(LAYOUTS["plain"][0]())
+    run = fill_run(LAYOUTS["plain"][0]())
     holdfast.save_checkpoint(tmp_path / "plain", "s", run.model, run.optimizer)
     ranks(n, save_then_change, str(tmp_path / "other"), layout)
-    assert contents(tmp_path / "other/s") == contents(tmp_path / "plain/s")
+    assert read_state_files(tmp_path / "other/s") == read_state_files(tmp_path / "plain/s")
 
 
 def one_fails(path: str) -> str:
@@ -235,7 +235,7 @@ def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path:
     """Interrupted while it waited; the arena must not be used again before."""
     model = {"w": torch.ones(1000)}
     checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
-    with slow(0.5):
+    with slow_down_writes(0.5):
         checkpointer.save("a", model)
         model["w"].fill_(2)
         with (
@@ -280,7 +280,7 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
 
 
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
-    with slow(0.4):
+    with slow_down_writes(0.4):
         with mock.patch.object(SaveOperation, "write_and_commit", side_effect=MemoryError):
             holdfast.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
             time.sleep(0.1)
@@ -340,7 +340,10 @@ def in_threads(number: int, function: Any) -> list[BaseException | None]:
 
 
 def test_one_of_several_threads_that_finalize_gets_the_error(tmp_path: Path) -> None:
-    with mock.patch("holdfast.engine.io.write.write_file_ranges", side_effect=StorageError(28, "full")), slow(0.2):
+    with (
+        mock.patch("holdfast.engine.io.write.write_file_ranges", side_effect=StorageError(28, "full")),
+        slow_down_writes(0.2),
+    ):
         holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
         errors = in_threads(3, lambda _: holdfast.finalize())
     assert sorted(type(error).__name__ for error in errors) == ["NoneType", "NoneType", "StorageError"]
@@ -376,7 +379,7 @@ def test_a_listener_may_save_and_finalize_but_not_wait_for_its_own_save(tmp_path
             seen.append("saved")
 
     handles: list[Any] = []
-    with slow(0.2):
+    with slow_down_writes(0.2):
         handles.append(holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True, on_event=listen))
         handles[0].wait(30)
     assert seen[1:] == ["saved"]

@@ -19,7 +19,7 @@ from holdfast.engine.integrity import crc_gather
 from holdfast.engine.io.requests import Fragment
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
 from tests.helpers import layout_checkpoints
-from tests.helpers.layouts import LAYOUTS, fill
+from tests.helpers.layouts import LAYOUTS, fill_run
 from tests.helpers.pool import Ranks
 
 #: Groups of two of four ranks, of three, three and two of eight.
@@ -30,13 +30,13 @@ CASES = [("plain", 2), ("fsdp", 4), ("ddp", 3), ("tp", 4), ("fsdp_tp", 4), ("pp_
 
 def save(path: str, layout: str) -> None:
     with IN_GROUPS:
-        layout_checkpoints.save(path, layout)
+        layout_checkpoints.save_layout(path, layout)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
-    layout_checkpoints.save(str(path), "plain")
+    layout_checkpoints.save_layout(str(path), "plain")
     return path
 
 
@@ -48,7 +48,7 @@ def test_files_do_not_depend_on_the_way(ranks: Ranks, tmp_path: Path, expected: 
 
 
 def save_part_and_convert(path: str) -> None:
-    run = fill(LAYOUTS["fsdp"][0]())
+    run = fill_run(LAYOUTS["fsdp"][0]())
     with IN_GROUPS:
         holdfast.save_model(run.model, f"{path}/hf", shard=True)
         holdfast.convert(f"{path}/hf", f"{path}/ours", to="native")
@@ -115,7 +115,7 @@ def interrupted(*_: Any, **__: Any) -> Any:
 
 def failing(path: str, where: str, who: int, what: Any) -> float:
     """A save in groups with a fault on one rank; raises what it raises, soon."""
-    made = fill(LAYOUTS["fsdp"][0]())
+    made = fill_run(LAYOUTS["fsdp"][0]())
     dist.barrier()
     started = time.monotonic()
     with IN_GROUPS, fault(where, who, what):
@@ -162,7 +162,7 @@ def stalling(path: str, where: str, who: int) -> tuple[str, float]:
         time.sleep(4)
         raise Fault("woke up too late")
 
-    made = fill(LAYOUTS["fsdp"][0]())
+    made = fill_run(LAYOUTS["fsdp"][0]())
     dist.barrier()
     started = time.monotonic()
     with IN_GROUPS, fault(where, who, stall), pytest.raises((RankTimeoutError, RankFailedError)) as raised:

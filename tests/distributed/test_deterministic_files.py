@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from tests.helpers.file_contents import contents
+from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
-from tests.helpers.training import trained
+from tests.helpers.training import train_run
 
 CASES = [(layout, n) for layout in ("ddp", "fsdp") for n in (1, 2, 3, 4)]
 
 
 def save(path: str, layout: str, optimizer: str) -> None:
-    run = trained(layout, optimizer)
+    run = train_run(layout, optimizer)
     content = {"epoch": 1, "losses": (1.5, float("inf"))}
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, step=3, max_shard_size=600)
 
@@ -26,20 +26,20 @@ def save(path: str, layout: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_files_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     save(str(tmp_path / "plain"), "plain", optimizer)
-    expected = contents(tmp_path / "plain/s")
+    expected = read_state_files(tmp_path / "plain/s")
     assert {"model/model.safetensors.index.json", "optimizer/optimizer.safetensors.index.json", "state.json"} <= set(
         expected
     )
     for layout, n in CASES:
         path = tmp_path / f"{layout}{n}"
         ranks(n, save, str(path), layout, optimizer)
-        assert contents(path / "s") == expected, (layout, n)
+        assert read_state_files(path / "s") == expected, (layout, n)
 
 
 def test_two_saves_of_one_state_are_equal(tmp_path: Path) -> None:
     for name in "ab":
         save(str(tmp_path / name), "plain", "adamw")
-    assert contents(tmp_path / "a/s") == contents(tmp_path / "b/s")
+    assert read_state_files(tmp_path / "a/s") == read_state_files(tmp_path / "b/s")
 
 
 class Stage(nn.Module):
@@ -80,7 +80,7 @@ LAST = {12, 11, 10}
 def test_files_do_not_depend_on_which_stage_of_a_pipeline_is_where(ranks: Ranks, tmp_path: Path) -> None:
     save_stages(str(tmp_path / "whole"))
     ranks(3, save_stages, str(tmp_path / "stages"))
-    assert contents(tmp_path / "stages/s") == contents(tmp_path / "whole/s")
+    assert read_state_files(tmp_path / "stages/s") == read_state_files(tmp_path / "whole/s")
     values = holdfast.open(tmp_path / "stages").values
     assert values["model"] == {f"$stage{n}._extra_state": {"number": n} for n in range(1, 13)}
 

@@ -12,8 +12,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from tests.helpers.file_contents import contents
-from tests.helpers.layouts import Zoo, blank, fill, local, moments, tensors, value
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.layouts import (
+    LayoutRun,
+    blank_run,
+    expected_tensor,
+    fill_run,
+    local_tensor,
+    make_moments,
+    named_tensors,
+)
 from tests.helpers.pool import Ranks
 
 EXPERTS, INSIDE, OUTSIDE = 5, 6, 4
@@ -38,7 +46,7 @@ def spread(model: nn.Module, name: str, mesh: DeviceMesh, placements: list[Any])
     setattr(model, name, nn.Parameter(spread))
 
 
-def build(layout: str) -> Zoo:
+def build(layout: str) -> LayoutRun:
     model = Mixture()
     n = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "ep":
@@ -54,7 +62,7 @@ def build(layout: str) -> Zoo:
             spread(model, name, mesh, placements)
         fully_shard(model.router)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    return Zoo(model, optimizer, [model], [optimizer])
+    return LayoutRun(model, optimizer, [model], [optimizer])
 
 
 CASES = [("plain", 1), ("ep", 2), ("ep", 4), ("ep", 8), ("some", 3), ("some", 4), ("ep and tp", 4), ("ep and tp", 8)]
@@ -62,17 +70,17 @@ CASES += [("replicated", 4), ("replicated", 8)]
 
 
 def save(path: str, layout: str) -> None:
-    run = fill(build(layout))
+    run = fill_run(build(layout))
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
 
 
 def load(path: str, layout: str, exchange: str) -> None:
-    run = blank(build(layout))
+    run = blank_run(build(layout))
     holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
-    mine, oracle = dict(tensors(run)), dict(tensors(fill(build(layout))))
+    mine, oracle = dict(named_tensors(run)), dict(named_tensors(fill_run(build(layout))))
     assert mine.keys() == oracle.keys()
     for name, tensor in mine.items():
-        assert torch.equal(local(tensor), local(oracle[name])), name
+        assert torch.equal(local_tensor(tensor), local_tensor(oracle[name])), name
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +91,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_oracle_tells_experts_apart() -> None:
-    up = value("model/up", (EXPERTS, INSIDE, OUTSIDE), torch.float32)
+    up = expected_tensor("model/up", (EXPERTS, INSIDE, OUTSIDE), torch.float32)
     assert len({float(one.sum()) for one in up}) == EXPERTS
-    assert moments("up", up)["exp_avg"].shape == up.shape
+    assert make_moments("up", up)["exp_avg"].shape == up.shape
 
 
 @pytest.mark.parametrize(("layout", "n"), CASES)
@@ -93,6 +101,6 @@ def test_they_are_saved_and_loaded_whoever_holds_them(
     ranks: Ranks, tmp_path: Path, expected: Path, layout: str, n: int
 ) -> None:
     ranks(n, save, str(tmp_path), layout)
-    assert contents(tmp_path / "s") == contents(expected / "s")
+    assert read_state_files(tmp_path / "s") == read_state_files(expected / "s")
     for exchange in ("never", "always"):
         ranks(n, load, str(expected), layout, exchange)

@@ -26,22 +26,22 @@ from holdfast.errors import StateError, UnsupportedTensorError
 from holdfast.state.model import fsdp1
 from tests.helpers.fsdp1 import (
     Net,
-    adam,
     assert_equal,
-    check,
-    check_writing,
-    everything,
-    full_optimizer,
-    full_state,
-    nested,
-    net,
-    parameters,
-    run_of,
-    single,
-    states,
-    train,
-    without_buffers,
-    wrap,
+    check_everything,
+    check_parts,
+    check_writes,
+    drop_buffers,
+    gather_optimizer_state,
+    gather_state_dict,
+    held_range,
+    make_adam,
+    make_nested,
+    make_net,
+    make_single,
+    read_parameters,
+    read_states,
+    train_model,
+    wrap_fsdp1,
 )
 from tests.helpers.pool import Ranks
 
@@ -49,22 +49,24 @@ ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("build", [single, nested])
+@pytest.mark.parametrize("build", [make_single, make_nested])
 @ORIG
 def test_parts_of_all_ranks_make_up_what_torch_gathers(ranks: Ranks, world: int, build: Any, orig: bool) -> None:
     mesh = (1, 1) if world == 1 else (world,)  # one rank does not shard
-    assert ranks(world, everything, build, {"use_orig_params": orig}) == [[mesh]] * world
+    assert ranks(world, check_everything, build, {"use_orig_params": orig}) == [[mesh]] * world
 
 
 @ORIG
 def test_shard_grad_op(ranks: Ranks, orig: bool) -> None:
-    ranks(2, everything, nested, {"use_orig_params": orig, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP})
+    ranks(
+        2, check_everything, make_nested, {"use_orig_params": orig, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    )
 
 
 @ORIG
 def test_no_shard_replicates(ranks: Ranks, orig: bool) -> None:
     options = {"use_orig_params": orig, "sharding_strategy": ShardingStrategy.NO_SHARD}
-    assert ranks(2, everything, nested, options) == [[(2, 1)]] * 2
+    assert ranks(2, check_everything, make_nested, options) == [[(2, 1)]] * 2
 
 
 def hybrid(given: str, **options: Any) -> FullyShardedDataParallel:
@@ -74,12 +76,12 @@ def hybrid(given: str, **options: Any) -> FullyShardedDataParallel:
         shards, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
         replicas, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
         options["process_group"] = (shards, replicas)
-    return nested(sharding_strategy=ShardingStrategy.HYBRID_SHARD, **options)
+    return make_nested(sharding_strategy=ShardingStrategy.HYBRID_SHARD, **options)
 
 
 def in_hybrid(given: str, orig: bool) -> tuple[Any, ...]:
     model = hybrid(given, use_orig_params=orig)
-    check(model, adam(model))
+    check_parts(model, make_adam(model))
     (mesh,) = {(part.mesh_shape, part.mesh_ranks) for part in fsdp1.flat_shards(model)}
     return mesh
 
@@ -93,7 +95,7 @@ def test_hybrid_shard_is_a_mesh_of_replicas_and_shards(ranks: Ranks, given: str,
 def in_irregular_groups() -> None:
     shards, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     replicas, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    model = wrap(net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(shards, replicas))
+    model = wrap_fsdp1(make_net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(shards, replicas))
     with pytest.raises(UnsupportedTensorError, match="do not form a mesh"):
         list(fsdp1.flat_shards(model))
 
@@ -105,10 +107,10 @@ def test_groups_from_which_no_mesh_can_be_told_are_refused(ranks: Ranks) -> None
 def in_part_of_the_world(orig: bool) -> tuple[Any, ...]:
     """Two models over two ranks each, in a mesh whose other dimension is a pipeline's."""
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("stage", "shard"))
-    model = wrap(net(), use_orig_params=orig, process_group=mesh.get_group("shard"))
+    model = wrap_fsdp1(make_net(), use_orig_params=orig, process_group=mesh.get_group("shard"))
     for part in fsdp1.flat_shards(model):
-        start, stop = run_of(part, dist.get_rank())
-        known = net().state_dict()[part.fqn].flatten()[start : max(stop, start)]
+        start, stop = held_range(part, dist.get_rank())
+        known = make_net().state_dict()[part.fqn].flatten()[start : max(stop, start)]
         assert torch.equal(part.local, known)
     return part.mesh_shape, part.mesh_ranks
 
@@ -120,8 +122,8 @@ def test_ranks_are_global_ones(ranks: Ranks, orig: bool) -> None:
 
 def in_mixed_precision(orig: bool) -> dict[str, torch.dtype]:
     mixed = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    model = nested(use_orig_params=orig, mixed_precision=mixed)
-    check(model, adam(model))
+    model = make_nested(use_orig_params=orig, mixed_precision=mixed)
+    check_parts(model, make_adam(model))
     return {name.rpartition(".")[2]: buffer.dtype for name, buffer in model.named_buffers()}
 
 
@@ -143,14 +145,14 @@ def pinning() -> Iterator[None]:
 
 def in_offload(orig: bool, early: bool) -> None:
     with pinning():
-        model = nested(use_orig_params=orig, cpu_offload=CPUOffload(offload_params=True))
+        model = make_nested(use_orig_params=orig, cpu_offload=CPUOffload(offload_params=True))
         if early:
             model.check_is_root()  # as many calls do: from here on there is a pinned copy, not yet in use
             with pytest.raises(StateError, match=r"not sharded now"):
                 list(fsdp1.flat_shards(model))
-            check_writing(model, evaluate=False)
+            check_writes(model, evaluate=False)
         else:
-            check(model, adam(model))
+            check_parts(model, make_adam(model))
 
 
 @ORIG
@@ -170,18 +172,18 @@ def frozen(orig: bool, separate: bool) -> None:
     torch.manual_seed(1)
     model = Frozen()
     if separate:
-        model.body = wrap(model.body, use_orig_params=orig)
-    model = wrap(model, use_orig_params=orig)
+        model.body = wrap_fsdp1(model.body, use_orig_params=orig)
+    model = wrap_fsdp1(model, use_orig_params=orig)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    assert_equal(parameters(model), without_buffers(net().state_dict()))
-    train(model, optimizer)
-    assert_equal(parameters(model), without_buffers(full_state(model)))
-    body = {name: tensor for name, tensor in net().state_dict().items() if name.startswith("body.")}
-    assert_equal({name: tensor for name, tensor in parameters(model).items() if name in body}, body)
-    known = full_optimizer(model, optimizer)
+    assert_equal(read_parameters(model), drop_buffers(make_net().state_dict()))
+    train_model(model, optimizer)
+    assert_equal(read_parameters(model), drop_buffers(gather_state_dict(model)))
+    body = {name: tensor for name, tensor in make_net().state_dict().items() if name.startswith("body.")}
+    assert_equal({name: tensor for name, tensor in read_parameters(model).items() if name in body}, body)
+    known = gather_optimizer_state(model, optimizer)
     trained = {part.fqn for part in fsdp1.flat_shards(model)} - body.keys()
     assert known.keys() == trained
-    found = states(model, optimizer, ("exp_avg",))
+    found = read_states(model, optimizer, ("exp_avg",))
     assert all(torch.equal(found[name]["exp_avg"], known[name]["exp_avg"]) for name in trained)
 
 
@@ -192,7 +194,7 @@ def test_frozen_parameters(ranks: Ranks, orig: bool, separate: bool) -> None:
 
 
 def tied_names(orig: bool) -> dict[str, tuple[str, ...]]:
-    return {part.fqn: part.tied for part in fsdp1.flat_shards(nested(use_orig_params=orig)) if part.tied}
+    return {part.fqn: part.tied for part in fsdp1.flat_shards(make_nested(use_orig_params=orig)) if part.tied}
 
 
 @ORIG
@@ -207,13 +209,13 @@ def test_tied_weights_are_one_part_under_their_first_name(ranks: Ranks, orig: bo
 
 def pieces(orig: bool) -> tuple[list[int], list[int]]:
     """Four elements and one over three ranks."""
-    model = wrap(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(1, 1, bias=False)), use_orig_params=orig)
-    assert_equal(parameters(model), full_state(model))
+    model = wrap_fsdp1(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(1, 1, bias=False)), use_orig_params=orig)
+    assert_equal(read_parameters(model), gather_state_dict(model))
     parts = list(fsdp1.flat_shards(model))
     with torch.no_grad():
         for part in parts:
             part.local.fill_(7)
-    assert all(torch.equal(tensor, torch.full_like(tensor, 7)) for tensor in full_state(model).values())
+    assert all(torch.equal(tensor, torch.full_like(tensor, 7)) for tensor in gather_state_dict(model).values())
     return [part.local.numel() for part in parts], [part.start_in_shard for part in parts if part.local.numel()]
 
 
@@ -225,13 +227,13 @@ def test_a_rank_without_a_piece_of_a_parameter(ranks: Ranks, orig: bool) -> None
 
 def tiny(orig: bool) -> list[int]:
     """Three elements over four ranks: the last one's shard is all padding."""
-    model = wrap(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False)), use_orig_params=orig)
+    model = wrap_fsdp1(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False)), use_orig_params=orig)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model(torch.ones(2, 1)).sum().backward()
     optimizer.step()
-    assert_equal(parameters(model), full_state(model))
-    known = full_optimizer(model, optimizer)
-    for fqn, found in states(model, optimizer, ("exp_avg",)).items():
+    assert_equal(read_parameters(model), gather_state_dict(model))
+    known = gather_optimizer_state(model, optimizer)
+    for fqn, found in read_states(model, optimizer, ("exp_avg",)).items():
         assert torch.equal(found["exp_avg"], known[fqn]["exp_avg"])
     return [part.local.numel() for part in fsdp1.flat_shards(model)]
 
@@ -250,14 +252,14 @@ class Root(nn.Module):
 
 
 def inside_other_wrappers(orig: bool) -> None:
-    model = net()
+    model = make_net()
     model.ddp = DistributedDataParallel(nn.Linear(3, 2))
     known = {f"inner.{name}".replace(".module.", ".") for name in model.state_dict() if name != "running"}
     ignored = [model.ddp]
-    model.body[0] = checkpoint_wrapper(wrap(model.body[0], use_orig_params=orig))
-    model.body = wrap(checkpoint_wrapper(model.body), use_orig_params=orig)
-    model.norm = model.again = torch.compile(wrap(model.norm, use_orig_params=orig), backend="eager")
-    root = Root(torch.compile(wrap(model, use_orig_params=orig, ignored_modules=ignored), backend="eager"))
+    model.body[0] = checkpoint_wrapper(wrap_fsdp1(model.body[0], use_orig_params=orig))
+    model.body = wrap_fsdp1(checkpoint_wrapper(model.body), use_orig_params=orig)
+    model.norm = model.again = torch.compile(wrap_fsdp1(model.norm, use_orig_params=orig), backend="eager")
+    root = Root(torch.compile(wrap_fsdp1(model, use_orig_params=orig, ignored_modules=ignored), backend="eager"))
     parts = list(fsdp1.flat_shards(root))
     names = [name for part in parts for name in (part.fqn, *part.tied)]
     assert sorted(names) == sorted(known - {"inner.ddp.weight", "inner.ddp.bias"})
@@ -273,14 +275,14 @@ def test_names_are_those_of_the_bare_model_whatever_wraps_it(ranks: Ranks, orig:
 
 
 def ignoring(orig: bool) -> None:
-    model = net()
-    model = wrap(model, use_orig_params=orig, ignored_states=[model.scale, *model.norm.parameters()])
+    model = make_net()
+    model = wrap_fsdp1(model, use_orig_params=orig, ignored_states=[model.scale, *model.norm.parameters()])
     expected = {
         name: tensor
-        for name, tensor in without_buffers(net().state_dict()).items()
+        for name, tensor in drop_buffers(make_net().state_dict()).items()
         if name.startswith(("embed", "body", "head", "out"))
     }
-    assert_equal(parameters(model), expected)
+    assert_equal(read_parameters(model), expected)
 
 
 @ORIG
@@ -290,9 +292,9 @@ def test_ignored_parameters_are_no_parts(ranks: Ranks, orig: bool) -> None:
 
 def loading(orig: bool) -> None:
     """A fresh optimizer, filled: it goes on as the other does, and its padding is zero."""
-    model, other = nested(use_orig_params=orig), nested(use_orig_params=orig)
-    trained, fresh = adam(model), adam(other)
-    train(model, trained)
+    model, other = make_nested(use_orig_params=orig), make_nested(use_orig_params=orig)
+    trained, fresh = make_adam(model), make_adam(other)
+    train_model(model, trained)
     fsdp1.reshard(other)
     for source, target in zip(fsdp1.flat_shards(model), fsdp1.flat_shards(other), strict=True):
         target.local.copy_(source.local)
@@ -313,9 +315,9 @@ def loading(orig: bool) -> None:
         for name, value in fresh.state.get(ours, {}).items():
             assert torch.equal(value, trained.state[theirs][name]), "the padding too"
             assert not value.requires_grad
-    train(model, trained)
-    train(other, fresh)
-    assert_equal(parameters(other), parameters(model))
+    train_model(model, trained)
+    train_model(other, fresh)
+    assert_equal(read_parameters(other), read_parameters(model))
 
 
 @ORIG
@@ -325,15 +327,15 @@ def test_an_optimizer_without_state_can_be_filled(ranks: Ranks, world: int, orig
 
 
 def collectives() -> tuple[int, bool]:
-    model = nested(use_orig_params=False)
-    optimizer = adam(model)
-    train(model, optimizer)
+    model = make_nested(use_orig_params=False)
+    optimizer = make_adam(model)
+    train_model(model, optimizer)
     with CommDebugMode() as ours:
         fsdp1.reshard(model)
         for part in fsdp1.flat_shards(model):
             fsdp1.flat_elements(part, optimizer.state[part.parameter]["exp_avg"])
     with CommDebugMode() as torchs:
-        full_state(model)
+        gather_state_dict(model)
     return ours.get_total_counts(), torchs.get_total_counts() > 0
 
 
@@ -342,7 +344,7 @@ def test_nothing_is_communicated(ranks: Ranks) -> None:
 
 
 def factored() -> None:
-    model = wrap(nn.Linear(6, 5), use_orig_params=True)
+    model = wrap_fsdp1(nn.Linear(6, 5), use_orig_params=True)
     (part, _) = fsdp1.flat_shards(model)
     assert fsdp1.flat_elements(part, torch.tensor(3.0)) is None
     with pytest.raises(UnsupportedTensorError, match="'weight' has shape"):
@@ -363,7 +365,7 @@ def refused(model: nn.Module) -> bool:
 
 
 def out_of_step(orig: bool, strategy: ShardingStrategy) -> dict[str, bool]:
-    model = nested(use_orig_params=orig, sharding_strategy=strategy)
+    model = make_nested(use_orig_params=orig, sharding_strategy=strategy)
     seen = {}
     tokens = torch.arange(10).view(2, 5)
     model.head.register_forward_hook(lambda *_: seen.update(forward=refused(model)))
@@ -381,7 +383,7 @@ def out_of_step(orig: bool, strategy: ShardingStrategy) -> dict[str, bool]:
     model(tokens)
     fsdp1.reshard(model)
     seen["resharded"] = refused(model)
-    train(model, adam(model))  # and it goes on
+    train_model(model, make_adam(model))  # and it goes on
     return seen
 
 
@@ -404,7 +406,7 @@ def test_only_between_steps(ranks: Ranks, orig: bool, strategy: str) -> None:
 
 
 def replaced(how: str) -> None:
-    model = wrap(nn.Linear(6, 5), use_orig_params=True)
+    model = wrap_fsdp1(nn.Linear(6, 5), use_orig_params=True)
     (weight, _) = fsdp1.flat_shards(model)
     if how == "data":
         weight.parameter.data = weight.parameter.data.clone()
@@ -428,12 +430,12 @@ def test_a_parameter_with_memory_of_its_own_is_refused(ranks: Ranks, world: int,
 
 def laid_out_otherwise() -> list[bool]:
     convolutions = [nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 1)]
-    return [unsupported(wrap(one.to(memory_format=torch.channels_last))) for one in convolutions]
+    return [unsupported(wrap_fsdp1(one.to(memory_format=torch.channels_last))) for one in convolutions]
 
 
 def unsupported(model: nn.Module) -> bool:
     try:
-        assert_equal(parameters(model), full_state(model))
+        assert_equal(read_parameters(model), gather_state_dict(model))
     except UnsupportedTensorError as error:
         assert "'weight' is not in row-major order" in str(error)
         return True
@@ -448,7 +450,7 @@ def test_what_is_not_row_major_is_refused(ranks: Ranks) -> None:
 def over_tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(nn.Linear(6, 8), mesh["tensor"], ColwiseParallel())
-    model = wrap(model, device_mesh=mesh["data"], use_orig_params=True)
+    model = wrap_fsdp1(model, device_mesh=mesh["data"], use_orig_params=True)
     try:
         list(fsdp1.flat_shards(model))
     except UnsupportedTensorError as error:

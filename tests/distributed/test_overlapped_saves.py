@@ -15,7 +15,7 @@ import holdfast
 from holdfast.engine.io import staging
 from holdfast.errors import InvalidArgumentError, RankMismatchError, TornSnapshotError
 from tests.helpers.pool import Ranks
-from tests.helpers.training import clean, full, wrap
+from tests.helpers.training import clean_name, full_tensor, wrap_model
 
 
 def slow(seconds: float = 0.3) -> Any:
@@ -34,7 +34,7 @@ def make(layout: str, kind: str, **options: Any) -> tuple[nn.Module, torch.optim
     body = nn.Sequential(nn.Linear(8, 33), nn.BatchNorm1d(33), nn.Linear(33, 4))
     holder = nn.Module()
     holder.body = body
-    model = wrap(holder, layout)
+    model = wrap_model(holder, layout)
     return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
 
 
@@ -46,10 +46,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """What the files must hold, by torch's own means."""
-    found = {f"model/{clean(name)}": full(tensor) for name, tensor in model.state_dict().items()}
+    found = {f"model/{clean_name(name)}": full_tensor(tensor) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for state, value in optimizer.state[parameter].items():
-            found[f"optimizer/{clean(name)}/{state}"] = full(value)
+            found[f"optimizer/{clean_name(name)}/{state}"] = full_tensor(value)
     return found
 
 

@@ -11,25 +11,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.training import Run, assert_equal, start, trained, whole
+from tests.helpers.training import Run, assert_equal, gather_run, start_run, train_run
 
 WRITERS = [("plain", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4)]
 READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)]
 
 
 def save(path: str, layout: str, optimizer: str) -> None:
-    run = trained(layout, optimizer)
+    run = train_run(layout, optimizer)
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, {"n": 3})
 
 
 def load(path: str, layout: str, optimizer: str, *, stepped: bool) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    run = start(layout, optimizer, seed=9)
+    run = start_run(layout, optimizer, seed=9)
     if stepped:
         run.step(5)
     result = holdfast.restore(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
     assert result.verified
     assert result.user_content == {"n": 3}
-    return whole(run), groups(run), run.scheduler.state_dict()
+    return gather_run(run), groups(run), run.scheduler.state_dict()
 
 
 def groups(run: Run) -> list[dict[str, Any]]:
@@ -40,10 +40,10 @@ def groups(run: Run) -> list[dict[str, Any]]:
 def test_any_layout_loads_any_other(
     ranks: Ranks, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:
-    oracle = trained("plain")
+    oracle = train_run("plain")
     ranks(writer[1], save, str(tmp_path), writer[0], "adamw")
     for tensors, found, schedule in ranks(reader[1], _load_fresh, str(tmp_path), reader[0], "adamw"):
-        assert_equal(tensors, whole(oracle))
+        assert_equal(tensors, gather_run(oracle))
         assert found == groups(oracle)
         assert schedule == oracle.scheduler.state_dict()
 
@@ -61,28 +61,28 @@ def _load_stepped(path: str, layout: str, optimizer: str) -> Any:
 def test_every_optimizer_comes_back_with_and_without_state_of_its_own(
     ranks: Ranks, tmp_path: Path, optimizer: str, loader: Any
 ) -> None:
-    oracle = trained("plain", optimizer)
+    oracle = train_run("plain", optimizer)
     ranks(2, save, str(tmp_path), "fsdp", optimizer)
     for layout, n in (("plain", 1), ("fsdp", 3)):
         for tensors, found, _ in ranks(n, loader, str(tmp_path), layout, optimizer):
-            assert_equal(tensors, whole(oracle))
+            assert_equal(tensors, gather_run(oracle))
             assert found == groups(oracle)
 
 
 def save_fresh(path: str, layout: str) -> int:
-    run = start(layout)
+    run = start_run(layout)
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
     return len(run.optimizer.state)
 
 
 def test_an_optimizer_that_never_stepped_is_not_stepped_by_us(ranks: Ranks, tmp_path: Path) -> None:
-    before = start("plain")
+    before = start_run("plain")
     assert ranks(2, save_fresh, str(tmp_path), "fsdp") == [0, 0]
-    run = start("plain", seed=3)
+    run = start_run("plain", seed=3)
     run.step(0)
     holdfast.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
     assert not run.optimizer.state
-    assert_equal(whole(run), whole(before))
+    assert_equal(gather_run(run), gather_run(before))
     assert not [key for key in holdfast.open(tmp_path) if key.startswith("optimizer/")]
 
 

@@ -241,11 +241,11 @@ def test_neighbours_are_the_largest_groups_of_equals(states: list[int]) -> None:
 
 @pytest.mark.parametrize("entry", ["5", '{"rng":5}', '{"rng":{"torch":{"$tensor":"no"}}}', '{"rng":{"torch":{}}}'])
 def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(tmp_path: Path, entry: str) -> None:
-    from tests.helpers.sealed_checkpoints import reseal
+    from tests.helpers.sealed_checkpoints import reseal_checkpoint
 
     holdfast.save_checkpoint(tmp_path, "s")
     (tmp_path / "s/ranks.json").write_text(f'{{"ranks":[{entry},{entry}]}}')
-    reseal(tmp_path / "s")
+    reseal_checkpoint(tmp_path / "s")
     with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
         holdfast.restore(tmp_path, "s", rng=True)
 

@@ -28,7 +28,7 @@ from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import VoteOutcome, VoteRound
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.errors import HoldfastError
-from tests.helpers.layouts import LAYOUTS, fill
+from tests.helpers.layouts import LAYOUTS, fill_run
 from tests.helpers.pool import Ranks
 
 MODEL = {"w": torch.ones(8)}
@@ -148,7 +148,7 @@ def exchange_slowly(path: str) -> list[str]:
         time.sleep(1.0)
         return send(*arguments)
 
-    made = fill(LAYOUTS["tp"][0]())
+    made = fill_run(LAYOUTS["tp"][0]())
     slow = mock.patch.object(P2PExchange, "send", slowly if dist.get_rank() == 1 else send)
     with logged() as messages, slow:
         holdfast.save_checkpoint(path, "s", made.model)

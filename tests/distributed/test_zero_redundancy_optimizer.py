@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.errors import StateError
-from tests.helpers.file_contents import contents
+from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 
 
@@ -97,7 +97,7 @@ def test_the_files_are_those_of_a_plain_optimizer(ranks: Ranks, tmp_path: Path) 
     ranks(1, save, str(tmp_path / "plain"), "plain")
     for n in (2, 3):
         ranks(n, resave, str(tmp_path / "plain"), str(tmp_path / f"zero{n}"), "zero")
-        assert contents(tmp_path / f"zero{n}/s") == contents(tmp_path / "plain/s")
+        assert read_state_files(tmp_path / f"zero{n}/s") == read_state_files(tmp_path / "plain/s")
 
 
 def overlapped(path: str) -> str:

@@ -13,13 +13,13 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointE
 from holdfast.formats.native import NativeReader
 from holdfast.ondisk.blocks import Fragment
 from tests.helpers.pool import Ranks
-from tests.helpers.training import Run, start, trained
+from tests.helpers.training import Run, start_run, train_run
 
 FLIPS = 520
 
 
 def save(path: Path) -> Path:
-    run = trained("plain")
+    run = train_run("plain")
     content = {"note": "text", "table": torch.arange(1000), "pair": (1, 2.5)}
     own = {"mine": torch.ones(50)}
     options = {"per_rank_content": own, "metrics": {"loss": 0.25}, "max_shard_size": 900}
@@ -41,7 +41,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     generator = random.Random(5)
-    run = start("plain")
+    run = start_run("plain")
     load(tmp_path / "run", run)
     names = {key.partition("/")[2] for key in holdfast.open(folder)}
     for number in range(FLIPS):
@@ -67,7 +67,7 @@ def test_a_damaged_tensor_says_what_may_not_be_used(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     file = sorted((folder / "optimizer").glob("*.safetensors"))[1]
     flip(file, file.stat().st_size - 3, 1)
-    run = start("plain")
+    run = start_run("plain")
     with pytest.raises(CorruptCheckpointError, match="The model and optimizer passed may be partly filled"):
         load(tmp_path / "run", run)
 
@@ -77,7 +77,7 @@ def test_a_file_cut_short_is_named_before_anything_is_changed(tmp_path: Path, ke
     folder = save(tmp_path / "run")
     file = next(iter(sorted((folder / "model").glob("*.safetensors"))))
     file.write_bytes(file.read_bytes()[:keep])
-    run = start("plain", seed=4)
+    run = start_run("plain", seed=4)
     before = run.model.embed.weight.clone()
     with pytest.raises(CorruptCheckpointError, match=file.name):
         load(tmp_path / "run", run)
@@ -88,20 +88,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     (folder / "state.json").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"state\.json is missing"):
-        load(tmp_path / "run", start("plain"))
+        load(tmp_path / "run", start_run("plain"))
 
 
 def test_verify_false_reads_without_looking_at_crcs(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     file = min((folder / "model").glob("*.safetensors"))
     flip(file, file.stat().st_size - 1, 0)
-    run = start("plain")
+    run = start_run("plain")
     result = holdfast.restore(tmp_path / "run", model=run.model, verify=False)
     assert not result.verified
 
 
 def load_on_ranks(path: str) -> None:
-    run = start("fsdp")
+    run = start_run("fsdp")
     holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
 
 

@@ -33,8 +33,8 @@ from holdfast.run import catalog
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories
 from tests.golden import reader
-from tests.helpers.interruptions import once
-from tests.helpers.other_jobs import save
+from tests.helpers.interruptions import change_at_call
+from tests.helpers.other_jobs import save_as_other_job
 from tests.helpers.pool import Ranks
 
 
@@ -56,7 +56,7 @@ def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
 @contextmanager
 def between_two_renames(change: Callable[[], object]) -> Iterator[None]:
     """Of an overwrite, on a file system that cannot exchange names."""
-    second = once("holdfast.storage.directories.fsync_directory", change, 2)
+    second = change_at_call("holdfast.storage.directories.fsync_directory", change, 2)
     with mock.patch.object(directories, "_renameat2", return_value=False), second:
         yield
 
@@ -120,7 +120,7 @@ def file_by_file(source: Path, target: Path) -> None:
 def test_a_run_that_was_copied_or_moved_has_the_same_latest(how: Callable[[Path, Path], None], tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     for number, tag in enumerate(["d", "a", "e", "c", "b"]):
-        save(run, tag, float(number))
+        save_as_other_job(run, tag, float(number))
     how(run, copy)
     every = list(copy.rglob("*"))
     for moment, path in enumerate(random.Random(1).sample(every, len(every))):
@@ -133,7 +133,7 @@ def test_a_run_that_was_copied_or_moved_has_the_same_latest(how: Callable[[Path,
 def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
     """Its manifest is there, and not yet its data: it has its name already, as copies have no last step."""
     for number in range(2):
-        save(tmp_path, f"step_{number}", float(number))
+        save_as_other_job(tmp_path, f"step_{number}", float(number))
     (tmp_path / "step_1/model/model.safetensors").unlink()
     with pytest.warns(UserWarning, match="loaded 'step_0' and ignored other checkpoints: step_1 is corrupt;"):
         assert value_of(tmp_path) == 0.0
@@ -144,20 +144,20 @@ def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(tmp_path: Path) -> None:
-    save(tmp_path, "step_1", 1.0)
+    save_as_other_job(tmp_path, "step_1", 1.0)
     for look, number in ((tags, 2), (holdfast.has_checkpoint, 3), (value_of, 4), (holdfast.open, 5)):
-        with once(
+        with change_at_call(
             "holdfast.run.scan.read_manifest",
-            lambda number=number: save(tmp_path, f"step_{number}", float(number), keep=1),
+            lambda number=number: save_as_other_job(tmp_path, f"step_{number}", float(number), keep=1),
         ):
             seen = look(tmp_path)
         assert seen in (["step_2"], True, 4.0) or seen.path.name == "step_5"
 
 
 def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
-    save(tmp_path, "step_1", 1.0)
-    save(tmp_path, "step_2", 2.0)
-    with once("holdfast.storage.posix.read_small", lambda: shutil.rmtree(tmp_path / "step_1")):
+    save_as_other_job(tmp_path, "step_1", 1.0)
+    save_as_other_job(tmp_path, "step_2", 2.0)
+    with change_at_call("holdfast.storage.posix.read_small", lambda: shutil.rmtree(tmp_path / "step_1")):
         assert [(info.tag, info.status) for info in holdfast.list_checkpoints(tmp_path)] == [("step_2", "complete")]
 
 
@@ -173,13 +173,13 @@ def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
 def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_then(
     tmp_path: Path, verify: bool, where: str
 ) -> None:
-    save(tmp_path, "last", 1.0)
-    with once(f"holdfast.{where}", lambda: save(tmp_path, "last", 2.0, overwrite=True)):
+    save_as_other_job(tmp_path, "last", 1.0)
+    with change_at_call(f"holdfast.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
         assert value_of(tmp_path, "last", verify=verify) == 2.0
 
 
 def test_what_is_asked_for_by_name_and_goes_is_not_there(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     with (
         mock.patch.object(ReadPlan, "run", side_effect=lambda *_: shutil.rmtree(tmp_path / "last")),
         pytest.raises(CheckpointReplacedError, match=r"last was replaced or removed .*may be partly filled"),
@@ -189,10 +189,10 @@ def test_what_is_asked_for_by_name_and_goes_is_not_there(tmp_path: Path) -> None
 
 def test_a_view_says_that_its_checkpoint_went_and_not_that_it_is_damaged(tmp_path: Path) -> None:
     for change in (
-        lambda: save(tmp_path, "last", 2.0, overwrite=True),
+        lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True),
         lambda: shutil.rmtree(tmp_path / "last"),
     ):
-        save(tmp_path, "last", 1.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
         found = holdfast.open(tmp_path)
         change()
         for read in (lambda found=found: found["model/w"], lambda found=found: found.values):
@@ -205,7 +205,7 @@ def test_a_view_says_that_its_checkpoint_went_and_not_that_it_is_damaged(tmp_pat
 
 
 def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     found = holdfast.open(tmp_path)
     (tmp_path / "last/model/model.safetensors").unlink()
     with pytest.raises(StorageError, match=r"could not open .*model.safetensors"):
@@ -214,18 +214,20 @@ def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("command", ["show", "diff"])
 def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command: str, tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     last = str(tmp_path / "last")
     reading = "holdfast.cli.target.InspectedCheckpoint.read_values"
-    with once(reading, lambda: save(tmp_path, "last", 2.0, overwrite=True)):
+    with change_at_call(reading, lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
         done = CliRunner().invoke(app, [command, *[last] * (1 + (command == "diff"))], env={"COLUMNS": "500"})
     assert done.exit_code == 2
     assert "last was replaced or removed while it was read" in done.output
 
 
 def test_verify_goes_on_with_what_is_there_then(tmp_path: Path) -> None:
-    save(tmp_path, "step_1", 1.0)
-    with once("holdfast.cli.verify_one.inspect_exact_path", lambda: save(tmp_path, "step_2", 2.0, keep=1)):
+    save_as_other_job(tmp_path, "step_1", 1.0)
+    with change_at_call(
+        "holdfast.cli.verify_one.inspect_exact_path", lambda: save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
+    ):
         done = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "500"})
     assert done.exit_code == 0
     assert "step_2" in done.output
@@ -238,10 +240,10 @@ def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
     def always(*_: Any) -> Any:
         nonlocal step
         step += 1
-        save(tmp_path, f"step_{step}", float(step), keep=1)
+        save_as_other_job(tmp_path, f"step_{step}", float(step), keep=1)
         raise CorruptCheckpointError("torn")
 
-    save(tmp_path, "step_0", 0.0)
+    save_as_other_job(tmp_path, "step_0", 0.0)
     with (
         mock.patch.object(ReadPlan, "run", always),
         pytest.raises(CheckpointReplacedError, match="faster than one can be loaded; keep"),
@@ -259,8 +261,8 @@ def on_one_rank_only(path: str) -> float:
         if dist.get_rank() == 1 and not done:
             done.append(1)
             code = "import sys, torch, holdfast; from pathlib import Path"
-            code += "; from tests.helpers.other_jobs import save"
-            run = f"{code}; save(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
+            code += "; from tests.helpers.other_jobs import save_as_other_job"
+            run = f"{code}; save_as_other_job(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
             subprocess.run([sys.executable, "-c", run, path], check=True)
         return match(*args)
 
@@ -269,7 +271,7 @@ def on_one_rank_only(path: str) -> float:
 
 
 def test_ranks_that_see_two_checkpoints_of_one_name_look_again(ranks: Ranks, tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     assert ranks(2, on_one_rank_only, str(tmp_path)) == [2.0, 2.0]
 
 
@@ -300,9 +302,11 @@ def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) 
 
 
 def test_retention_never_removes_what_has_taken_the_name_meanwhile(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
-    with once("holdfast.run.cleanup.rename_path", lambda: save(tmp_path, "last", 3.0, overwrite=True)):
-        save(tmp_path, "step_2", 2.0, keep=1)
+    save_as_other_job(tmp_path, "last", 1.0)
+    with change_at_call(
+        "holdfast.run.cleanup.rename_path", lambda: save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
+    ):
+        save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
     assert value_of(tmp_path, "last") == 3.0
     assert tags(tmp_path) == ["step_2", "last"]
     assert not hidden(tmp_path)
@@ -310,19 +314,19 @@ def test_retention_never_removes_what_has_taken_the_name_meanwhile(tmp_path: Pat
 
 def test_retention_neither_counts_nor_removes_what_was_copied_linked_or_renamed(tmp_path: Path) -> None:
     for number in range(4):
-        save(tmp_path, f"step_{number}", float(number))
+        save_as_other_job(tmp_path, f"step_{number}", float(number))
     shutil.copytree(tmp_path / "step_3", tmp_path / "copy")
     (tmp_path / "latest").symlink_to("step_3")
     (tmp_path / "step_0").rename(tmp_path / "best")
-    save(tmp_path, "step_4", 4.0, keep=3)
+    save_as_other_job(tmp_path, "step_4", 4.0, keep=3)
     assert set(tags(tmp_path)) == {"best", "step_2", "step_3", "copy", "latest", "step_4"}
-    save(tmp_path, "step_5", 5.0, keep=1)
+    save_as_other_job(tmp_path, "step_5", 5.0, keep=1)
     assert set(tags(tmp_path)) == {"best", "copy", "step_5"}
     assert value_of(tmp_path, "copy") == 3.0
 
 
 def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     partial = tmp_path / aside.with_state("partial").name
     locks: list[directories.DirectoryLock] = []
@@ -331,17 +335,17 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
         locks.append(directories.create_locked(partial))
         (tmp_path / "last").rename(tmp_path / aside.name)
 
-    with once("holdfast.run.cleanup.list_hidden_directories", begin):
+    with change_at_call("holdfast.run.cleanup.list_hidden_directories", begin):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
     locks[0].close()
 
 
 def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
-    with once(
+    with change_at_call(
         "holdfast.run.cleanup.list_hidden_directories", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
     ):
         assert not clean_up(tmp_path, None)
@@ -357,7 +361,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
 
     lock, done = directories.DirectoryLock, []
     with mock.patch.object(directories, "DirectoryLock", tidied):
-        save(tmp_path, "a", 1.0)
+        save_as_other_job(tmp_path, "a", 1.0)
     assert done
     assert value_of(tmp_path) == 1.0
     with (
@@ -365,18 +369,20 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
         mock.patch.object(directories, "_MAX_ATTEMPTS", 3),
         pytest.raises(StorageError, match="was removed again and again"),
     ):
-        save(tmp_path, "b", 1.0)
+        save_as_other_job(tmp_path, "b", 1.0)
 
 
 def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_path: Path, exchanging: None) -> None:
-    save(tmp_path, "other", 0.0)
-    save(tmp_path, "last", 1.0)
-    with once("holdfast.storage.directories.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")):
-        save(tmp_path, "last", 2.0, overwrite=True)
+    save_as_other_job(tmp_path, "other", 0.0)
+    save_as_other_job(tmp_path, "last", 1.0)
+    with change_at_call("holdfast.storage.directories.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")):
+        save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
     shutil.rmtree(tmp_path / "last")
-    with once("holdfast.storage.directories.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")):
-        save(tmp_path, "last", 4.0, overwrite=True)
+    with change_at_call(
+        "holdfast.storage.directories.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
+    ):
+        save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
     assert not hidden(tmp_path)
 
@@ -387,37 +393,37 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
     with (
-        once(f"holdfast.{where}", lambda: save(tmp_path, "last", 2.0)),
+        change_at_call(f"holdfast.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0)),
         pytest.raises(TagExistsError, match="it is newer, and left as it is"),
     ):
-        save(tmp_path, "last", 1.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
     assert not hidden(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_begins_again_where_an_older_one_comes_between_them(tmp_path: Path) -> None:
-    save(tmp_path, "other", 2.0)
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "other", 2.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     with between_two_renames(lambda: (tmp_path / "other").rename(tmp_path / "last")):
-        save(tmp_path, "last", 3.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     assert value_of(tmp_path) == 3.0
     assert not hidden(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_leaves_a_newer_one_that_comes_between_them(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     with (
-        between_two_renames(lambda: save(tmp_path, "last", 2.0)),
+        between_two_renames(lambda: save_as_other_job(tmp_path, "last", 2.0)),
         pytest.raises(TagExistsError, match="it is newer, and left as it is"),
     ):
-        save(tmp_path, "last", 3.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
     assert not hidden(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: Path) -> None:
     """Its own folder goes between them, and the first step cannot be taken back."""
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
 
     def lose() -> None:
         (draft,) = [tmp_path / name for name in hidden(tmp_path) if name.endswith(".partial")]
@@ -425,7 +431,7 @@ def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: P
 
     refused = mock.patch.object(directories, "_rename_new", side_effect=OSError(errno.EIO, "input/output error"))
     with between_two_renames(lose), refused, pytest.raises(StorageError):
-        save(tmp_path, "last", 2.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     (aside,) = [tmp_path / name for name in hidden(tmp_path)]
     assert float(holdfast.open(aside)["model/w"][0]) == 1.0
 
@@ -434,25 +440,25 @@ def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_bac
     def refuse() -> None:
         raise OSError(errno.EIO, "input/output error")
 
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     with between_two_renames(refuse), pytest.raises(StorageError):
-        save(tmp_path, "last", 2.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert value_of(tmp_path) == 1.0
     assert not hidden(tmp_path)
 
 
 def test_an_overwrite_gives_up_at_last(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     taken = mock.patch.object(commit.directories, "exchange_directories", side_effect=TagExistsError("taken"))
     with taken as replace, pytest.raises(TagExistsError, match="taken"):
-        save(tmp_path, "last", 2.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert replace.call_count == commit._ATTEMPTS
     assert value_of(tmp_path) == 1.0
 
 
 def test_nobody_else_names_what_a_living_save_is_about_to(tmp_path: Path) -> None:
     """An overwrite in two steps, between which neither folder has the name: it is seen all the same, and left alone."""
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
 
     def between() -> None:
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -467,14 +473,14 @@ def test_nobody_else_names_what_a_living_save_is_about_to(tmp_path: Path) -> Non
 
     seen: list[list[str]] = []
     with between_two_renames(between):
-        save(tmp_path, "last", 2.0, overwrite=True)
+        save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert seen[0] == seen[1]
     assert "last" not in seen[0]
     assert value_of(tmp_path) == 2.0
 
 
 def test_one_whose_save_died_between_two_names_is_there_for_those_who_only_look(tmp_path: Path) -> None:
-    save(tmp_path, "last", 1.0)
+    save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
     (tmp_path / "last").rename(tmp_path / aside.name)

@@ -20,7 +20,7 @@ from holdfast.errors import StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import parse_hidden_name
 from holdfast.storage import directories
 from tests.golden import reader
-from tests.helpers.corruption import corrupt_step
+from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:loaded 'step_")
@@ -71,7 +71,7 @@ def remove_data(run: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("spoil", [corrupt_step, cut_manifest, remove_data])
+@pytest.mark.parametrize("spoil", [corrupt_model_of_step, cut_manifest, remove_data])
 def test_the_loop_of_the_readme_goes_on_after_a_fallback(
     tmp_path: Path, spoil: Any, async_save: bool, exchanging: None
 ) -> None:
@@ -89,8 +89,8 @@ def test_the_loop_of_the_readme_goes_on_after_a_fallback(
 def test_it_goes_on_at_every_restart_also_if_it_dies_after_one_save(tmp_path: Path) -> None:
     """Two are corrupt, and the first save after the fallback is all that there is time for."""
     train(tmp_path, 4)
-    corrupt_step(tmp_path, 2)
-    corrupt_step(tmp_path, 3)
+    corrupt_model_of_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 3)
     for stop in (3, 4, 5):
         assert train(tmp_path, stop) == stop - 1
     assert tags(tmp_path) == [f"step_{step}" for step in range(5)]
@@ -106,7 +106,7 @@ def restart_on_ranks(run: str) -> None:
 
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     ranks(3, restart_on_ranks, str(tmp_path))
     assert tags(tmp_path) == ["step_0", "step_1", "step_2"]
     assert hidden(tmp_path) == [("step_2", "corrupt")]
@@ -114,7 +114,7 @@ def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_only_who_fell_back_may_do_so(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     fell_back, other = Checkpointer(tmp_path), Checkpointer(tmp_path)
     fell_back.load(model=weights(0.0))
     other.load("step_1", model=weights(0.0))
@@ -130,7 +130,7 @@ def test_a_sound_one_is_never_moved(tmp_path: Path) -> None:
     train(tmp_path, 3)
     file = tmp_path / "step_2/model/model.safetensors"
     sound = file.read_bytes()
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(model=weights(0.0))
     file.write_bytes(sound)
@@ -147,7 +147,7 @@ def test_a_sound_one_is_never_moved(tmp_path: Path) -> None:
 
 def test_what_another_job_saves_meanwhile_keeps_the_name(tmp_path: Path, exchanging: None) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(model=weights(0.0))
     replace = directories.exchange_directories
@@ -168,7 +168,7 @@ def test_what_another_job_saves_meanwhile_keeps_the_name(tmp_path: Path, exchang
 
 def test_renamed_and_copied_ones_stay(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     (tmp_path / "step_2").rename(tmp_path / "best")
     assert train(tmp_path, 4) == 2
     assert set(tags(tmp_path)) == {"step_0", "step_1", "step_2", "step_3", "best"}
@@ -177,7 +177,7 @@ def test_renamed_and_copied_ones_stay(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
@@ -191,7 +191,7 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
 
 def test_it_is_a_leftover_that_prune_removes_and_that_retention_does(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     train(tmp_path, 4, num_kept_ckpts=3)
     assert hidden(tmp_path) == [("step_2", "corrupt")]  # step_1 is older, and kept
     listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--all", "--json"]).output)
@@ -199,7 +199,7 @@ def test_it_is_a_leftover_that_prune_removes_and_that_retention_does(tmp_path: P
     assert "corrupt" in CliRunner().invoke(app, ["ls", str(tmp_path), "--all"]).output
     train(tmp_path, 5, num_kept_ckpts=3)
     assert not hidden(tmp_path)
-    corrupt_step(tmp_path, 4)
+    corrupt_model_of_step(tmp_path, 4)
     train(tmp_path, 6)
     assert hidden(tmp_path) == [("step_4", "corrupt")]
     assert CliRunner().invoke(app, ["prune", str(tmp_path), "--leftovers"]).exit_code == 0

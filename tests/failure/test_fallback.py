@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError, NoCheckpointError
 from holdfast.load.read_plan import ReadPlan
-from tests.helpers.corruption import corrupt_step
+from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 
 
@@ -23,7 +23,7 @@ def fill(path: Path, number: int = 3) -> None:
 
 def test_it_falls_back_over_damaged_tensors_and_manifests(tmp_path: Path) -> None:
     fill(tmp_path, 4)
-    corrupt_step(tmp_path, 3)
+    corrupt_model_of_step(tmp_path, 3)
     (tmp_path / "step_2/manifest.json").write_text("{")
     model = {"w": torch.zeros(64)}
     with pytest.warns(UserWarning, match=r"^loaded 'step_1' and .*: step_2, step_3 are corrupt; .*"):
@@ -41,7 +41,7 @@ def test_only_corrupt_ones_are_called_so_in_one_short_sentence_also_in_the_log(
     holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64)})
     holdfast.save_checkpoint(tmp_path, "future", {"w": torch.ones(64)})
     (tmp_path / "future/manifest.json").write_text('{"format": "holdfast", "version": 2}')
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     with caplog.at_level(logging.INFO, "holdfast"), pytest.warns(UserWarning, match="loaded") as seen:
         found = holdfast.restore(tmp_path, model={"w": torch.zeros(64)})
     assert found.skipped_checkpoints == ("step_2",)
@@ -62,7 +62,7 @@ def test_a_sound_copy_of_a_corrupt_one_is_loaded(tmp_path: Path) -> None:
     """They have one id, and are told by their names."""
     fill(tmp_path)
     shutil.copytree(tmp_path / "step_2", tmp_path / "a_copy")
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     model = {"w": torch.zeros(64)}
     with pytest.warns(UserWarning, match="loaded 'a_copy' and ignored other checkpoints: step_2 is corrupt;"):
         assert holdfast.restore(tmp_path, model=model).skipped_checkpoints == ("step_2",)
@@ -77,7 +77,7 @@ def test_a_sound_run_falls_back_from_nothing(tmp_path: Path, recwarn: pytest.War
 
 def test_what_was_asked_for_by_name_is_never_replaced_by_another(tmp_path: Path) -> None:
     fill(tmp_path)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     for path, tag in ((tmp_path, "step_2"), (tmp_path / "step_2", None)):
         with pytest.raises(CorruptCheckpointError, match="step_2"):
             holdfast.load_checkpoint(path, tag, model={"w": torch.zeros(64)})
@@ -85,7 +85,7 @@ def test_what_was_asked_for_by_name_is_never_replaced_by_another(tmp_path: Path)
 
 def test_nobody_falls_back_who_does_not_want_to(tmp_path: Path) -> None:
     fill(tmp_path)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     with pytest.raises(CorruptCheckpointError, match="step_2"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, on_corruption="raise")
     (tmp_path / "step_1/manifest.json").write_text("{")
@@ -97,8 +97,8 @@ def test_nobody_falls_back_who_does_not_want_to(tmp_path: Path) -> None:
 
 def test_where_all_are_damaged_the_newest_ones_damage_is_told(tmp_path: Path) -> None:
     fill(tmp_path, 2)
-    corrupt_step(tmp_path, 0)
-    corrupt_step(tmp_path, 1)
+    corrupt_model_of_step(tmp_path, 0)
+    corrupt_model_of_step(tmp_path, 1)
     with pytest.raises(CorruptCheckpointError, match=r"step_1.*partly filled"):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)})
     with pytest.raises(NoCheckpointError):
@@ -113,7 +113,7 @@ def on_ranks(path: str) -> tuple[str, tuple[str, ...], float]:
 
 def test_all_ranks_fall_back_to_the_same_one(ranks: Ranks, tmp_path: Path) -> None:
     fill(tmp_path)
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     assert ranks(3, on_ranks, str(tmp_path)) == [("step_1", ("step_2",), 64.0)] * 3
 
 
@@ -145,7 +145,7 @@ def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_ca
     holdfast.save_checkpoint(tmp_path, "step_0", {"w": torch.ones(64), "v": torch.ones(2)})
     holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(64)})
     holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     model = {"w": torch.zeros(64), "v": torch.zeros(2)}
     with pytest.warns(UserWarning, match=r"^loaded 'step_0' and .*: step_2 is corrupt; step_1 does not match"):
         found = holdfast.restore(tmp_path, model=model, strict=False)
@@ -158,7 +158,7 @@ def test_values_of_the_damaged_one_are_found_whatever_they_are_called_in_it(tmp_
     holdfast.save_checkpoint(tmp_path, "step_1", {"v": torch.zeros(64)})
     holdfast.save_checkpoint(tmp_path, "step_2", {"v": tied, "w": tied})
     assert holdfast.open(tmp_path).keys() == ["model/v"]
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     with pytest.raises(CorruptCheckpointError, match=r"step_2.*may be partly filled"):
         holdfast.restore(tmp_path, model={"w": torch.zeros(64), "v": torch.zeros(64)}, strict=False)
 
@@ -187,6 +187,6 @@ def test_where_no_sound_one_fits_the_damage_is_what_is_told(tmp_path: Path, stri
     """Not that nothing was changed."""
     holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(64)})
     holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(64), "v": torch.ones(2)})
-    corrupt_step(tmp_path, 2)
+    corrupt_model_of_step(tmp_path, 2)
     with pytest.raises(CorruptCheckpointError, match=r"step_2.*may be partly filled"):
         holdfast.restore(tmp_path, model={"w": torch.zeros(64), "v": torch.zeros(2)}, strict=strict)

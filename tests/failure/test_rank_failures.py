@@ -13,7 +13,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.engine.io.commit import StagingDirectory
 from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
-from tests.helpers.layouts import LAYOUTS, blank, fill
+from tests.helpers.layouts import LAYOUTS, blank_run, fill_run
 from tests.helpers.pool import Ranks
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
@@ -75,7 +75,7 @@ def run(path: str, call: str, where: str, who: int, timeout: float = 60.0) -> fl
     with mock.patch(where, faulty) if dist.get_rank() == who else contextlib.nullcontext():
         try:
             if call == "save":
-                holdfast.save_checkpoint(path, "t", fill(made).model, made.optimizer, timeout=timeout)
+                holdfast.save_checkpoint(path, "t", fill_run(made).model, made.optimizer, timeout=timeout)
             else:
                 holdfast.load_checkpoint(path, model=made.model, optimizer=made.optimizer, share_reads="always")
         except HoldfastError as error:
@@ -125,7 +125,7 @@ def stalling(path: str, where: str) -> float:
         time.sleep(8)
         raise Fault("woke up too late")
 
-    made = fill(LAYOUTS["tp"][0]())
+    made = fill_run(LAYOUTS["tp"][0]())
     dist.barrier()
     started = time.monotonic()
     with mock.patch(where, stall) if dist.get_rank() == 1 else contextlib.nullcontext():
@@ -147,7 +147,7 @@ def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: 
 
 def test_the_blank_state_is_not_the_saved_one(saved: Path) -> None:
     """The loads above would notice a load that does nothing."""
-    made = blank(LAYOUTS["plain"][0]())
+    made = blank_run(LAYOUTS["plain"][0]())
     holdfast.load_checkpoint(saved, model=made.model)
     assert not torch.equal(made.model.head.weight, torch.full_like(made.model.head.weight, 7))
 

@@ -11,22 +11,22 @@ import holdfast
 from holdfast.errors import CorruptCheckpointError
 
 #: What a refusal may take of memory: a few buffers, and no more.
-ROOM = 2**30
+MEMORY_LIMIT = 2**30
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
+def limit_memory() -> Iterator[None]:
     """What asks for more than :data:`ROOM` beside what there is gets a ``MemoryError``."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def look(folder: Path) -> None:
+def read_checkpoint(folder: Path) -> None:
     """Open a checkpoint and read everything in it."""
     opened = holdfast.open(folder)
     for name in opened:

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from holdfast.cli.main import app
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "holdfast", *command], capture_output=True, text=True, check=False)
 
 
-def assert_light(*command: str) -> None:
+def assert_needs_no_torch(*command: str) -> None:
     """A command that works without torch and without NumPy."""
     code = (
         f"import sys\nsys.argv = {['holdfast', *command]!r}\nfrom holdfast.cli.main import main\n"
@@ -26,7 +26,7 @@ def assert_light(*command: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def call(*args: object, code: int = 0, columns: int | None = None) -> Any:
+def invoke(*args: object, code: int = 0, columns: int | None = None) -> Any:
     """Run a command in this process; ``columns`` is the width asked for by the environment."""
     env = {"COLUMNS": None if columns is None else str(columns)}
     result = CliRunner().invoke(app, [str(arg) for arg in args], env=env)
@@ -35,5 +35,5 @@ def call(*args: object, code: int = 0, columns: int | None = None) -> Any:
     return result
 
 
-def call_json(*args: object, code: int = 0) -> Any:
-    return json.loads(call(*args, "--json", code=code).stdout)
+def invoke_json(*args: object, code: int = 0) -> Any:
+    return json.loads(invoke(*args, "--json", code=code).stdout)

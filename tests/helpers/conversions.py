@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 import holdfast
-from tests.helpers.training import trained
+from tests.helpers.training import train_run
 
 
-def save_some(folder: Path, scale: float = 1.0) -> Path:
+def save_training(folder: Path, scale: float = 1.0) -> Path:
     """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
-    run = trained("plain")
+    run = train_run("plain")
     for parameter in run.model.parameters():
         parameter.data *= scale
     content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
@@ -32,14 +32,14 @@ def save_some(folder: Path, scale: float = 1.0) -> Path:
     return folder / "run/s"
 
 
-def plain(value: Any) -> Any:
+def tensors_to_lists(value: Any) -> Any:
     """Lists in the place of tensors, for which == is no answer."""
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: tensors_to_lists(one) for name, one in value.items()}
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-MEMORY = """
+MEASURE_CONVERSION = """
 import sys, threading, time, torch, holdfast
 holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
 def resident():

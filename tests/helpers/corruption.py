@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 
-def flip(file: Path, tensor: str) -> None:
+def flip_tensor_bit(file: Path, tensor: str) -> None:
     """Flip one bit in the middle of a tensor, found without holdfast."""
     raw = bytearray(file.read_bytes())
     size = int.from_bytes(raw[:8], "little")
@@ -15,11 +15,11 @@ def flip(file: Path, tensor: str) -> None:
     file.write_bytes(raw)
 
 
-def cut(file: Path) -> None:
+def cut_file(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
-def corrupt_step(path: Path, step: int) -> None:
+def corrupt_model_of_step(path: Path, step: int) -> None:
     file = path / f"step_{step}/model/model.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1

@@ -8,36 +8,36 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.helpers.bounded_reads import little_memory
+from tests.helpers.bounded_reads import limit_memory
 
 #: Seconds of the processor, and bytes, that a bomb may take. A megabyte of honest pickle takes about as much.
-SECONDS, BYTES = 4.0, 128 * 2**20
+MAX_SECONDS, MAX_BYTES = 4.0, 128 * 2**20
 
 
 #: Python's integers are their own hashes, but for multiples of this, whose hash is 0.
-P = 2**61 - 1
+HASH_MODULUS = 2**61 - 1
 
 
-def text(word: str) -> bytes:
+def pickle_text(word: str) -> bytes:
     return b"X" + struct.pack("<I", len(word)) + word.encode()
 
 
-def integer(number: int) -> bytes:
+def pickle_integer(number: int) -> bytes:
     raw = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
 @contextmanager
-def cheap(*, memory: bool) -> Iterator[None]:
+def limit_cost(*, memory: bool) -> Iterator[None]:
     if memory:
         tracemalloc.start()
     started = time.process_time()
     try:
-        with little_memory():
+        with limit_memory():
             yield
     finally:
         seconds = time.process_time() - started
         peak = tracemalloc.get_traced_memory()[1] if memory else 0
         tracemalloc.stop()
-    assert memory or seconds < SECONDS
-    assert peak < BYTES
+    assert memory or seconds < MAX_SECONDS
+    assert peak < MAX_BYTES

@@ -8,7 +8,7 @@ POLYNOMIAL = 0x9A6C9329AC4BC9B5
 ONES = 2**64 - 1
 
 
-def slow_crc(data: bytes) -> int:
+def crc64_by_bits(data: bytes) -> int:
     """CRC-64/NVME: reflected polynomial, all ones at the start and at the end."""
     crc = ONES
     for byte in data:

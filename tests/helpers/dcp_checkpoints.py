@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from holdfast.engine.plan.ranges import IndexBox
-from tests.helpers.boxes import slices
+from tests.helpers.boxes import box_slices
 
 
-def save(path: Path, state: dict[str, Any], **options: Any) -> Path:
+def save_dcp(path: Path, state: dict[str, Any], **options: Any) -> Path:
     dcp.save(state, checkpoint_id=path, no_dist=True, **options)
     return path
 
 
-def run(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Any, Any]:
+def train_model(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = kind(model.parameters(), lr=0.1)
@@ -41,18 +41,18 @@ def run(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -
         milestones=[1],
     )
     for number in range(steps):
-        advance(model, optimizer, scheduler, number)
+        train_step(model, optimizer, scheduler, number)
     return model, optimizer, scheduler
 
 
-def advance(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
+def train_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
     model(torch.full((2, 3), float(number))).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
 
 
-def by_name(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def state_by_name(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
@@ -72,8 +72,8 @@ def write_chunks(
         chunks = []
         for number, box in enumerate(boxes):
             stream = io.BytesIO()
-            part = tensor[slices(box)]
-            torch.save(part.clone().permute(order(part.ndim)).clone().permute(inverse(order(part.ndim))), stream)
+            part = tensor[box_slices(box)]
+            torch.save(part.clone().permute(order(part.ndim)).clone().permute(invert_order(order(part.ndim))), stream)
             file = f"__{number % 2}_0.distcp"
             place = _StorageInfo(file, len(raw[file]), len(stream.getvalue()))
             raw[file] += stream.getvalue()
@@ -87,5 +87,5 @@ def write_chunks(
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+def invert_order(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(dim) for dim in range(len(order)))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 VALUES = {"step": 3, "list": [1, "two", None], "pair": (torch.arange(3), {"x": 2.5}), "groups": [{"lr": 0.1}]}
 
 
-def whole(step: int) -> dict[str, torch.Tensor]:
+def make_tensors(step: int) -> dict[str, torch.Tensor]:
     return {
         "rows": torch.arange(35.0).view(7, 5) + step,
         "columns": torch.arange(24).view(4, 6).to(torch.bfloat16) + step,
@@ -22,9 +22,9 @@ def whole(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state(step: int) -> dict[str, Any]:
+def make_state(step: int) -> dict[str, Any]:
     """Sharded over all ranks there are, in different ways."""
-    tensors: dict[str, Any] = whole(step)
+    tensors: dict[str, Any] = make_tensors(step)
     if dist.is_initialized() and dist.get_world_size() > 1:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         ways = {"rows": [Shard(0)], "columns": [Shard(1)], "flags": [Replicate()]}

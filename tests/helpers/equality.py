@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit: NaNs, signs of zeros and dtypes that cannot be compared, too."""
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORGED = [
+FORGED_VALUES = [
     '{"$unknown":1}',
     '{"$":1}',
     '{"$tuple":[],"$set":[]}',

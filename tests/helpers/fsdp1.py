@@ -38,25 +38,25 @@ class Net(nn.Module):
         return self.head(self.again(self.norm(hidden + self.body(hidden)) * self.scale))
 
 
-def net() -> Net:
+def make_net() -> Net:
     torch.manual_seed(1)
     return Net()
 
 
-def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+def wrap_fsdp1(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one rank does not shard; NO_SHARD is deprecated
         return FullyShardedDataParallel(module, device_id=CPU, **options)
 
 
-def nested(**options: Any) -> FullyShardedDataParallel:
-    model = net()
-    model.body[0] = wrap(model.body[0], **options)
-    model.body = wrap(model.body, **options)
-    return wrap(model, **options)
+def make_nested(**options: Any) -> FullyShardedDataParallel:
+    model = make_net()
+    model.body[0] = wrap_fsdp1(model.body[0], **options)
+    model.body = wrap_fsdp1(model.body, **options)
+    return wrap_fsdp1(model, **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+def train_model(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for number in range(steps):
         tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(number))
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -64,7 +64,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
 
 
-def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """What torch gathers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -72,7 +72,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def full_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def gather_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     # With its default, to offload, torch returns the last state of a parameter for all of them where all is on the CPU.
     separate = FullOptimStateDictConfig(offload_to_cpu=False)
     with warnings.catch_warnings():
@@ -83,14 +83,14 @@ def full_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             return FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
 
 
-def run_of(part: FlatShard, rank: int) -> tuple[int, int]:
+def held_range(part: FlatShard, rank: int) -> tuple[int, int]:
     """What the description says that a rank holds."""
     at = part.mesh_ranks.index(rank) % part.mesh_shape[-1]
     numel = math.prod(part.shape)
     return max(at * part.length - part.offset, 0), min((at + 1) * part.length - part.offset, numel)
 
 
-def gathered(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def assemble_parts(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Tensors put together from the parts of all ranks, each where its own rank's description of it says."""
     mine = {p.fqn: (p.shape, p.offset, p.length, p.mesh_shape, p.mesh_ranks, p.tied, p.dtype) for p, _ in described}
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -100,7 +100,7 @@ def gathered(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch
         whole = torch.full((math.prod(part.shape),), math.nan, dtype=local.dtype)
         for rank, (theirs, parts) in enumerate(everyone):
             assert theirs == mine, "one description, equal on all ranks"
-            start, stop = run_of(part, rank)
+            start, stop = held_range(part, rank)
             assert parts[number].shape == (max(stop - start, 0),)
             if start < stop:
                 known = whole[start:stop]
@@ -110,14 +110,16 @@ def gathered(described: list[tuple[FlatShard, torch.Tensor]]) -> dict[str, torch
     return result
 
 
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters as the parts tell them, under all their names."""
     parts = list(fsdp1.flat_shards(model))
-    whole = gathered([(part, part.local) for part in parts])
+    whole = assemble_parts([(part, part.local) for part in parts])
     return whole | {name: whole[part.fqn] for part in parts for name in part.tied}
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def read_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
     """The optimizer's states as the parts tell them."""
     result: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -131,7 +133,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, names: tuple[str,
                 described.append((part, part.local))
             else:
                 described.append((part, fsdp1.flat_elements(part, state)))
-        for fqn, tensor in gathered(described).items():
+        for fqn, tensor in assemble_parts(described).items():
             result.setdefault(fqn, {})[name] = tensor
     return result
 
@@ -143,53 +145,53 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert torch.equal(tensor, right[name]), name
 
 
-def without_buffers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def drop_buffers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "running"}
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer, *, fresh: bool = True) -> None:
+def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer, *, fresh: bool = True) -> None:
     """Parameters before and after training, optimizer states, and writing: all as torch sees them."""
     if fresh:
-        assert_equal(parameters(model), without_buffers(net().state_dict()))
-    train(model, optimizer)
-    assert_equal(parameters(model), without_buffers(full_state(model)))
-    assert not torch.equal(parameters(model)["scale"], net().scale)
-    known = full_optimizer(model, optimizer)
-    found = states(model, optimizer, ("exp_avg", "exp_avg_sq"))
+        assert_equal(read_parameters(model), drop_buffers(make_net().state_dict()))
+    train_model(model, optimizer)
+    assert_equal(read_parameters(model), drop_buffers(gather_state_dict(model)))
+    assert not torch.equal(read_parameters(model)["scale"], make_net().scale)
+    known = gather_optimizer_state(model, optimizer)
+    found = read_states(model, optimizer, ("exp_avg", "exp_avg_sq"))
     for fqn, tensors in found.items():
         assert all(torch.equal(tensor, known[fqn][name]) for name, tensor in tensors.items()), fqn
     assert known.keys() == found.keys()
-    check_writing(model)
+    check_writes(model)
 
 
-def check_writing(model: nn.Module, *, evaluate: bool = True) -> None:
+def check_writes(model: nn.Module, *, evaluate: bool = True) -> None:
     """Numbers written through the parts are what the next forward uses, and what torch gathers."""
     tokens = torch.arange(10).view(2, 5)
     if evaluate:
         model(tokens)  # what it leaves gathered is not what is then written
     fsdp1.reshard(model)
     for part in fsdp1.flat_shards(model):
-        start, stop = run_of(part, dist.get_rank())
+        start, stop = held_range(part, dist.get_rank())
         part.local.copy_(torch.arange(start, max(stop, start)) / 64 + len(part.fqn))
         assert part.parameter.requires_grad
-    expected = net()
+    expected = make_net()
     with torch.no_grad():
         for name, parameter in expected.named_parameters():
             parameter.copy_((torch.arange(parameter.numel()) / 64 + len(name)).view(parameter.shape))
     with torch.no_grad():
         assert torch.allclose(model(tokens).float(), expected(tokens), rtol=1e-2)
-    assert_equal(without_buffers(full_state(model)), without_buffers(expected.state_dict()))
+    assert_equal(drop_buffers(gather_state_dict(model)), drop_buffers(expected.state_dict()))
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def everything(build: Callable[..., FullyShardedDataParallel], options: dict[str, Any]) -> list[tuple[int, ...]]:
+def check_everything(build: Callable[..., FullyShardedDataParallel], options: dict[str, Any]) -> list[tuple[int, ...]]:
     model = build(**options)
-    check(model, adam(model))
+    check_parts(model, make_adam(model))
     return sorted({part.mesh_shape for part in fsdp1.flat_shards(model)})
 
 
-def single(**options: Any) -> FullyShardedDataParallel:
-    return wrap(net(), **options)
+def make_single(**options: Any) -> FullyShardedDataParallel:
+    return wrap_fsdp1(make_net(), **options)

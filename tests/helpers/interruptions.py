@@ -10,7 +10,7 @@ from unittest import mock
 
 
 @contextmanager
-def once(where: str, change: Callable[[], object], call: int = 1) -> Iterator[None]:
+def change_at_call(where: str, change: Callable[[], object], call: int = 1) -> Iterator[None]:
     """Something happens when a function is called for the first time, or a later one, before it does anything."""
     original = pkgutil.resolve_name(where)
     calls = 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import holdfast
-from tests.helpers.file_contents import contents
-from tests.helpers.layouts import LAYOUTS, fill
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.layouts import LAYOUTS, fill_run
 
 
-def save(path: str, layout: str) -> None:
-    run = fill(LAYOUTS[layout][0]())
+def save_layout(path: str, layout: str) -> None:
+    run = fill_run(LAYOUTS[layout][0]())
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"a": 1}, max_shard_size=4000)
 
 
 def assert_same_files(layout: str, made: Path, expected: Path) -> None:
-    found, wanted = contents(made / "s"), contents(expected / "s")
+    found, wanted = read_state_files(made / "s"), read_state_files(expected / "s")
     if layout.startswith("pp"):
         # A pipeline's optimizers are put together in an order of their own.
         assert found.pop("state.json")

@@ -56,7 +56,7 @@ class Net(nn.Module):
         return self.head(x * self.scale)
 
 
-def value(name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def expected_tensor(name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What a tensor of this name holds, in any layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if not dtype.is_floating_point:
@@ -65,7 +65,7 @@ def value(name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) ->
 
 
 @dataclass
-class Zoo:
+class LayoutRun:
     """What is saved or loaded: model and optimizer as a user passes them, with the parts that can be looked into."""
 
     model: Any
@@ -77,54 +77,54 @@ class Zoo:
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def optimizer_of(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
+def make_optimizer(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
     trained = [p for p in model.parameters() if p.requires_grad]
     decay = [p for p in trained if p.ndim > 1]
     return kind([{"params": decay}, {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}], lr=0.125)
 
 
-def tensors(run: Zoo) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(run: LayoutRun) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, buffer and state of a run by its clean name, live."""
     for part in run.parts:
-        yield from ((f"model/{clean(n)}", t) for n, t in (*part.named_parameters(), *part.named_buffers()))
-        names = {id(p): clean(n) for n, p in part.named_parameters()}
+        yield from ((f"model/{clean_name(n)}", t) for n, t in (*part.named_parameters(), *part.named_buffers()))
+        names = {id(p): clean_name(n) for n, p in part.named_parameters()}
         for optimizer in run.optimizers:
             for p, states in optimizer.state.items():
                 if id(p) in names:
                     yield from ((f"optimizer/{names[id(p)]}/{k}", t) for k, t in states.items())
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fill(run: Zoo) -> Zoo:
+def fill_run(run: LayoutRun) -> LayoutRun:
     """Give a run the state that names tell, Adam's moments included, with torch's means alone."""
     with torch.no_grad():
         for part in run.parts:
             for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-                assign(tensor, value(f"model/{clean(name)}", tensor.shape, tensor.dtype))
+                assign_tensor(tensor, expected_tensor(f"model/{clean_name(name)}", tensor.shape, tensor.dtype))
             for name, p in part.named_parameters():
                 if p.requires_grad:
                     for optimizer in run.optimizers:
                         if any(p is q for group in optimizer.param_groups for q in group["params"]):
-                            optimizer.state[p] = moments(clean(name), p)
+                            optimizer.state[p] = make_moments(clean_name(name), p)
     return run
 
 
-def moments(name: str, p: torch.Tensor) -> dict[str, torch.Tensor]:
+def make_moments(name: str, p: torch.Tensor) -> dict[str, torch.Tensor]:
     states = {"step": torch.tensor(3.0)}
     for state in ("exp_avg", "exp_avg_sq"):
         states[state] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-        assign(states[state], value(f"optimizer/{name}/{state}", p.shape, torch.float32))
+        assign_tensor(states[state], expected_tensor(f"optimizer/{name}/{state}", p.shape, torch.float32))
     return states
 
 
-def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def assign_tensor(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is not None:
             spread = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -133,70 +133,70 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
-def blank(run: Zoo) -> Zoo:
+def blank_run(run: LayoutRun) -> LayoutRun:
     """The same run before it got any state, and with other values."""
     with torch.no_grad():
-        for _, tensor in tensors(run):
-            local(tensor).fill_(7)
+        for _, tensor in named_tensors(run):
+            local_tensor(tensor).fill_(7)
     for optimizer in run.optimizers:
         optimizer.state.clear()
     return run
 
 
-def one(model: nn.Module) -> Zoo:
-    optimizer = optimizer_of(model)
-    return Zoo(model, optimizer, [model], [optimizer])
+def make_run(model: nn.Module) -> LayoutRun:
+    optimizer = make_optimizer(model)
+    return LayoutRun(model, optimizer, [model], [optimizer])
 
 
-def mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
+def make_mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def plain() -> Zoo:
-    return one(Net())
+def plain() -> LayoutRun:
+    return make_run(Net())
 
 
-def ddp() -> Zoo:
-    return one(DistributedDataParallel(Net()))
+def ddp() -> LayoutRun:
+    return make_run(DistributedDataParallel(Net()))
 
 
-def shard(model: Net, over: DeviceMesh | None = None, **options: Any) -> nn.Module:
+def shard_fsdp2(model: Net, over: DeviceMesh | None = None, **options: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, mesh=over, **options)
     return fully_shard(model, mesh=over, **options)
 
 
-def fsdp() -> Zoo:
-    return one(shard(Net()))
+def fsdp() -> LayoutRun:
+    return make_run(shard_fsdp2(Net()))
 
 
-def hsdp() -> Zoo:
-    return one(shard(Net(), mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))))
+def hsdp() -> LayoutRun:
+    return make_run(shard_fsdp2(Net(), make_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))))
 
 
-def offload() -> Zoo:
-    return one(shard(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+def offload() -> LayoutRun:
+    return make_run(shard_fsdp2(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
 
 
-def mixed() -> Zoo:
-    return one(shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+def mixed() -> LayoutRun:
+    return make_run(shard_fsdp2(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
 
 
-def checkpointed() -> Zoo:
+def checkpointed() -> LayoutRun:
     model = Net()
     for number, layer in enumerate(model.layers):
         model.layers[number] = checkpoint_wrapper(layer)
-    return one(shard(model))
+    return make_run(shard_fsdp2(model))
 
 
-def compiled() -> Zoo:
+def compiled() -> LayoutRun:
     model = Net()
     for number, layer in enumerate(model.layers):
         model.layers[number] = torch.compile(layer, backend="eager")
-    return one(torch.compile(DistributedDataParallel(model), backend="eager"))
+    return make_run(torch.compile(DistributedDataParallel(model), backend="eager"))
 
 
-def parallel(model: Net, over: DeviceMesh) -> Net:
+def parallelize(model: Net, over: DeviceMesh) -> Net:
     """Column-wise, row-wise, norms over the sequence; the head by columns, too."""
     block = {
         "norm": SequenceParallel(),
@@ -211,19 +211,19 @@ def parallel(model: Net, over: DeviceMesh) -> Net:
     )
 
 
-def tp() -> Zoo:
-    return one(parallel(Net(), mesh(dist.get_world_size(), names=("tp",))))
+def tp() -> LayoutRun:
+    return make_run(parallelize(Net(), make_mesh(dist.get_world_size(), names=("tp",))))
 
 
-def fsdp_tp() -> Zoo:
+def fsdp_tp() -> LayoutRun:
     """Parameters that tensor parallelism does not know live on the data-parallel sub-meshes only."""
-    both = mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
-    return one(shard(parallel(Net(), both["tp"]), both["dp"]))
+    both = make_mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    return make_run(shard_fsdp2(parallelize(Net(), both["tp"]), both["dp"]))
 
 
-def hsdp_tp() -> Zoo:
-    every = mesh(2, 2, dist.get_world_size() // 4, names=("replicate", "shard", "tp"))
-    return one(shard(parallel(Net(), every["tp"]), every["replicate", "shard"]))
+def hsdp_tp() -> LayoutRun:
+    every = make_mesh(2, 2, dist.get_world_size() // 4, names=("replicate", "shard", "tp"))
+    return make_run(shard_fsdp2(parallelize(Net(), every["tp"]), every["replicate", "shard"]))
 
 
 class Stage(nn.Module):
@@ -242,29 +242,29 @@ class Stage(nn.Module):
             self.head = model.head
 
 
-def pipeline(stages: int) -> Zoo:
+def pipeline(stages: int) -> LayoutRun:
     """Stages dealt out in turn: with more of them than ranks, each rank has several."""
     n, me = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     parts = [Stage(Net(), number, stages) for number in range(stages) if number % n == me]
-    optimizers = [optimizer_of(part) for part in parts]
-    return Zoo(parts, optimizers, parts, optimizers)
+    optimizers = [make_optimizer(part) for part in parts]
+    return LayoutRun(parts, optimizers, parts, optimizers)
 
 
-def pp_ddp() -> Zoo:
+def pp_ddp() -> LayoutRun:
     """Two stages, each replicated over half of the ranks."""
-    both = mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
+    both = make_mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
     stage = Stage(Net(), both["pp"].get_local_rank(), 2)
-    return one(DistributedDataParallel(stage, process_group=both["dp"].get_group()))
+    return make_run(DistributedDataParallel(stage, process_group=both["dp"].get_group()))
 
 
-def pp_fsdp() -> Zoo:
+def pp_fsdp() -> LayoutRun:
     """Two stages, each sharded over half of the ranks."""
-    both = mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
+    both = make_mesh(2, dist.get_world_size() // 2, names=("pp", "dp"))
     stage = fully_shard(Stage(Net(), both["pp"].get_local_rank(), 2), mesh=both["dp"])
-    return one(stage)
+    return make_run(stage)
 
 
-LAYOUTS: dict[str, tuple[Callable[[], Zoo], tuple[int, ...]]] = {
+LAYOUTS: dict[str, tuple[Callable[[], LayoutRun], tuple[int, ...]]] = {
     "plain": (plain, (1, 2)),
     "ddp": (ddp, (1, 2, 3)),
     "fsdp": (fsdp, (1, 2, 3, 4)),

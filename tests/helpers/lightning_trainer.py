@@ -50,20 +50,20 @@ class Module(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-def data() -> DataLoader:
+def make_data() -> DataLoader:
     torch.manual_seed(2)
     return DataLoader(TensorDataset(torch.randn(8, 4).repeat(8, 1)), batch_size=8)
 
 
 @contextlib.contextmanager
-def environment() -> Iterator[None]:
+def set_environment() -> Iterator[None]:
     rank, size = dist.get_rank(), dist.get_world_size()
     known = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     with mock.patch.dict(os.environ, {key: str(value) for key, value in known.items()}):
         yield
 
 
-def strategy(layout: str, **options: Any) -> Any:
+def make_strategy(layout: str, **options: Any) -> Any:
     if layout == "plain":
         return ours.SingleDeviceStrategy(device=torch.device("cpu"), **options)
     if layout == "ddp":
@@ -73,11 +73,11 @@ def strategy(layout: str, **options: Any) -> Any:
     return ours.ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, **options)
 
 
-def trainer(folder: str, layout: str, steps: int, callbacks: list[Callback], **options: Any) -> Trainer:
+def make_trainer(folder: str, layout: str, steps: int, callbacks: list[Callback], **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         devices=1 if layout == "plain" else dist.get_world_size(),
-        strategy=strategy(layout, **options),
+        strategy=make_strategy(layout, **options),
         plugins=[LightningEnvironment()],
         max_steps=steps,
         default_root_dir=folder,
@@ -90,24 +90,24 @@ def trainer(folder: str, layout: str, steps: int, callbacks: list[Callback], **o
     )
 
 
-def fit(
+def fit_module(
     folder: str, layout: str, steps: int, ckpt_path: str | None = None, kind: str = "AdamW", **options: Any
 ) -> dict[str, torch.Tensor]:
     """Train to a step; returns the whole state."""
     callback = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=2, save_last=options.pop("save_last", None))
     module = Module(kind, "fsdp2" if layout == "fsdp2" else "plain")
-    with environment():
-        run = trainer(folder, layout, steps, [callback], **options)
-        run.fit(module, data(), ckpt_path=ckpt_path)
+    with set_environment():
+        run = make_trainer(folder, layout, steps, [callback], **options)
+        run.fit(module, make_data(), ckpt_path=ckpt_path)
         run.save_checkpoint(f"{folder}/end.ckpt")
         run.strategy._checkpoints.finish_pending()
-    return state(Path(folder, "end.ckpt"))
+    return read_state(Path(folder, "end.ckpt"))
 
 
-def state(path: Path) -> dict[str, torch.Tensor]:
+def read_state(path: Path) -> dict[str, torch.Tensor]:
     found = holdfast.open(path)
     return {name: found[name] for name in found if not name.startswith("ranks/")}
 
 
-def checkpoints(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

@@ -49,13 +49,15 @@ def torch_xla() -> Iterator[None]:
             del sys.modules[name]
 
 
-def golden(folder: Path) -> Path:
+def extract_golden(folder: Path) -> Path:
     with tarfile.open(GOLDEN) as file:
         file.extractall(folder, filter="data")
     return folder / "nxd"
 
 
-def save(path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts: frozenset[str] = frozenset()) -> None:
+def save_rank_file(
+    path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts: frozenset[str] = frozenset()
+) -> None:
     """One rank's file, as NxD saves it. ``experts``: keys of a model that are expert parallel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors: list[torch.Tensor] = []
@@ -92,7 +94,7 @@ def save(path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts
         torch.save(rows, path.with_name(path.name + ".info.pt"))
 
 
-def load(path: Path) -> Any:
+def load_rank_file(path: Path) -> Any:
     """One rank's file, with its tensors."""
 
     def walk(value: Any) -> Any:
@@ -106,7 +108,7 @@ def load(path: Path) -> Any:
         return walk(torch.load(path, weights_only=True))
 
 
-def rows(whole: torch.Tensor, dp: int) -> list[torch.Tensor]:
+def shard_rows(whole: torch.Tensor, dp: int) -> list[torch.Tensor]:
     """What data-parallel ranks have of a parameter under ZeRO-1."""
     padding = -whole.shape[0] % dp
     filled = torch.nn.functional.pad(whole, [*([0, 0] * (whole.ndim - 1)), 0, padding])
@@ -117,14 +119,16 @@ def is_row(state: torch.Tensor, parameter: torch.Tensor) -> bool:
     return state.ndim > 0 and state.shape == parameter.shape[: state.ndim]
 
 
-def zero(
+def shard_zero_states(
     parameters: dict[int, torch.Tensor], states: dict[int, dict[str, Any]], dp: int, **more: Any
 ) -> list[dict[str, Any]]:
     """The states of data-parallel ranks; ``more`` has ``masters`` and ``groups``."""
 
     def own(value: Any, pid: int, rank: int) -> Any:
         is_divided = isinstance(value, torch.Tensor) and is_row(value, parameters[pid])
-        return rows(value, dp)[rank] if is_divided else value.clone() if isinstance(value, torch.Tensor) else value
+        return (
+            shard_rows(value, dp)[rank] if is_divided else value.clone() if isinstance(value, torch.Tensor) else value
+        )
 
     found = []
     for rank in range(dp):
@@ -137,27 +141,27 @@ def zero(
             "shape_info": {pid: list(one.shape) for pid, one in parameters.items()},
         }
         if more.get("masters"):
-            tree["sharded_master_weights"] = {pid: rows(one.float(), dp)[rank] for pid, one in parameters.items()}
+            tree["sharded_master_weights"] = {pid: shard_rows(one.float(), dp)[rank] for pid, one in parameters.items()}
         found.append(tree)
     return found
 
 
-def name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None) -> str:
+def rank_file_name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None) -> str:
     experts = "" if ep is None else f"_ep_rank_{ep:02}"
     return f"dp_rank_{dp:02}{experts}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt"
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_trees(one: Any, other: Any) -> bool:
     """Equal trees, bit for bit."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(equal_trees(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(equal_trees, one, other))
     return type(one) is type(other) and one == other
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """The bytes of all files below a folder."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.nxd_files import name, save, zero
+from tests.helpers.nxd_files import rank_file_name, save_rank_file, shard_zero_states
 
 
 class Net(nn.Module):
@@ -23,20 +23,20 @@ class Net(nn.Module):
         return self.b(self.a(x).relu())
 
 
-def training(seed: int) -> tuple[Net, torch.optim.Optimizer, Any]:
+def make_training(seed: int) -> tuple[Net, torch.optim.Optimizer, Any]:
     model = Net(seed)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     torch.manual_seed(100 + number)
     optimizer.zero_grad()
     model(torch.randn(6, 4)).square().mean().backward()
     optimizer.step()
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
+def equal_models(model: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(one, other.state_dict()[key]) for key, one in model.state_dict().items())
 
 
@@ -44,20 +44,20 @@ def write_nxd(
     folder: Path, model: Net, optimizer: torch.optim.Optimizer, *, dp: int = 2, masters: bool = False
 ) -> None:
     own = {key: one.clone() for key, one in model.state_dict().items()}
-    save(folder / "model" / name(), own)
+    save_rank_file(folder / "model" / rank_file_name(), own)
     (group,) = optimizer.param_groups
     parameters = dict(enumerate(one.detach() for one in group["params"]))
     states = {pid: dict(optimizer.state[one]) for pid, one in enumerate(group["params"])}
     settings = {key: value for key, value in group.items() if key != "params"}
     groups = [{**settings, "params": list(parameters)}]
-    for d, tree in enumerate(zero(parameters, states, dp, masters=masters, groups=groups)):
-        save(folder / "optim" / name(d), tree)
+    for d, tree in enumerate(shard_zero_states(parameters, states, dp, masters=masters, groups=groups)):
+        save_rank_file(folder / "optim" / rank_file_name(d), tree)
     torch.save({"total_steps": 2}, folder / "user_content.pt")
     (folder / "checkpoint").write_text("1")
     (folder / "done").write_text("1")
 
 
-class Broken:
+class FailingScheduler:
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("no state")
 

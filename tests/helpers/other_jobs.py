@@ -11,7 +11,7 @@ import holdfast
 from holdfast import Checkpointer
 
 
-def save(path: Path, tag: str, value: float, **options: Any) -> None:
+def save_as_other_job(path: Path, tag: str, value: float, **options: Any) -> None:
     """As another job does, which resumes the run."""
     run = Checkpointer(path)
     run.runs = {info.run for info in holdfast.list_checkpoints(path)}

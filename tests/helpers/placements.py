@@ -42,7 +42,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> PlacementLayout:
 
 
 @st.composite
-def laid_out(draw: st.DrawFn) -> tuple[TensorInfo, PlacementLayout]:
+def tensor_layouts(draw: st.DrawFn) -> tuple[TensorInfo, PlacementLayout]:
     shape = draw(shapes)
     return TensorInfo(draw(dtypes), shape), draw(layouts(shape))
 
@@ -55,12 +55,12 @@ def torch_placement(placement: Placement) -> dtensor.Placement:
     return _StridedShard(placement.dim, split_factor=placement.split)
 
 
-def coordinate_of(mesh: MeshShape, rank: int) -> list[int]:
+def mesh_coordinate(mesh: MeshShape, rank: int) -> list[int]:
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
     return (grid == rank).nonzero()[0].tolist()
 
 
-def flat_part(tensor: torch.Tensor, flat: FlatSharded, size: int, at: int) -> torch.Tensor:
+def flat_shard(tensor: torch.Tensor, flat: FlatSharded, size: int, at: int) -> torch.Tensor:
     """What FSDP1 gives a rank: parameters one after another, split into equal lengths; here all others are ``-1``."""
     after = size * flat.length - flat.offset - tensor.numel()
     everything = torch.cat([-torch.ones(flat.offset), torch.arange(tensor.numel()), -torch.ones(after)]).long()
@@ -68,12 +68,12 @@ def flat_part(tensor: torch.Tensor, flat: FlatSharded, size: int, at: int) -> to
     return tensor.flatten()[mine[mine >= 0]]
 
 
-def local_part(tensor: torch.Tensor, layout: PlacementLayout, rank: int) -> torch.Tensor:
+def torch_shard(tensor: torch.Tensor, layout: PlacementLayout, rank: int) -> torch.Tensor:
     """What torch gives the rank of a tensor, one mesh dimension after the other."""
-    places = zip(layout.mesh.shape, layout.placements, coordinate_of(layout.mesh, rank), strict=True)
+    places = zip(layout.mesh.shape, layout.placements, mesh_coordinate(layout.mesh, rank), strict=True)
     for size, placement, at in places:
         if isinstance(placement, FlatSharded):
-            tensor = flat_part(tensor, placement, size, at)
+            tensor = flat_shard(tensor, placement, size, at)
         elif isinstance(placement, Sharded):
             chunks, _ = torch_placement(placement)._split_tensor(tensor, size, with_padding=False)
             tensor = chunks[at]

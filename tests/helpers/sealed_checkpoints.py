@@ -25,22 +25,22 @@ DATA = [MODEL, OPTIMIZER, STATE_TENSORS, RANK_TENSORS]
 FILES = [*DATA, STATE, RANKS]
 
 
-def seal(table: dict[str, Any] | str) -> bytes:
+def seal_manifest(table: dict[str, Any] | str) -> bytes:
     """A manifest of this JSON, with its CRC."""
     text = table if isinstance(table, str) else json.dumps(table, indent=2)
     body = text.removesuffix("\n}").encode()
     return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     table = json.loads((folder / MANIFEST).read_bytes())
     del table["crc64nvme"]
     return table
 
 
-def reseal(folder: Path, edit: Callable[[dict[str, Any]], object] = len) -> None:
+def reseal_checkpoint(folder: Path, edit: Callable[[dict[str, Any]], object] = len) -> None:
     """Make the manifest right for the files as they are, then change it."""
-    table = manifest_of(folder)
+    table = read_manifest(folder)
     for name, record in table["files"].items():
         if (folder / name).is_file():
             raw = (folder / name).read_bytes()
@@ -49,4 +49,4 @@ def reseal(folder: Path, edit: Callable[[dict[str, Any]], object] = len) -> None
                 head = raw[: min(int.from_bytes(raw[:8], "little") + 8, len(raw))]
                 record |= {"header_size": len(head), "header_crc64nvme": f"{crc64(head):016x}"}
     edit(table)
-    (folder / MANIFEST).write_bytes(seal(table))
+    (folder / MANIFEST).write_bytes(seal_manifest(table))

@@ -18,11 +18,11 @@ from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicat
 from holdfast.engine.plan.save_plan import SavePlan, plan_save
 from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.state.tensors import NAMES
-from tests.helpers.placements import local_part, placements
-from tests.helpers.tensors import noise
+from tests.helpers.placements import placements, torch_shard
+from tests.helpers.tensors import random_tensor
 
 
-def size_of(pieces: Sequence[FileRange]) -> int:
+def count_bytes(pieces: Sequence[FileRange]) -> int:
     return sum(piece.stop - piece.start for piece in pieces)
 
 
@@ -83,7 +83,7 @@ class Job:
     def part(self, key: Key, rank: int, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """What a rank holds of a tensor, or of another one that is divided as it is."""
         tensor, layout = self.tensors[key] if tensor is None else tensor, self.held[key][rank]
-        return tensor if layout is None else local_part(tensor, layout, self.global_ranks[rank])
+        return tensor if layout is None else torch_shard(tensor, layout, self.global_ranks[rank])
 
     def holders(self, key: Key) -> dict[tuple[int, ...], list[int]]:
         """The ranks, ascending, that hold the same elements, for each part that has any."""
@@ -99,7 +99,7 @@ class Job:
         return [plan_save(members, rank, limit) for rank in self.ranks]
 
 
-def slices(mesh: MeshShape, kept: Sequence[bool]) -> list[MeshShape]:
+def sub_meshes(mesh: MeshShape, kept: Sequence[bool]) -> list[MeshShape]:
     """The sub-meshes of a mesh along the dimensions that are kept."""
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
     found = []
@@ -151,7 +151,7 @@ class Jobs:
         if kind == "on sub-meshes":
             kept = [self._draw(st.booleans()) for _ in self._mesh.shape]
             kept[self._draw(st.integers(0, len(kept) - 1))] = True
-            meshes = slices(self._mesh, kept)
+            meshes = sub_meshes(self._mesh, kept)
             chosen = self._draw(placements(shape, meshes[0].shape))
             return {
                 self.job.global_ranks.index(rank): PlacementLayout(mesh, chosen)
@@ -171,7 +171,7 @@ class Jobs:
 
 
 #: Those of matrices and more, as a model has them, and any at all.
-some_shapes = st.one_of(
+tensor_shapes = st.one_of(
     st.tuples(st.integers(4, 20), st.integers(2, 9)),
     st.tuples(st.integers(1, 6), st.integers(2, 6), st.integers(1, 6)),
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
@@ -179,12 +179,12 @@ some_shapes = st.one_of(
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> dict[Key, torch.Tensor]:
+def named_tensors(draw: st.DrawFn) -> dict[Key, torch.Tensor]:
     found = {}
     for number in range(draw(st.integers(1, 6))):
-        shape = draw(some_shapes)
+        shape = draw(tensor_shapes)
         group = draw(st.sampled_from(["model", "optimizer", "state"]))
-        found[group, f"t{number}"] = noise(shape, draw(st.sampled_from(Jobs.DTYPES)), seed=number)
+        found[group, f"t{number}"] = random_tensor(shape, draw(st.sampled_from(Jobs.DTYPES)), seed=number)
     return found
 
 
@@ -192,19 +192,19 @@ def tensors(draw: st.DrawFn) -> dict[Key, torch.Tensor]:
 def jobs(draw: st.DrawFn, held: dict[Key, torch.Tensor] | None = None) -> Job:
     """A job that holds some tensors, and a few that each rank has of its own."""
     found = Jobs(draw)
-    for key, tensor in (draw(tensors()) if held is None else held).items():
+    for key, tensor in (draw(named_tensors()) if held is None else held).items():
         found.add(key, tensor)
     job = found.job
     for rank in draw(st.sets(st.sampled_from(list(job.ranks)), max_size=3)) if held is None else ():
-        job.tensors[PER_RANK, f"{rank}/rng"] = noise((rank + 1, 3), torch.uint8, seed=rank)
+        job.tensors[PER_RANK, f"{rank}/rng"] = random_tensor((rank + 1, 3), torch.uint8, seed=rank)
         job.held[PER_RANK, f"{rank}/rng"] = {rank: None}
     return job
 
 
-def job_of(tensor: torch.Tensor, ranks: int, layout: PlacementLayout | None = None, *, buffer: bool = False) -> Job:
+def make_job(tensor: torch.Tensor, ranks: int, layout: PlacementLayout | None = None, *, buffer: bool = False) -> Job:
     key, every = ("model", "w"), range(ranks)
     return Job([*every], {key: tensor}, {key: dict.fromkeys(every, layout)}, {key} if buffer else set())
 
 
-def mesh(*shape: int) -> MeshShape:
+def make_mesh(*shape: int) -> MeshShape:
     return MeshShape(shape, tuple(range(math.prod(shape))))

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 
-def slow(seconds: float = 0.5) -> Any:
+def slow_down_writes(seconds: float = 0.5) -> Any:
     """Writing takes its time."""
     from holdfast.engine.io.write import write_file_ranges
 

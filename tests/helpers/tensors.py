@@ -7,7 +7,7 @@ import math
 import torch
 
 
-def noise(shape: list[int] | tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def random_tensor(shape: list[int] | tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Any bits at all, but for booleans."""
     generator = torch.Generator().manual_seed(seed)
     top = 2 if dtype is torch.bool else 256
@@ -15,7 +15,7 @@ def noise(shape: list[int] | tuple[int, ...], dtype: torch.dtype, seed: int = 0)
     return raw.view(dtype).reshape(shape)
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """What a contiguous copy of the tensor holds."""
     return (
         tensor.resolve_conj()
@@ -28,6 +28,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     )
 
 
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+def index_tensor(shape: tuple[int, ...]) -> torch.Tensor:
     """Each element is its own place in row-major order."""
     return torch.arange(math.prod(shape)).view(shape)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Reduced:
+class PickledCall:
     """Pickled as a call of anything with anything."""
 
     def __init__(self, function: Any, *args: Any) -> None:
@@ -21,21 +21,21 @@ class Reduced:
         return self.call
 
 
-MARK = "HOLDFAST_WAS_HERE"
+MARK_FILE = "HOLDFAST_WAS_HERE"
 
 
-EVIL = {
-    "a shell": Reduced(os.system, f"touch {MARK}"),
-    "a process": Reduced(subprocess.check_output, ["touch", MARK]),
-    "eval": Reduced(eval, f"open({MARK!r}, 'w')"),
-    "exec": Reduced(exec, f"open({MARK!r}, 'w')"),
-    "open": Reduced(open, MARK, "w"),
-    "getattr": Reduced(getattr, "text", "format"),
-    "partial": Reduced(functools.partial, print),
-    "a file": Reduced(io.FileIO, MARK, "w"),
-    "__import__": Reduced(__import__, "os"),
-    "a path's method": Reduced(Path.touch, Path(MARK)),
-    "a class of ours": Reduced(Reduced, 1),
-    "pickle itself": Reduced(pickle.loads, b"N."),
-    "a type": Reduced(type, "A", (), {}),
+UNSAFE_OBJECTS = {
+    "a shell": PickledCall(os.system, f"touch {MARK_FILE}"),
+    "a process": PickledCall(subprocess.check_output, ["touch", MARK_FILE]),
+    "eval": PickledCall(eval, f"open({MARK_FILE!r}, 'w')"),
+    "exec": PickledCall(exec, f"open({MARK_FILE!r}, 'w')"),
+    "open": PickledCall(open, MARK_FILE, "w"),
+    "getattr": PickledCall(getattr, "text", "format"),
+    "partial": PickledCall(functools.partial, print),
+    "a file": PickledCall(io.FileIO, MARK_FILE, "w"),
+    "__import__": PickledCall(__import__, "os"),
+    "a path's method": PickledCall(Path.touch, Path(MARK_FILE)),
+    "a class of ours": PickledCall(PickledCall, 1),
+    "pickle itself": PickledCall(pickle.loads, b"N."),
+    "a type": PickledCall(type, "A", (), {}),
 }

@@ -7,7 +7,7 @@ from argparse import Namespace
 import numpy as np
 import torch
 
-CONTENT = {
+USER_CONTENT = {
     "total_steps": 3,
     "cli_args": {"lr": 3e-4, "data": "/data/" + "x" * 60},
     "losses": [0.5] * 1000,

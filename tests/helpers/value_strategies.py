@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from holdfast.state.tensors import DTYPES
 
-text = st.text() | st.text(st.characters()) | st.text("\ud83d\ude00\udcff$a", max_size=4)
+texts = st.text() | st.text(st.characters()) | st.text("\ud83d\ude00\udcff$a", max_size=4)
 
 
 zones = (
@@ -26,19 +26,19 @@ zones = (
 folds = st.integers(0, 1)
 
 
-plain = (
+plain_values = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.integers(-(2**9_999), 2**9_999)
     | st.floats()
     | st.complex_numbers()
-    | text
+    | texts
     | st.binary(max_size=20)
 )
 
 
-times = (
+time_values = (
     st.dates()
     | st.timedeltas()
     | st.builds(lambda one, zone, fold: one.replace(tzinfo=zone, fold=fold), st.datetimes(), zones, folds)
@@ -47,7 +47,7 @@ times = (
 )
 
 
-words = st.text("abc./\\ é", max_size=6)
+short_texts = st.text("abc./\\ é", max_size=6)
 
 
 def windows_path(word: str) -> pathlib.PureWindowsPath:
@@ -55,7 +55,11 @@ def windows_path(word: str) -> pathlib.PureWindowsPath:
     return pathlib.PureWindowsPath(str(pathlib.PureWindowsPath(word)))
 
 
-paths = st.builds(pathlib.Path, words) | st.builds(pathlib.PurePosixPath, words) | st.builds(windows_path, words)
+paths = (
+    st.builds(pathlib.Path, short_texts)
+    | st.builds(pathlib.PurePosixPath, short_texts)
+    | st.builds(windows_path, short_texts)
+)
 
 
 numpy_dtypes = st.sampled_from([np.dtype(name).type for name in (*"?bhilBHILefdF",)])
@@ -78,18 +82,18 @@ sizes = st.lists(st.integers(0, 2**40), max_size=4).map(torch.Size)
 
 
 hashable = st.recursive(
-    plain | times | paths | st.uuids() | scalars | torch_dtypes | devices | sizes,
+    plain_values | time_values | paths | st.uuids() | scalars | torch_dtypes | devices | sizes,
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=5,
 )
 
 
-arrays = numpy_dtypes.flatmap(
+numpy_arrays = numpy_dtypes.flatmap(
     lambda kind: st_numpy.arrays(kind, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=3))
 )
 
 
-tensors = st.builds(
+torch_tensors = st.builds(
     lambda dtype, shape, seed: (
         torch.randint(
             0,
@@ -107,23 +111,23 @@ tensors = st.builds(
 )
 
 
-whole = st.integers(-100, 100)
+small_integers = st.integers(-100, 100)
 
 
-steps = st.integers(-5, 5).filter(bool)
+range_steps = st.integers(-5, 5).filter(bool)
 
 
 leaves = (
     hashable
-    | arrays
-    | tensors
+    | numpy_arrays
+    | torch_tensors
     | st.binary(max_size=9).map(bytearray)
-    | st.builds(range, whole, whole, steps)
-    | st.builds(slice, st.none() | whole, st.none() | whole, st.none() | whole)
+    | st.builds(range, small_integers, small_integers, range_steps)
+    | st.builds(slice, st.none() | small_integers, st.none() | small_integers, st.none() | small_integers)
 )
 
 
-def namespace(table: dict[str, Any]) -> Namespace:
+def make_namespace(table: dict[str, Any]) -> Namespace:
     """With attributes of any name, ``__dict__`` too."""
     space = Namespace()
     vars(space).update(table)
@@ -132,7 +136,7 @@ def namespace(table: dict[str, Any]) -> Namespace:
 
 def branches(inner: st.SearchStrategy) -> st.SearchStrategy:
     tables = st.dictionaries(hashable, inner, max_size=3)
-    named = st.dictionaries(text | st.sampled_from(["$tuple", "$", "__metadata__"]), inner, max_size=3)
+    named = st.dictionaries(texts | st.sampled_from(["$tuple", "$", "__metadata__"]), inner, max_size=3)
     lists = st.lists(inner, max_size=3)
     return (
         lists
@@ -143,8 +147,8 @@ def branches(inner: st.SearchStrategy) -> st.SearchStrategy:
         | tables.map(collections.OrderedDict)
         | st.dictionaries(hashable, st.integers() | st.floats(), max_size=3).map(collections.Counter)
         | st.builds(collections.deque, lists, st.none() | st.integers(3, 9))
-        | named.map(namespace)
+        | named.map(make_namespace)
     )
 
 
-trees = st.dictionaries(text, st.recursive(leaves, branches, max_leaves=12), max_size=4)
+trees = st.dictionaries(texts, st.recursive(leaves, branches, max_leaves=12), max_size=4)

@@ -27,9 +27,9 @@ from holdfast.formats.tree.contents import classify_tree
 from holdfast.ondisk import values
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.state.arrays import ArrayDecoder
-from tests.helpers.bounded_reads import look
-from tests.helpers.cost import SECONDS, P, cheap, integer, text
-from tests.helpers.torch_files import saved, stored
+from tests.helpers.bounded_reads import read_checkpoint
+from tests.helpers.cost import HASH_MODULUS, MAX_SECONDS, limit_cost, pickle_integer, pickle_text
+from tests.helpers.torch_files import save_tree, write_archive
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,7 @@ def tree_of(shared: bytes, levels: int, width: int) -> bytes:
 
 def padded(raw: bytes, size: int) -> bytes:
     """With a long text before it, which earns what bytes earn."""
-    return text("a" * (size - len(raw))) + b"0" + raw
+    return pickle_text("a" * (size - len(raw))) + b"0" + raw
 
 
 def key_of_keys(width: int, depth: int) -> bytes:
@@ -61,7 +61,7 @@ def zero_hashes() -> Iterator[bytes]:
         yield b"(" + b"".join(b"h" + bytes([number]) for number in row) + b"t"
 
 
-EIGHT = b"".join(integer(k * P) + b"q" + bytes([k]) + b"0" for k in range(8))
+EIGHT = b"".join(pickle_integer(k * HASH_MODULUS) + b"q" + bytes([k]) + b"0" for k in range(8))
 
 
 def keys(each: Iterator[bytes], number: int) -> bytes:
@@ -70,9 +70,9 @@ def keys(each: Iterator[bytes], number: int) -> bytes:
 
 def optimizers(lists: int, length: int, names: int) -> bytes:
     """Keys that name one list of one flattened optimizer, again and again."""
-    raw = b"}(" + b"".join(text(f"param_groups.{i}.lr") + b"N" for i in range(names)) + b"uq\x010"
+    raw = b"}(" + b"".join(pickle_text(f"param_groups.{i}.lr") + b"N" for i in range(names)) + b"uq\x010"
     raw += b"(" + b"h\x01" * length + b"lq\x020"
-    return raw + b"}(" + b"".join(text(f"k{i}") + b"h\x02" for i in range(lists)) + b"u"
+    return raw + b"}(" + b"".join(pickle_text(f"k{i}") + b"h\x02" for i in range(lists)) + b"u"
 
 
 def tensor(dims: int) -> bytes:
@@ -86,8 +86,8 @@ def parallel(levels: int) -> bytes:
     """Two models of equal names and parallel values that are endless to compare: is one of them the other again?"""
     raw = b"}("
     for name in ("model", "state_dict"):
-        raw += text(name) + b"}(" + text("x_extra_state") + b"]"
-        raw += b"".join(b"q\x010(h\x01h\x01l" for _ in range(levels)) + text("w") + b"h\x07u"
+        raw += pickle_text(name) + b"}(" + pickle_text("x_extra_state") + b"]"
+        raw += b"".join(b"q\x010(h\x01h\x01l" for _ in range(levels)) + pickle_text("w") + b"h\x07u"
     return b"h\x05h\x06Rq\x070" + raw + b"u"
 
 
@@ -95,23 +95,32 @@ def array(data: int, number: int) -> bytes:
     """Many arrays of the same bytes."""
     dtype = b"cnumpy\ndtype\nX\x02\0\0\0u1\x89\x88\x87R(K\x03X\x01\0\0\0|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
     made = b"cnumpy.core.multiarray\n_reconstruct\nq\x010"
-    state = b"(K\x01" + integer(data) + b"\x85" + dtype + b"\x89B" + struct.pack("<I", data) + bytes(data) + b"tq\x020"
+    state = (
+        b"(K\x01"
+        + pickle_integer(data)
+        + b"\x85"
+        + dtype
+        + b"\x89B"
+        + struct.pack("<I", data)
+        + bytes(data)
+        + b"tq\x020"
+    )
     return made + state + b"(" + b"h\x01)Rh\x02b" * number + b"l"
 
 
 def uuids() -> Iterator[bytes]:
     for k in itertools.count(1):
-        yield b"h\x01)\x81}" + text("int") + integer(k * P) + b"sb"
+        yield b"h\x01)\x81}" + pickle_text("int") + pickle_integer(k * HASH_MODULUS) + b"sb"
 
 
 def complexes() -> Iterator[bytes]:
     for k in itertools.count(1):
-        yield b"h\x01" + integer(-1000003 * k) + integer(k) + b"\x86R"
+        yield b"h\x01" + pickle_integer(-1000003 * k) + pickle_integer(k) + b"\x86R"
 
 
 def ranges() -> Iterator[bytes]:
     for k in itertools.count(1):
-        yield b"h\x01" + integer(k * P) + integer(k * P + 2) + b"K\x01\x87R"
+        yield b"h\x01" + pickle_integer(k * HASH_MODULUS) + pickle_integer(k * HASH_MODULUS + 2) + b"K\x01\x87R"
 
 
 def numpy_complexes() -> Iterator[bytes]:
@@ -133,7 +142,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "empty frozensets": lambda: b"(" + b"(\x91" * 400_000 + b"l",
     "empty deques": lambda: b"ccollections\ndeque\nq\x010(" + b"h\x01)R" * 250_000 + b"l",
     "namespaces of one state": lambda: (
-        b"cargparse\nNamespace\nq\x010}(" + b"".join(text(f"n{i}") + b"N" for i in range(20_000)) + b"uq\x020("
+        b"cargparse\nNamespace\nq\x010}(" + b"".join(pickle_text(f"n{i}") + b"N" for i in range(20_000)) + b"uq\x020("
         b"" + b"h\x01)Rh\x02b" * 50_000 + b"l"
     ),
     "keys of keys of keys": lambda: key_of_keys(20, 8),
@@ -158,7 +167,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
         b"ctorch\nSize\n(" + tree_of(b"]", 40, 2).replace(b"h\x29", b"") + b"h\x29t\x85R"
     ),
     "a product of many numbers": lambda: (
-        b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01(" + integer(2**62) + b"q\x01" + b"h\x01" * 200_000
+        b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01(" + pickle_integer(2**62) + b"q\x01" + b"h\x01" * 200_000
         + b"tcnumpy\ndtype\nX\x02\0\0\0u1\x89\x88\x87R\x89C\x00tb"
     ),
 }  # fmt: skip
@@ -167,7 +176,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What Python imports at first use is no cost of what is read."""
-    look(saved(tmp_path_factory.mktemp("first"), {"w": torch.ones(1), "a": [torch.float32]}))
+    read_checkpoint(save_tree(tmp_path_factory.mktemp("first"), {"w": torch.ones(1), "a": [torch.float32]}))
 
 
 #: Those that would take memory rather than time; it takes some time to measure it.
@@ -179,20 +188,22 @@ IN_MEMORY = [kind for kind in BOMBS if kind.startswith(("one ", "empty ", "names
 )
 def test_a_bomb_is_refused_before_it_costs_much(tmp_path: Path, kind: str, memory: bool) -> None:
     raw = b"\x80\x02" + BOMBS[kind]() + b"."
-    file = stored(tmp_path / "x.pt", {"a/data.pkl": raw, "a/byteorder": b"little", "a/data/0": b""})
+    file = write_archive(tmp_path / "x.pt", {"a/data.pkl": raw, "a/byteorder": b"little", "a/data/0": b""})
     assert len(raw) < 1_100_000
-    with cheap(memory=memory), pytest.raises(HoldfastError, match=str(file)):
-        look(file)
+    with limit_cost(memory=memory), pytest.raises(HoldfastError, match=str(file)):
+        read_checkpoint(file)
 
 
 #: Our own values, in JSON; all refused.
 TABLES: dict[str, Callable[[], Any]] = {
-    "UUIDs": lambda: {"$set": [{"$uuid": f"{k * P:032x}"} for k in range(1, 10_001)]},
+    "UUIDs": lambda: {"$set": [{"$uuid": f"{k * HASH_MODULUS:032x}"} for k in range(1, 10_001)]},
     "complex numbers": lambda: {"$frozenset": [{"$complex": [-1000003 * k, k]} for k in range(1, 10_001)]},
-    "ranges": lambda: {"$dict": [[{"$range": [k * P, k * P + 2, 1]}, 0] for k in range(1, 10_001)]},
-    "integers": lambda: {"$ordereddict": [[k * P, 0] for k in range(1, 10_001)]},
-    "tuples": lambda: {"$counter": [[{"$tuple": [k * P, k]}, 0] for k in range(1, 100)]
-                       + [[{"$tuple": [k * P, 0]}, 0] for k in range(100, 10_001)]},
+    "ranges": lambda: {
+        "$dict": [[{"$range": [k * HASH_MODULUS, k * HASH_MODULUS + 2, 1]}, 0] for k in range(1, 10_001)]
+    },
+    "integers": lambda: {"$ordereddict": [[k * HASH_MODULUS, 0] for k in range(1, 10_001)]},
+    "tuples": lambda: {"$counter": [[{"$tuple": [k * HASH_MODULUS, k]}, 0] for k in range(1, 100)]
+                       + [[{"$tuple": [k * HASH_MODULUS, 0]}, 0] for k in range(100, 10_001)]},
     "scalars of NumPy": lambda: {
         "$set": [{"$numpy": ["complex128", struct.pack("<dd", -1000003 * k, k).hex()]} for k in range(1, 10_001)]
     },
@@ -202,7 +213,7 @@ TABLES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", TABLES)
 def test_keys_of_one_hash_in_our_own_values_are_refused(kind: str) -> None:
     raw = json.dumps({"a": TABLES[kind]()}).encode()
-    with cheap(memory=False), pytest.raises(CorruptCheckpointError, match=r"state\.json.*same hash"):
+    with limit_cost(memory=False), pytest.raises(CorruptCheckpointError, match=r"state\.json.*same hash"):
         values.load_values(raw, ArrayDecoder({}), "state.json")
 
 
@@ -246,7 +257,7 @@ class _Many:
 
     def of(self, make: Callable[[int, torch.Tensor], Any], number: int) -> Path:
         tensors = torch.zeros(number, 1)
-        return saved(self._path, {"n": 1, "rows": [make(i, tensors[i]) for i in range(number)]})
+        return save_tree(self._path, {"n": 1, "rows": [make(i, tensors[i]) for i in range(number)]})
 
 
 SHAPES: dict[str, Callable[[int, torch.Tensor], Any]] = {
@@ -263,7 +274,7 @@ def test_honest_files_of_many_tensors_in_values_are_read(tmp_path: Path, kind: s
     file = _Many(tmp_path).of(SHAPES[kind], 12_000)
     started = time.process_time()
     opened = holdfast.open(file)
-    assert time.process_time() - started < SECONDS
+    assert time.process_time() - started < MAX_SECONDS
     assert len(opened._reader.groups["state"]) == 12_000
 
 
@@ -283,10 +294,10 @@ def test_names_of_one_tree_take_steps_in_proportion() -> None:
 def test_what_is_shared_in_a_file_is_shared_in_its_values(tmp_path: Path) -> None:
     tensor, row, table = torch.arange(3.0), [1, 2], collections.OrderedDict(a=1)
     tree = {"n": 0, "a": [tensor, row, table], "b": {"again": tensor, "row": row, "table": table}}
-    found = holdfast.open(saved(tmp_path, tree)).values["user_content"]
+    found = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
     assert found["a"][0] is found["b"]["again"]
     assert found["a"][1] is found["b"]["row"]
     assert found["a"][2] is found["b"]["table"]
-    again = holdfast.open(saved(tmp_path, tree)).values["user_content"]
+    again = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
     assert again["a"][1] is not found["a"][1]
     assert torch.equal(found["a"][0], tensor)

@@ -20,8 +20,8 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, UnsafeNameError
 from holdfast.ondisk.blocks import crc64
-from tests.helpers.bounded_reads import little_memory, look
-from tests.helpers.forged_values import FORGED
+from tests.helpers.bounded_reads import limit_memory, read_checkpoint
+from tests.helpers.forged_values import FORGED_VALUES
 from tests.helpers.sealed_checkpoints import (
     DATA,
     FILES,
@@ -31,9 +31,9 @@ from tests.helpers.sealed_checkpoints import (
     RANKS,
     STATE,
     STATE_TENSORS,
-    manifest_of,
-    reseal,
-    seal,
+    read_manifest,
+    reseal_checkpoint,
+    seal_manifest,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -102,16 +102,16 @@ def assert_refused(
     folder: Path, names: str | Path, kinds: type[HoldfastError] | tuple[type[HoldfastError], ...] = HoldfastError
 ) -> None:
     """Whoever opens or loads the checkpoint gets an error of ours that names the file."""
-    for call in (look, load):
-        with little_memory(), pytest.raises(kinds) as caught:
+    for call in (read_checkpoint, load):
+        with limit_memory(), pytest.raises(kinds) as caught:
             call(folder)
         assert str(names) in str(caught.value), call.__name__
 
 
 def test_the_checkpoint_is_good_before_it_is_tampered_with(folder: Path) -> None:
-    reseal(folder)
-    with little_memory():
-        look(folder)
+    reseal_checkpoint(folder)
+    with limit_memory():
+        read_checkpoint(folder)
         load(folder)
 
 
@@ -131,7 +131,7 @@ def test_a_file_cut_short_is_named(folder: Path, name: str, keep: str) -> None:
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 9, 4095, 4096])
 def test_a_data_file_cut_short_is_named_when_the_manifest_says_the_same(folder: Path, name: str, keep: int) -> None:
     os.truncate(folder / name, keep)
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / name, CorruptCheckpointError)
 
 
@@ -194,25 +194,25 @@ def test_a_link_to_itself_is_named(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["../step_1/state", "model/../../x", "/etc/passwd", "a\\b", "a\0b", "a//b", "./a"])
 @pytest.mark.parametrize("ending", ["", ".safetensors", "/..", "/"])
 def test_a_name_in_the_manifest_that_may_lead_out_is_refused(folder: Path, name: str, ending: str) -> None:
-    reseal(folder, lambda table: table["files"].update({name + ending: table["files"][MODEL]}))
+    reseal_checkpoint(folder, lambda table: table["files"].update({name + ending: table["files"][MODEL]}))
     assert_refused(folder, folder / MANIFEST, UnsafeNameError)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "é" * 128, "x" * 5000, "x/" * 3000 + "x"], ids=len)
 @pytest.mark.parametrize("ending", ["", ".safetensors"])
 def test_a_name_longer_than_any_file_has_is_refused(folder: Path, name: str, ending: str) -> None:
-    reseal(folder, lambda table: table["files"].update({name + ending: table["files"][MODEL]}))
+    reseal_checkpoint(folder, lambda table: table["files"].update({name + ending: table["files"][MODEL]}))
     assert_refused(folder, folder / MANIFEST, UnsafeNameError)
 
 
 @pytest.mark.parametrize("name", ["absent", "absent.safetensors", "state.json/x", "state.json/x.safetensors"])
 def test_a_name_of_no_file_is_named(folder: Path, name: str) -> None:
-    reseal(folder, lambda table: table["files"].update({name: table["files"][MODEL]}))
+    reseal_checkpoint(folder, lambda table: table["files"].update({name: table["files"][MODEL]}))
     assert_refused(folder, folder / name, CorruptCheckpointError)
 
 
 def test_a_newer_version_is_named_as_such(folder: Path) -> None:
-    reseal(folder, lambda table: table.update(version=2, more={}))
+    reseal_checkpoint(folder, lambda table: table.update(version=2, more={}))
     assert_refused(folder, "update holdfast", FormatError)
     assert_refused(folder, folder / MANIFEST, FormatError)
 
@@ -244,36 +244,36 @@ def test_a_manifest_of_something_else_is_named_as_such(folder: Path, text: str) 
     ],
 )
 def test_a_manifest_that_lies_is_refused(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    reseal(folder, edit)
+    reseal_checkpoint(folder, edit)
     assert_refused(folder, folder, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("nested", NESTED, ids=["lists", "objects"])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_manifest_nested_without_end_is_refused(folder: Path, nested: str, sealed: bool) -> None:
-    text = json.dumps({**manifest_of(folder), "metrics": "HERE"}, indent=2).replace('"HERE"', nested)
-    (folder / MANIFEST).write_bytes(seal(text) if sealed else nested.encode())
+    text = json.dumps({**read_manifest(folder), "metrics": "HERE"}, indent=2).replace('"HERE"', nested)
+    (folder / MANIFEST).write_bytes(seal_manifest(text) if sealed else nested.encode())
     assert_refused(folder, folder / MANIFEST, CorruptCheckpointError)
 
 
 def test_a_manifest_with_a_key_twice_is_refused(folder: Path) -> None:
-    text = json.dumps(manifest_of(folder), indent=2).replace('"sequence": 1', '"sequence": 9, "sequence": 1')
-    (folder / MANIFEST).write_bytes(seal(text))
+    text = json.dumps(read_manifest(folder), indent=2).replace('"sequence": 1', '"sequence": 9, "sequence": 1')
+    (folder / MANIFEST).write_bytes(seal_manifest(text))
     assert_refused(folder, folder / MANIFEST, CorruptCheckpointError)
 
 
 def test_two_files_with_one_tensor_are_refused(folder: Path) -> None:
     shutil.copyfile(folder / MODEL, folder / "model/again.safetensors")
-    reseal(folder, lambda table: table["files"].update({"model/again.safetensors": table["files"][MODEL]}))
+    reseal_checkpoint(folder, lambda table: table["files"].update({"model/again.safetensors": table["files"][MODEL]}))
     assert_refused(folder, folder / "model", CorruptCheckpointError)
 
 
 def test_a_damaged_checkpoint_does_not_hide_the_others_of_its_run(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "step_2")
-    (folder.parent / "step_2" / MANIFEST).write_bytes(seal(NESTED[0]))
+    (folder.parent / "step_2" / MANIFEST).write_bytes(seal_manifest(NESTED[0]))
     listed = holdfast.list_checkpoints(folder.parent)
     assert {info.tag: info.status for info in listed} == {"step_1": "complete", "step_2": "damaged"}
-    look(folder.parent)
+    read_checkpoint(folder.parent)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_a_forged_header_is_refused(folder: Path, attack: str, name: str) -> Non
     table, _ = parts_of(folder / name)
     HEADERS[attack](table)
     with_header(folder / name, table)
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / name, (CorruptCheckpointError, FormatError))
 
 
@@ -355,14 +355,14 @@ def test_a_forged_header_is_refused(folder: Path, attack: str, name: str) -> Non
 def test_a_header_of_an_absurd_length_is_refused(folder: Path, claimed: int) -> None:
     raw = (folder / MODEL).read_bytes()
     (folder / MODEL).write_bytes(claimed.to_bytes(8, "little") + raw[8:])
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / MODEL, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("text", [*NESTED, '{"__metadata__":{"a":' + NESTED[0] + "}}", '{"w":' + NESTED[0] + "}"])
 def test_a_header_nested_without_end_is_refused(folder: Path, text: str) -> None:
     with_header(folder / MODEL, text)
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / MODEL, CorruptCheckpointError)
 
 
@@ -371,7 +371,7 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(folder: Path, shape: 
     table = {"__metadata__": {"holdfast.crc64nvme": ""}, "w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
     with_header(folder / STATE_TENSORS, table, b"")
     (folder / STATE).write_text('{"user_content":{"$tensor":"w"}}')
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / STATE_TENSORS, CorruptCheckpointError)
 
 
@@ -379,7 +379,7 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(folder: Path, shape: 
 # Values
 
 
-@pytest.mark.parametrize("forged", FORGED, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
+@pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
 @pytest.mark.parametrize("name", [STATE, RANKS])
 def test_forged_values_are_refused(folder: Path, forged: str, name: str) -> None:
     raw = (folder / name).read_text()
@@ -387,7 +387,7 @@ def test_forged_values_are_refused(folder: Path, forged: str, name: str) -> None
         (folder / name).write_text(raw.removesuffix("}") + f',"more":{forged}}}')
     else:
         (folder / name).write_text(f'{{"ranks":[{{"content":{forged}}}]}}')
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(folder, folder / name, CorruptCheckpointError)
 
 
@@ -395,7 +395,7 @@ def test_forged_values_are_refused(folder: Path, forged: str, name: str) -> None
 @pytest.mark.parametrize("text", ["", "null", "[]", "5", '"text"', "{", "\0", *NESTED], ids=lambda text: text[:9])
 def test_values_that_are_no_table_are_refused(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
-    reseal(folder)
+    reseal_checkpoint(folder)
     assert_refused(
         folder, folder / name if text not in {"null", "[]", "5", '"text"'} else folder, CorruptCheckpointError
     )
@@ -407,8 +407,8 @@ def test_parts_that_are_not_what_they_should_be_are_refused(folder: Path, part: 
     table = json.loads((folder / STATE).read_text())
     table[part] = json.loads(junk)
     (folder / STATE).write_text(json.dumps(table))
-    reseal(folder)
-    with little_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    reseal_checkpoint(folder)
+    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
         load(folder)
 
 
@@ -431,8 +431,8 @@ def test_a_forged_optimizer_is_refused(folder: Path, attack: str) -> None:
     table = json.loads((folder / STATE).read_text())
     OPTIMIZERS[attack](table["optimizer"])
     (folder / STATE).write_text(json.dumps(table))
-    reseal(folder)
-    with little_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    reseal_checkpoint(folder)
+    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
         load(folder)
 
 
@@ -446,12 +446,12 @@ RANK_PARTS = ["5", "[]", '"text"', '{"rng":5}', '{"rng":[]}', '{"rng":"text"}', 
 def test_what_belongs_to_ranks_is_refused_where_it_is_forged(folder: Path, ranks: str) -> None:
     """Nothing of the caller's is changed by it."""
     (folder / RANKS).write_text(ranks)
-    reseal(folder)
+    reseal_checkpoint(folder)
     training, before = Training(), Training()
     with torch.no_grad():
         training.model.weight += 1
         before.model.weight += 1
-    with little_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
         holdfast.load_checkpoint(folder, None, training.model, training.optimizer, training.scheduler)
     assert torch.equal(training.model.weight, before.model.weight)
 
@@ -461,8 +461,8 @@ def test_generators_forged_to_wrong_states_are_refused(folder: Path) -> None:
     table = json.loads((folder / RANKS).read_text())
     words = json.dumps(table["ranks"][0]["rng"]["torch"])
     (folder / RANKS).write_text(json.dumps(table).replace(words, '{"$tensor":"0/content.t"}'))
-    reseal(folder)
-    with little_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    reseal_checkpoint(folder)
+    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
         load(folder)
 
 
@@ -473,12 +473,12 @@ def test_nothing_in_a_checkpoint_is_ever_run(folder: Path) -> None:
     for name in ("model/pytorch_model.bin", "optimizer.pt", "state.pkl", "model/training_args.bin"):
         (folder / name).write_bytes(pickled)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.suffix in {".bin", ".pt", ".pkl"}]
-    table = manifest_of(folder)
+    table = read_manifest(folder)
     record = {"size": len(pickled), "crc64nvme": f"{crc64(pickled):016x}"}
-    reseal(folder, lambda found: found["files"].update(dict.fromkeys(names, record)))
+    reseal_checkpoint(folder, lambda found: found["files"].update(dict.fromkeys(names, record)))
     assert len(names) == 4
     assert set(table["files"]) == set(FILES)
-    look(folder)
+    read_checkpoint(folder)
     load(folder)
     assert not trace.exists()
 
@@ -490,6 +490,6 @@ def test_an_order_of_parameters_that_is_none(tmp_path: Path, order: str) -> None
     raw = (tmp_path / "s/ranks.json").read_text()
     assert '"order":{"optimizer":[[1,0]]}' in raw  # the weight comes before the bias
     (tmp_path / "s" / RANKS).write_text(raw.replace("[[1,0]]", order))
-    reseal(tmp_path / "s")
+    reseal_checkpoint(tmp_path / "s")
     with pytest.raises(CorruptCheckpointError, match="order"):
         holdfast.load_checkpoint(tmp_path, model=layer, optimizer=torch.optim.SGD(layer.parameters()))

@@ -38,14 +38,14 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.storage import directories
 from tests.helpers import layouts
 from tests.helpers.pool import Ranks
-from tests.helpers.training import start, trained
+from tests.helpers.training import start_run, train_run
 
 WRITERS = [("plain", 1), ("fsdp", 3), ("tp", 2), ("fsdp_tp", 4), ("pp_ddp", 2)]
 READERS = [("plain", 1), ("fsdp", 2), ("tp", 4)]
 
 
 def save(layout: str, folder: str, prefix: str | None = None) -> None:
-    run = layouts.fill(layouts.LAYOUTS[layout][0]())
+    run = layouts.fill_run(layouts.LAYOUTS[layout][0]())
     for name in ("m.safetensors", "m.pt"):
         holdfast.save_model(run.model, f"{folder}/{name}", prefix=prefix)
     holdfast.save_model(run.model, f"{folder}/sharded", shard=True, size_per_shard=0.001, prefix=prefix)
@@ -59,7 +59,9 @@ def save(layout: str, folder: str, prefix: str | None = None) -> None:
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: layouts.value(f"model/{name}", one.shape, one.dtype) for name, one in model.state_dict().items()}
+    return {
+        name: layouts.expected_tensor(f"model/{name}", one.shape, one.dtype) for name, one in model.state_dict().items()
+    }
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -88,7 +90,7 @@ def test_files_hold_the_whole_model_whoever_wrote_them(ranks: Ranks, tmp_path: P
 
 
 def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list[str]:
-    run = layouts.blank(layouts.LAYOUTS[layout][0]())
+    run = layouts.blank_run(layouts.LAYOUTS[layout][0]())
     model, optimizer = ("m.safetensors", "o.safetensors") if kind == "file" else ("sharded", "sharded")
     model = {"torch file": "m.pt", "bins": "bins"}.get(kind, model)
     told = holdfast.load_model(run.model, f"{folder}/{model}", prefix=prefix)
@@ -96,10 +98,12 @@ def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list
     assert told.exact == ("model",)
     told = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
     assert told.matched_by == {"optimizer": "model"}
-    expected = layouts.fill(layouts.LAYOUTS[layout][0]())
-    theirs = dict(layouts.tensors(expected))
+    expected = layouts.fill_run(layouts.LAYOUTS[layout][0]())
+    theirs = dict(layouts.named_tensors(expected))
     return [
-        name for name, mine in layouts.tensors(run) if not torch.equal(layouts.local(mine), layouts.local(theirs[name]))
+        name
+        for name, mine in layouts.named_tensors(run)
+        if not torch.equal(layouts.local_tensor(mine), layouts.local_tensor(theirs[name]))
     ]
 
 
@@ -112,13 +116,13 @@ def test_any_layout_loads_them(ranks: Ranks, tmp_path: Path, reader: tuple[str, 
 
 
 def test_a_torch_file_of_an_optimizer_is_what_torch_loads(tmp_path: Path) -> None:
-    run = trained("plain")
+    run = train_run("plain")
     holdfast.save_optimizer(run.optimizer, tmp_path / "o.pt", model=run.model)
-    other = start("plain")
+    other = start_run("plain")
     other.optimizer.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
     for mine, theirs in zip(run.optimizer.state.values(), other.optimizer.state.values(), strict=True):
         assert equal(mine, theirs)
-    again = start("plain")
+    again = start_run("plain")
     holdfast.load_optimizer(again.optimizer, tmp_path / "o.pt", model=again.model)
     for mine, theirs in zip(run.optimizer.state.values(), again.optimizer.state.values(), strict=True):
         assert equal(mine, theirs)
@@ -150,7 +154,7 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
 
 
 def save_unnamed(path: str) -> None:
-    run = layouts.fill(layouts.LAYOUTS["pp_ddp"][0]())
+    run = layouts.fill_run(layouts.LAYOUTS["pp_ddp"][0]())
     holdfast.save_optimizer(run.optimizer, path)
 
 
@@ -463,11 +467,11 @@ def test_what_the_disk_refuses_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: 
 
 
 def schedule(path: str) -> Any:
-    run = start("plain")
+    run = start_run("plain")
     for _ in range(3):
         run.scheduler.step()
     holdfast.save_lr_scheduler(run.scheduler, path)
-    other = start("plain")
+    other = start_run("plain")
     holdfast.load_lr_scheduler(other.scheduler, path)
     return other.scheduler.state_dict() == run.scheduler.state_dict()
 
@@ -476,7 +480,7 @@ def schedule(path: str) -> Any:
 def test_a_scheduler_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None:
     assert ranks(2, schedule, str(tmp_path / name)) == [True, True]
     if name == "s.pt":
-        run = start("plain")
+        run = start_run("plain")
         run.scheduler.load_state_dict(torch.load(tmp_path / name, weights_only=True))
     else:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
@@ -486,4 +490,4 @@ def test_a_scheduler_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None
         raw[raw.index(b"last_epoch") + 12] ^= 1
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(CorruptCheckpointError):
-            holdfast.load_lr_scheduler(start("plain").scheduler, tmp_path / name)
+            holdfast.load_lr_scheduler(start_run("plain").scheduler, tmp_path / name)

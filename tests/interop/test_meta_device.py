@@ -40,16 +40,16 @@ class Net(layouts.Net):
 def wrap(layout: str, model: Net) -> nn.Module:
     n = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "fsdp":
-        return layouts.shard(model)
+        return layouts.shard_fsdp2(model)
     if layout == "offload":
-        return layouts.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return layouts.shard_fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if layout == "fsdp_tp":
         both = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             layouts.parallelize_module(
                 layer, both["tp"], {"up": layouts.ColwiseParallel(), "down": layouts.RowwiseParallel()}
             )
-        return layouts.shard(model, both["dp"])
+        return layouts.shard_fsdp2(model, both["dp"])
     return model
 
 
@@ -66,7 +66,7 @@ def load(layout: str, path: str) -> bool:
     for name, one in model.state_dict().items():
         whole = one.full_tensor() if isinstance(one, DTensor) else one
         if name != "head.weight":
-            assert torch.equal(whole, layouts.value(f"model/{name}", whole.shape, whole.dtype)), name
+            assert torch.equal(whole, layouts.expected_tensor(f"model/{name}", whole.shape, whole.dtype)), name
     if layout != "fsdp_tp":
         expected = reference()
         tokens = torch.arange(8).reshape(2, 4)
@@ -76,10 +76,10 @@ def load(layout: str, path: str) -> bool:
 
 def reference() -> Net:
     model = Net()
-    layouts.fill(layouts.Zoo(model, None, [model], []))
+    layouts.fill_run(layouts.LayoutRun(model, None, [model], []))
     with torch.no_grad():
         model.rotary.reset_parameters()
-        model.embed.weight.copy_(layouts.value("model/embed.weight", model.embed.weight.shape, torch.float32))
+        model.embed.weight.copy_(layouts.expected_tensor("model/embed.weight", model.embed.weight.shape, torch.float32))
     return model
 
 

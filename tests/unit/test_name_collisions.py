@@ -12,8 +12,8 @@ import holdfast
 from holdfast.compat.nxd.format.shard import shard_tensor
 from holdfast.compat.nxd.format.sharding_spec import ShardingRule, ShardingSpec
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
-from tests.helpers.equality import same
-from tests.helpers.torch_files import saved
+from tests.helpers.equality import equal_bits
+from tests.helpers.torch_files import save_tree
 
 
 def one(value: float = 1.0) -> torch.Tensor:
@@ -60,7 +60,7 @@ COLLIDING: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("kind", COLLIDING)
 def test_both_paths_are_named(tmp_path: Path, kind: str) -> None:
     tree, first, second = COLLIDING[kind]
-    file = saved(tmp_path, tree)
+    file = save_tree(tmp_path, tree)
     for ask in (holdfast.open, lambda path: holdfast.convert(path, tmp_path / "out", to="native")):
         with pytest.raises(FormatError, match=f"{file}.*would both get the name") as caught:
             ask(file)
@@ -70,7 +70,7 @@ def test_both_paths_are_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_names_with_their_group_before_them(tmp_path: Path) -> None:
-    file = saved(tmp_path, {"a": {"ema/w": one()}, "b": {"w": one()}})
+    file = save_tree(tmp_path, {"a": {"ema/w": one()}, "b": {"w": one()}})
     with pytest.raises(FormatError, match="'model/ema/w'"):
         holdfast.open(file, keys={"model": "a", "model/ema": "b"})
 
@@ -78,31 +78,31 @@ def test_names_with_their_group_before_them(tmp_path: Path) -> None:
 def test_averages_by_number_are_read(tmp_path: Path) -> None:
     """As code for exponential moving averages saves its shadow parameters."""
     ema = {"decay": 0.9, "shadow": {0: one(1), 1: one(2)}}
-    file = saved(tmp_path, {"model": {"w": one()}, "ema": ema})
+    file = save_tree(tmp_path, {"model": {"w": one()}, "ema": ema})
     found = holdfast.open(file).values["user_content"]["ema"]
-    assert same(found["shadow"][0], one(1))
-    assert same(found["shadow"][1], one(2))
+    assert equal_bits(found["shadow"][0], one(1))
+    assert equal_bits(found["shadow"][1], one(2))
 
 
 def test_a_model_by_number_is_read(tmp_path: Path) -> None:
-    opened = holdfast.open(saved(tmp_path, {"model": {0: one(1), 1: {2: one(2)}}}))
+    opened = holdfast.open(save_tree(tmp_path, {"model": {0: one(1), 1: {2: one(2)}}}))
     assert {name: opened[name][0].item() for name in opened} == {"model/0": 1, "model/1.2": 2}
 
 
 def test_tuples_as_keys_have_names_of_their_own(tmp_path: Path) -> None:
-    opened = holdfast.open(saved(tmp_path, {"model": {(1, 2): one(1), (3, 4): one(2), "x": one(3)}}))
+    opened = holdfast.open(save_tree(tmp_path, {"model": {(1, 2): one(1), (3, 4): one(2), "x": one(3)}}))
     assert {name: opened[name][0].item() for name in opened} == {"model/(1, 2)": 1, "model/(3, 4)": 2, "model/x": 3}
 
 
 def test_names_that_meet_only_without_wrappers_keep_them(tmp_path: Path) -> None:
-    opened = holdfast.open(saved(tmp_path, {"model": {"_orig_mod.a": one(1), "a": one(2)}}))
+    opened = holdfast.open(save_tree(tmp_path, {"model": {"_orig_mod.a": one(1), "a": one(2)}}))
     assert sorted(opened) == ["model/_orig_mod.a", "model/a"]
 
 
 def test_tensors_in_values_have_their_whole_paths_as_names(tmp_path: Path) -> None:
     long = "text_model.encoder.transformer.layers.attention.self.projection."
     tree = {"n": 1, "list": [{f"{long}{i}": one(i), i: one(-i)} for i in range(3)]}
-    holdfast.convert(saved(tmp_path, tree), tmp_path / "out", to="native")
+    holdfast.convert(save_tree(tmp_path, tree), tmp_path / "out", to="native")
     found = holdfast.open(tmp_path / "out").values["user_content"]["list"]
     assert [[float(row[key][0]) for key in row] for row in found] == [[i, -i] for i in range(3)]
     raw = (tmp_path / "out" / "state.safetensors").read_bytes()

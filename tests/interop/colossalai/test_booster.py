@@ -295,27 +295,27 @@ def test_stages_of_a_pipeline_are_read_as_one_model(tmp_path: Path) -> None:
 
 
 def layout(path: str, kind: str) -> list[str]:
-    run = layouts.fill(layouts.LAYOUTS[kind][0]())
+    run = layouts.fill_run(layouts.LAYOUTS[kind][0]())
     booster = Booster()
     model, optimizer, *_ = booster.boost(run.model, run.optimizer)
     booster.save_model(model, f"{path}/m", shard=True, size_per_shard=0.001)
     booster.save_model(model, f"{path}/m.safetensors", use_safetensors=True)
     booster.save_optimizer(optimizer, f"{path}/o", shard=True, size_per_shard=0.001)
-    other = layouts.blank(layouts.LAYOUTS[kind][0]())
+    other = layouts.blank_run(layouts.LAYOUTS[kind][0]())
     booster.load_model(other.model, f"{path}/m")
     booster.load_optimizer(other.optimizer, f"{path}/o")
-    theirs = dict(layouts.tensors(run))
+    theirs = dict(layouts.named_tensors(run))
     return [
         name
-        for name, mine in layouts.tensors(other)
-        if not torch.equal(layouts.local(mine), layouts.local(theirs[name]))
+        for name, mine in layouts.named_tensors(other)
+        if not torch.equal(layouts.local_tensor(mine), layouts.local_tensor(theirs[name]))
     ]
 
 
 @pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 3), ("fsdp_tp", 4)])
 def test_over_ddp_fsdp_and_dtensor_models(ranks: Ranks, tmp_path: Path, kind: str, n: int) -> None:
     assert ranks(n, layout, str(tmp_path), kind) == [[]] * n
-    alone = layouts.fill(layouts.plain())
+    alone = layouts.fill_run(layouts.plain())
     assert same(load_file(tmp_path / "m.safetensors"), {k: v.detach() for k, v in alone.model.state_dict().items()})
 
 

@@ -31,10 +31,10 @@ from holdfast.ondisk.blocks import crc64
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
-from tests.helpers.dcp_states import VALUES, state, whole
-from tests.helpers.equality import same
+from tests.helpers.dcp_states import VALUES, make_state, make_tensors
+from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
-from tests.helpers.unsafe_pickles import EVIL
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -44,15 +44,15 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def save(path: str, step: int, **options: Any) -> None:
-    dcp.save(state(step), storage_writer=FileSystemWriter(path, **options))
+    dcp.save(make_state(step), storage_writer=FileSystemWriter(path, **options))
 
 
 def load(path: str, step: int, theirs: bool = False) -> None:
-    found = state(-1)
+    found = make_state(-1)
     found |= {"list": None, "pair": None}
     dcp.load(found, checkpoint_id=path) if theirs else dcp.load(found, storage_reader=FileSystemReader(path))
-    for name, tensor in whole(step).items():
-        assert same(full(found["model"][name]), tensor), name
+    for name, tensor in make_tensors(step).items():
+        assert equal_bits(full(found["model"][name]), tensor), name
     assert found["step"] == step
     assert (found["list"], found["groups"]) == (VALUES["list"], VALUES["groups"])
     assert torch.equal(found["pair"][0], torch.arange(3))
@@ -79,7 +79,7 @@ def test_what_is_saved_is_loaded_by_us_and_by_torch_on_any_ranks(
         ranks(m, load, path, 2)
         ranks(m, load, path, 2, True)
     opened = holdfast.open(path)
-    assert all(same(opened[f"model/{name}"], tensor) for name, tensor in whole(2).items())
+    assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in make_tensors(2).items())
 
 
 def save_with(path: str, step: int, options: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def save_with(path: str, step: int, options: dict[str, Any]) -> None:
 
 
 def save_plain(path: str, step: int) -> None:
-    dcp.save(state(step), checkpoint_id=path)
+    dcp.save(make_state(step), checkpoint_id=path)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -98,7 +98,7 @@ def test_we_read_what_torch_writes(ranks: Ranks, tmp_path: Path, n: int) -> None
 
 def save_in_background(path: str) -> None:
     for step in (1, 2):
-        future = dcp.async_save(state(step), checkpoint_id=path, storage_writer=FileSystemWriter("elsewhere"))
+        future = dcp.async_save(make_state(step), checkpoint_id=path, storage_writer=FileSystemWriter("elsewhere"))
         future.result()
 
 
@@ -114,11 +114,11 @@ SCRIPT = """
 import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from holdfast.dcp import FileSystemWriter
-from tests.helpers.dcp_states import state
+from tests.helpers.dcp_states import make_state
 dist.init_process_group("gloo")
 for step in (1, 2):
     writer = FileSystemWriter(sys.argv[1], thread_count=3)
-    dcp.async_save(state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+    dcp.async_save(make_state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
 dist.destroy_process_group()
 """
 
@@ -376,15 +376,15 @@ def test_of_a_chunk_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     assert sum(read) < 3 * 1024 * 8 + 8192
 
 
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_no_code_of_the_metadata_or_of_values_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "c"
-    dcp.save({"w": torch.ones(2), "evil": EVIL[kind]}, checkpoint_id=path, no_dist=True)
+    dcp.save({"w": torch.ones(2), "evil": UNSAFE_OBJECTS[kind]}, checkpoint_id=path, no_dist=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointException, match="which holdfast does not run"):
         dcp.load({"evil": None}, storage_reader=FileSystemReader(path), no_dist=True)
     metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301
-    metadata.planner_data = EVIL[kind]
+    metadata.planner_data = UNSAFE_OBJECTS[kind]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnsafePickleError):
         FileSystemReader(path).read_metadata()

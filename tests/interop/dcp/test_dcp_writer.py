@@ -20,19 +20,19 @@ import holdfast
 from holdfast.conversion import dcp_writer
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers import dcp_matrix
-from tests.helpers.commands import run as command
-from tests.helpers.conversions import MEMORY, save_some
-from tests.helpers.dcp_matrix import Case, equal
-from tests.helpers.equality import same
+from tests.helpers.commands import run_command as command
+from tests.helpers.conversions import MEASURE_CONVERSION, save_training
+from tests.helpers.dcp_matrix import Case, are_equal
+from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
-from tests.helpers.training import assert_equal, start, trained, whole
+from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return save_some(tmp_path)
+    return save_training(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -91,14 +91,14 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_goes_on_from_it(saved: Path, tmp_path: Path) -> None:
     path = holdfast.convert(saved, tmp_path / "dcp", to="dcp")
-    run, expected = start("plain", seed=1), trained("plain")
+    run, expected = start_run("plain", seed=1), train_run("plain")
     model, optim = get_state_dict(run.model, run.optimizer)
     scheduler = run.scheduler.state_dict()
     state = load(
         path, {"model": model, "optim": optim, "scheduler": scheduler, "step": 0, "table": torch.zeros(40_000)}
     )
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     assert state["step"] == 3
     assert torch.equal(state["table"], torch.arange(40_000.0))
     assert state["scheduler"]["last_epoch"] == 3
@@ -113,7 +113,7 @@ def test_an_optimizer_that_was_given_names_finds_them(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer)
     path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.named_parameters()))})
-    assert equal(state["optim"], get_optimizer_state_dict(model, optimizer))
+    assert are_equal(state["optim"], get_optimizer_state_dict(model, optimizer))
 
 
 def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:
     assert found.keys() == {"model", "optim", "scheduler", "step", "table", "nested"}
     assert torch.equal(found["nested"][0]["array"], torch.arange(5))
     assert found["nested"][1] == (1, "two")
-    assert all(same(found["model"][name], one) for name, one in trained("plain").model.state_dict().items())
+    assert all(equal_bits(found["model"][name], one) for name, one in train_run("plain").model.state_dict().items())
 
 
 def test_a_tied_weight_lies_in_it_once(saved: Path, tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
     assert names[1:] == [f"__0_{number}.distcp" for number in range(len(names) - 1)]
     assert len(names) > 4
     found = load(path, {"model": {name: torch.zeros_like(one) for name, one in tensors.items()}})["model"]
-    assert all(same(found[name], tensors[name]) for name in tensors)
-    assert all(same(holdfast.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
+    assert all(equal_bits(found[name], tensors[name]) for name in tensors)
+    assert all(equal_bits(holdfast.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
 
 
 def test_values_of_any_form(tmp_path: Path) -> None:
@@ -210,10 +210,10 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
     at = saved
     for number, to in enumerate(way):
         at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
-    run, expected = start("plain", seed=1), trained("plain")
+    run, expected = start_run("plain", seed=1), train_run("plain")
     scheduler = run.scheduler if "lightning-folder" not in way else None
     holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
 
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(10)}, tmp_path / "small")
     torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), "dcp"], check=True, capture_output=True, text=True
+        [sys.executable, "-c", MEASURE_CONVERSION, str(tmp_path), "dcp"], check=True, capture_output=True, text=True
     )
     assert int(done.stdout) < 64 * 2**20
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 import holdfast
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.lightning.checkpoints import LightningCheckpoints
-from tests.helpers.lightning_trainer import Module, checkpoints, data, environment, fit, trainer
+from tests.helpers.lightning_trainer import Module, fit_module, list_files, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 
 
@@ -30,7 +30,8 @@ LAYOUTS = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2)]
 def oracle(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """What a run without a break, on one rank, comes to."""
     return {
-        kind: ranks(1, fit, str(tmp_path_factory.mktemp(kind)), "plain", 6, None, kind)[0] for kind in ("AdamW", "SGD")
+        kind: ranks(1, fit_module, str(tmp_path_factory.mktemp(kind)), "plain", 6, None, kind)[0]
+        for kind in ("AdamW", "SGD")
     }
 
 
@@ -39,11 +40,11 @@ def oracle(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_run_goes_on_in_any_layout_and_number(
     ranks: Ranks, tmp_path: Path, oracle: dict[str, Any], layout: str, n: int, kind: str
 ) -> None:
-    ranks(n, fit, str(tmp_path / "a"), layout, 4, None, kind)
+    ranks(n, fit_module, str(tmp_path / "a"), layout, 4, None, kind)
     saved = tmp_path / "a/epoch=0-step=4.ckpt"
     assert holdfast.open(saved).values["user_content"]["global_step"] == 4
     for number, (other, m) in enumerate([*LAYOUTS, ("fsdp2", 4), ("ddp", 1)]):
-        found = ranks(m, fit, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
+        found = ranks(m, fit_module, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
         assert_close(found, oracle[kind])
 
 
@@ -61,13 +62,13 @@ def fit_with(
 ) -> str:
     """Train with one ModelCheckpoint; returns its best path. Without ``options``: by Lightning's own strategy."""
     callback = ModelCheckpoint(folder, **{"every_n_train_steps": 1, **how})
-    theirs = mock.patch("tests.interop.lightning.test_lightning.strategy", return_value=lightnings(layout))
-    with environment(), theirs if options is None else contextlib.nullcontext():
-        run = trainer(folder, layout, steps, [callback], **options or {})
-        run.fit(Module(layout=layout), data(), ckpt_path=ckpt_path)
+    theirs = mock.patch("tests.helpers.lightning_trainer.make_strategy", return_value=lightnings(layout))
+    with set_environment(), theirs if options is None else contextlib.nullcontext():
+        run = make_trainer(folder, layout, steps, [callback], **options or {})
+        run.fit(Module(layout=layout), make_data(), ckpt_path=ckpt_path)
         assert run.global_step == steps
         if "monitor" in how:
-            run.test(dataloaders=data(), ckpt_path="best")
+            run.test(dataloaders=make_data(), ckpt_path="best")
     return callback.best_model_path
 
 
@@ -82,8 +83,8 @@ def test_the_best_are_kept_and_last_and_best_are_found_again(
         for name, chosen in [("ours", options), ("theirs", None)]:
             found = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
             best.add((steps, *{Path(path).name for path in found}))
-        assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs")
-        assert len(checkpoints(tmp_path / "ours")) == 3
+        assert list_files(tmp_path / "ours") == list_files(tmp_path / "theirs")
+        assert len(list_files(tmp_path / "ours")) == 3
     assert len(best) == 2
 
 
@@ -92,10 +93,10 @@ def test_last_may_be_a_link(ranks: Ranks, tmp_path: Path) -> None:
     for options in ({}, {"async_save": True}):
         folder = tmp_path / str(len(options))
         ranks(2, fit_with, str(folder), "ddp", 3, how, None, options)
-        assert checkpoints(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+        assert list_files(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
         assert (folder / "last.ckpt").is_symlink()
         ranks(2, fit_with, str(folder), "ddp", 5, how, "last", options)
-        assert checkpoints(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
+        assert list_files(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
 
 
 def watched(folder: str) -> list[int]:
@@ -106,12 +107,12 @@ def watched(folder: str) -> list[int]:
         def on_train_batch_end(self, *_: Any) -> None:
             seen.append(len(holdfast.list_checkpoints(folder)))
 
-    from tests.helpers.slow_writes import slow
+    from tests.helpers.slow_writes import slow_down_writes
 
     callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
-    with environment(), slow(0.3):
-        run = trainer(folder, "ddp", 4, [callback, Watch()], async_save=True)
-        run.fit(Module(), data())
+    with set_environment(), slow_down_writes(0.3):
+        run = make_trainer(folder, "ddp", 4, [callback, Watch()], async_save=True)
+        run.fit(Module(), make_data())
     return seen
 
 
@@ -119,7 +120,7 @@ def test_nothing_is_removed_before_what_replaces_it_is_durable(ranks: Ranks, tmp
     """Lightning's own asynchronous plugin leaves a moment without any checkpoint (its issue #14035)."""
     for seen in ranks(2, watched, str(tmp_path)):
         assert min(seen[2:]) >= 1
-    assert checkpoints(tmp_path) == ["epoch=0-step=4.ckpt"]
+    assert list_files(tmp_path) == ["epoch=0-step=4.ckpt"]
 
 
 def interrupted(folder: str) -> dict[str, Any]:
@@ -132,12 +133,12 @@ def interrupted(folder: str) -> dict[str, Any]:
         def teardown(self, *_: Any, **__: Any) -> None:
             """What Lightning removes when the trainer ends is kept here, as when the process dies."""
 
-    with environment():
-        run = trainer(folder, "ddp", 5, [Keep(folder), Stop()], async_save=True)
+    with set_environment():
+        run = make_trainer(folder, "ddp", 5, [Keep(folder), Stop()], async_save=True)
         with pytest.raises(RuntimeError, match="out of luck"):
-            run.fit(Module(), data())
-        again = trainer(folder, "ddp", 5, [OnExceptionCheckpoint(folder)], async_save=True)
-        again.fit(Module(), data())
+            run.fit(Module(), make_data())
+        again = make_trainer(folder, "ddp", 5, [OnExceptionCheckpoint(folder)], async_save=True)
+        again.fit(Module(), make_data())
     return {"resumed": again.global_step}
 
 
@@ -148,18 +149,18 @@ def test_an_exception_leaves_a_checkpoint_that_the_next_fit_takes(ranks: Ranks, 
 
 def weights_only(folder: str) -> bool:
     hparams = {"where": Path("/data"), "sizes": (1, 2), "names": {"a": None}, "rate": 1e-3, "when": {1, 2}}
-    with environment():
-        run = trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
+    with set_environment():
+        run = make_trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
         module = Module(**hparams)
-        run.fit(module, data())
+        run.fit(module, make_data())
         found = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
         assert not [name for name in found if name.startswith("optimizer/")]
         assert found.values["user_content"]["hyper_parameters"].items() >= hparams.items()
         other = Module()
         trained = [p.clone() for p in module.parameters()]
-        run = trainer(folder, "ddp", 4, [])
+        run = make_trainer(folder, "ddp", 4, [])
         with pytest.raises((KeyError, HoldfastError)):
-            run.fit(Module(), data(), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")
+            run.fit(Module(), make_data(), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")
     holdfast.load_checkpoint(f"{folder}/epoch=0-step=2.ckpt", model=other)
     return all(torch.equal(a, b) for a, b in zip(trained, other.parameters(), strict=True))
 
@@ -175,7 +176,7 @@ def test_lightnings_own_format_goes_both_ways(ranks: Ranks, tmp_path: Path, layo
     saved = tmp_path / "ours/epoch=0-step=2.ckpt"
     assert saved.is_file() == (file == "a file")
     if saved.is_dir():
-        assert checkpoints(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        assert list_files(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     ranks(2, fit_with, str(tmp_path / "theirs"), layout, 4, {}, str(saved), None)
     theirs = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, options in enumerate([{}, {"checkpoint_format": "lightning"}]):
@@ -187,9 +188,9 @@ def failing(folder: str) -> list[str]:
     """A save in Lightning's format that one rank cannot write, over one that there is."""
     from lightning.pytorch import strategies
 
-    with environment():
-        run = trainer(folder, "fsdp2", 1, [], checkpoint_format="lightning")
-        run.fit(Module(layout="fsdp2"), data())
+    with set_environment():
+        run = make_trainer(folder, "fsdp2", 1, [], checkpoint_format="lightning")
+        run.fit(Module(layout="fsdp2"), make_data())
         run.save_checkpoint(f"{folder}/a.ckpt")
         before = state_of(Path(folder))
         broken = mock.patch.object(
@@ -221,7 +222,7 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
     ranks(2, fit_with, str(tmp_path / "theirs"), theirs, 4, {}, None, None)
     saved = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, (layout, n) in enumerate([("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 4)]):
-        found = ranks(n, fit, str(tmp_path / str(number)), layout, 6, saved)[0]
+        found = ranks(n, fit_module, str(tmp_path / str(number)), layout, 6, saved)[0]
         assert_close(found, oracle["AdamW"])
 
 

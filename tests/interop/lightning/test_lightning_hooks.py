@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 import holdfast.lightning as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
-from tests.helpers.lightning_trainer import Module, checkpoints, data, environment, strategy, trainer
+from tests.helpers.lightning_trainer import Module, list_files, make_data, make_strategy, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 
 Hook = Callable[[dict[str, Any]], None]
@@ -67,7 +67,7 @@ def run(folder: Path, kind: str, steps: int, callbacks: list[Callback] | None = 
 def saved(folder: Path, kind: str, hook: Hook | None = None, steps: int = 2) -> Path:
     path = folder / f"{kind}.ckpt"
     trained = run(folder, kind, steps)
-    trained.fit(Hooked(hook), data())
+    trained.fit(Hooked(hook), make_data())
     trained.save_checkpoint(path)
     return path
 
@@ -78,7 +78,7 @@ def loaded(path: Path, kind: str, hook: Hook | None = None, steps: int = 2, **op
     for name, value in options.items():
         setattr(module, name, value)
     resumed = run(path.parent, kind, steps)
-    resumed.fit(module, data(), ckpt_path=str(path))
+    resumed.fit(module, make_data(), ckpt_path=str(path))
     optimizer = resumed.optimizers[0]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     moments = {(names[id(p)], key): value for p, state in optimizer.state.items() for key, value in state.items()}
@@ -229,7 +229,7 @@ def other_state(checkpoint: dict[str, Any]) -> None:
 def test_other_optimizer_states_cannot_be_saved_natively(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="optimizer_states"):
         saved(tmp_path, "native", other_state)
-    assert checkpoints(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])
@@ -239,7 +239,7 @@ def test_averages_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
     def fit(name: str, steps: int, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
         keep = ModelCheckpoint(tmp_path / name, filename="at", every_n_train_steps=2, save_top_k=-1)
         module = Hooked()
-        run(tmp_path, name, steps, [EMAWeightAveraging(decay=0.5), keep]).fit(module, data(), ckpt_path=ckpt_path)
+        run(tmp_path, name, steps, [EMAWeightAveraging(decay=0.5), keep]).fit(module, make_data(), ckpt_path=ckpt_path)
         return dict(module.state_dict())
 
     fit("theirs", 2)
@@ -273,7 +273,7 @@ def test_hooks_come_when_lightnings_own_strategies_call_them(tmp_path: Path, kin
                 calls.append("on_fit_start")
 
         path = saved(tmp_path, name)
-        run(tmp_path, name, 3).fit(Told(), data(), ckpt_path=str(path))
+        run(tmp_path, name, 3).fit(Told(), make_data(), ckpt_path=str(path))
         return calls
 
     assert order(kind) == order("theirs")
@@ -282,13 +282,13 @@ def test_hooks_come_when_lightnings_own_strategies_call_them(tmp_path: Path, kin
 def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -> dict[str, torch.Tensor]:
     """Saved after two steps under one hook, and loaded under another one into a model of other values."""
     sharding = "fsdp2" if layout == "fsdp2" else "plain"
-    with environment():
-        first = trainer(folder, layout, 2, [])
-        first.fit(Hooked(hook, layout=sharding), data())
+    with set_environment():
+        first = make_trainer(folder, layout, 2, [])
+        first.fit(Hooked(hook, layout=sharding), make_data())
         first.save_checkpoint(f"{folder}/a.ckpt")
         module = Hooked(loading=loading, layout=sharding, seed=5)
-        again = trainer(folder, layout, 2, [])
-        again.fit(module, data(), ckpt_path=f"{folder}/a.ckpt")
+        again = make_trainer(folder, layout, 2, [])
+        again.fit(module, make_data(), ckpt_path=f"{folder}/a.ckpt")
         again.save_checkpoint(f"{folder}/b.ckpt")
     return {name: holdfast.open(f"{folder}/b.ckpt")[name] for name in holdfast.open(f"{folder}/b.ckpt")}
 
@@ -310,9 +310,9 @@ def test_fsdp1_loads_what_hooks_make_of_it(ranks: Ranks, tmp_path: Path) -> None
 
 
 def refused(folder: str) -> None:
-    with environment():
-        run = trainer(folder, "fsdp1", 1, [])
-        run.fit(Hooked(more), data())
+    with set_environment():
+        run = make_trainer(folder, "fsdp1", 1, [])
+        run.fit(Hooked(more), make_data())
         run.save_checkpoint(f"{folder}/a.ckpt")
 
 
@@ -320,7 +320,7 @@ def test_fsdp1_refuses_to_save_another_state_dict(ranks: Ranks, tmp_path: Path) 
     for error in ranks.outcomes(2, refused, str(tmp_path)):
         assert isinstance(error, InvalidArgumentError)
         assert "ModelParallelStrategy" in str(error)
-    assert checkpoints(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("states", [[], {}])
@@ -354,7 +354,7 @@ def test_a_folder_that_is_an_address_is_refused_before_training(
     monkeypatch.chdir(tmp_path)
     trained = run(tmp_path, kind, 2, [ModelCheckpoint("memory://run", every_n_train_steps=1)])
     with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
-        trained.fit(Hooked(), data())
+        trained.fit(Hooked(), make_data())
     assert trained.global_step == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -374,7 +374,7 @@ class Sized(Module):
 def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     module, path = Sized(5, ("a",)), tmp_path / "a.ckpt"
     trained = run(tmp_path, kind, 2)
-    trained.fit(module, data())
+    trained.fit(module, make_data())
     trained.save_checkpoint(path)
     found = ours.load_from_checkpoint(Sized, path)
     assert type(found) is Sized
@@ -406,7 +406,7 @@ def test_hooks_may_run_on_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_dump_that_was_not_saved_does_not_count(tmp_path: Path) -> None:
     trained = run(tmp_path, "native", 2)
-    trained.fit(Hooked(), data())
+    trained.fit(Hooked(), make_data())
     trained._checkpoint_connector.dump_checkpoint(weights_only=False)
     trained.save_checkpoint(tmp_path / "a.ckpt")
     assert [name for name in holdfast.open(tmp_path / "a.ckpt") if name.startswith("optimizer/")]
@@ -421,4 +421,4 @@ def looked_at_on_rank_0(checkpoint: dict[str, Any]) -> None:
 def test_strategies_of_all_layouts_take_no_address() -> None:
     for layout in ("plain", "ddp", "fsdp1"):
         with pytest.raises(InvalidArgumentError, match="object stores"):
-            strategy(layout).load_checkpoint("memory://a")
+            make_strategy(layout).load_checkpoint("memory://a")

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
-from tests.helpers.commands import assert_light, run
-from tests.helpers.equality import same
-from tests.helpers.lightning_net import build, contents
+from tests.helpers.commands import assert_needs_no_torch, run_command
+from tests.helpers.equality import equal_bits
+from tests.helpers.lightning_net import build_net, gather_contents
 from tests.helpers.pool import Ranks
-from tests.helpers.unsafe_pickles import EVIL
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,11 +78,11 @@ def named(parameters: list[str]) -> list[str]:
 
 
 def load(path: str, layout: str, kind: str) -> Any:
-    module, optimizer, scheduler = build(layout, kind)
+    module, optimizer, scheduler = build_net(layout, kind)
     restored = holdfast.restore(path, model=module, optimizer=optimizer, scheduler=scheduler)
     assert (restored.unexpected, restored.verified) == ((), False)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return contents(module, optimizer), groups, scheduler.state_dict(), restored.user_content
+    return gather_contents(module, optimizer), groups, scheduler.state_dict(), restored.user_content
 
 
 def check(ranks: Ranks, path: Path, kind: str, scratch: Path) -> None:
@@ -90,7 +90,7 @@ def check(ranks: Ranks, path: Path, kind: str, scratch: Path) -> None:
     for layout, n in READERS:
         for found, own, schedule, content in ranks(n, load, str(path), layout, kind):
             assert found.keys() == tensors.keys()
-            assert all(same(tensor, tensors[name]) for name, tensor in found.items())
+            assert all(equal_bits(tensor, tensors[name]) for name, tensor in found.items())
             assert own == groups
             assert schedule["last_epoch"] == 3
             assert content["global_step"] == 3
@@ -124,19 +124,19 @@ def test_the_rest_is_user_content(golden: Path) -> None:
 
 
 def test_parameters_known_by_number_are_refused_in_another_order(golden: Path) -> None:
-    module, _, _ = build("plain", "adamw")
+    module, _, _ = build_net("plain", "adamw")
     for order in (list(module.parameters())[::-1], list(module.parameters())):
         with pytest.raises(OptimizerMismatchError):
             holdfast.load_checkpoint(golden / "ddp-adamw.ckpt", model=module, optimizer=torch.optim.AdamW(order))
 
 
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_a_meta_file_that_runs_code(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     folder = tmp_path / "c.ckpt"
     folder.mkdir()
     for file in (golden / "fsdp-sgd.ckpt").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    torch.save({"epoch": 1, "callbacks": EVIL[kind]}, folder / "meta.pt")
+    torch.save({"epoch": 1, "callbacks": UNSAFE_OBJECTS[kind]}, folder / "meta.pt")
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
     with pytest.raises(UnsafePickleError, match=str(folder / "meta.pt")):
@@ -152,8 +152,8 @@ def test_a_meta_file_that_runs_code(golden: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["fsdp-adamw.ckpt", "ddp-adamw.ckpt"])
 def test_the_commands_take_them(golden: Path, name: str) -> None:
-    table = json.loads(run("show", "--json", str(golden / name)).stdout)
+    table = json.loads(run_command("show", "--json", str(golden / name)).stdout)
     assert table["format"] == "lightning"
     assert table["values"]["user_content"]["global_step"] == 3
-    assert run("verify", str(golden / name)).returncode == 0
-    assert_light("show", str(golden / name))
+    assert run_command("verify", str(golden / name)).returncode == 0
+    assert_needs_no_torch("show", str(golden / name))

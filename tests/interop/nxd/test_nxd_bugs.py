@@ -23,8 +23,15 @@ from holdfast.cli.main import app
 from holdfast.compat import nxd
 from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from holdfast.errors import FormatError, InvalidArgumentError
-from tests.helpers.nxd_files import contents, golden, load, name, save, zero
-from tests.helpers.nxd_training import Broken, Net, same, step, training, write_nxd
+from tests.helpers.nxd_files import (
+    extract_golden,
+    load_rank_file,
+    rank_file_name,
+    read_files,
+    save_rank_file,
+    shard_zero_states,
+)
+from tests.helpers.nxd_training import FailingScheduler, Net, equal_models, make_training, train_step, write_nxd
 
 # Its calls: what happens in the background, and what is taken for complete.
 
@@ -41,16 +48,16 @@ def test_an_asynchronous_save_is_complete_without_another_call(tmp_path: Path) -
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     """There tensors on the CPU, such as AdamW's steps, and user content are kept by reference."""
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
     content = {"step": 1, "seen": [1]}
     before = {key: one.clone() for key, one in model.state_dict().items()}
     nxd.save_checkpoint(tmp_path, "a", model, optimizer, user_content=content, async_save=True)
     for number in (2, 3, 4):
-        step(model, optimizer, number)
+        train_step(model, optimizer, number)
     content["seen"].append(2)  # type: ignore[attr-defined]
     nxd.finalize_checkpoint()
-    other, its, _ = training(1)
+    other, its, _ = make_training(1)
     assert nxd.load_checkpoint(tmp_path, model=other, optimizer=its) == {"step": 1, "seen": [1]}
     assert all(torch.equal(one, before[key]) for key, one in other.state_dict().items())
     assert {int(state["step"]) for state in its.state.values()} == {1}
@@ -60,9 +67,9 @@ def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
         "import torch, sys\nfrom holdfast.compat import nxd\n"
-        "from tests.helpers.nxd_training import Broken\n"
+        "from tests.helpers.nxd_training import FailingScheduler\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
-        "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=Broken(), async_save=True)\n"
+        "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=FailingScheduler(), async_save=True)\n"
     )
     found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "no state" in found.stderr
@@ -111,10 +118,10 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path: Path) -> None:
     """There the old marker stays, and beside it files of both."""
     model = Net(0)
     nxd.save_checkpoint(tmp_path, "a", model)
-    before = contents(tmp_path / "a")
+    before = read_files(tmp_path / "a")
     with pytest.raises(RuntimeError, match="no state"):
-        nxd.save_checkpoint(tmp_path, "a", Net(1), scheduler=Broken())
-    assert contents(tmp_path / "a") == before
+        nxd.save_checkpoint(tmp_path, "a", Net(1), scheduler=FailingScheduler())
+    assert read_files(tmp_path / "a") == before
 
 
 def test_the_latest_is_not_told_by_the_time_of_a_file(tmp_path: Path) -> None:
@@ -124,7 +131,7 @@ def test_the_latest_is_not_told_by_the_time_of_a_file(tmp_path: Path) -> None:
         os.utime(file, (2e9, 2e9))
     model = Net(0)
     nxd.load_checkpoint(tmp_path, model=model)
-    assert same(model, Net(20))
+    assert equal_models(model, Net(20))
 
 
 # Silent wrong training.
@@ -133,27 +140,27 @@ def test_the_latest_is_not_told_by_the_time_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_a_resumed_zero_run_goes_on_from_the_saved_weights(tmp_path: Path, dp: int) -> None:
     """There the optimizer is loaded before the model, and its next step puts the initial weights back."""
-    model, optimizer, _ = training(0)
+    model, optimizer, _ = make_training(0)
     for number in (1, 2):
-        step(model, optimizer, number)
+        train_step(model, optimizer, number)
     write_nxd(tmp_path / "step_2", model, optimizer, dp=dp)
-    other, its, _ = training(7)
+    other, its, _ = make_training(7)
     nxd.load_checkpoint(tmp_path, model=other, optimizer=its)
     for number in (3, 4):
-        step(model, optimizer, number)
-        step(other, its, number)
-    assert same(other, model)
+        train_step(model, optimizer, number)
+        train_step(other, its, number)
+    assert equal_models(other, model)
 
 
 def test_the_file_decides_where_weights_come_from(tmp_path: Path) -> None:
     """There the optimizer at hand does: without master weights in the file the model stays as it was made."""
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
     for masters in (False, True):
         write_nxd(tmp_path / f"step_{int(masters)}", model, optimizer, masters=masters)
-        other, its, _ = training(3)
+        other, its, _ = make_training(3)
         nxd.load_checkpoint(tmp_path, f"step_{int(masters)}", other, its)
-        assert same(other, model)
+        assert equal_models(other, model)
 
 
 # Its converter.
@@ -162,8 +169,8 @@ def test_the_file_decides_where_weights_come_from(tmp_path: Path) -> None:
 def pair(folder: Path, states: dict[str, Any], **more: Any) -> Path:
     """A checkpoint of two ranks, with one parameter that has these states, and one that has none."""
     parameters = {0: torch.randn(5, 2), 1: torch.randn(3)}
-    for rank, tree in enumerate(zero(parameters, {0: states}, 2, **more)):
-        save(folder / "optim" / name(rank), tree)
+    for rank, tree in enumerate(shard_zero_states(parameters, {0: states}, 2, **more)):
+        save_rank_file(folder / "optim" / rank_file_name(rank), tree)
     return folder
 
 
@@ -181,13 +188,15 @@ def test_states_that_make_it_crash_are_converted(tmp_path: Path, states: dict[st
     at = convert_zero_checkpoints(ZeroRequest(source, tmp_path / "b", 3))
     at = convert_zero_checkpoints(ZeroRequest(at, tmp_path / "c", None))
     at = convert_zero_checkpoints(ZeroRequest(at, tmp_path / "d", 2))
-    assert contents(at / "optim") == contents(source / "optim")
-    assert torch.equal(load(tmp_path / "b" / "optim" / name(2))["param_groups"][0]["lr"], torch.tensor(0.5))
+    assert read_files(at / "optim") == read_files(source / "optim")
+    assert torch.equal(
+        load_rank_file(tmp_path / "b" / "optim" / rank_file_name(2))["param_groups"][0]["lr"], torch.tensor(0.5)
+    )
 
 
 def test_what_it_cannot_convert_is_told_by_an_error_that_says_why(tmp_path: Path) -> None:
-    save(tmp_path / "plain" / "optim" / name(), {"state": {}, "param_groups": []})
-    save(tmp_path / "experts" / "optim" / name(ep=0), {"state": {}, "param_groups": []})
+    save_rank_file(tmp_path / "plain" / "optim" / rank_file_name(), {"state": {}, "param_groups": []})
+    save_rank_file(tmp_path / "experts" / "optim" / rank_file_name(ep=0), {"state": {}, "param_groups": []})
     (tmp_path / "dcp" / "optim").mkdir(parents=True)
     (tmp_path / "dcp" / "optim" / ".metadata").write_bytes(b"")
     for kind, message in (("plain", "no base_state"), ("experts", "expert-parallel"), ("dcp", "use_zero1_dcp")):
@@ -210,14 +219,14 @@ ASKED = [
 def test_its_flags_are_looked_at_before_anything_is_done(
     tmp_path: Path, flags: list[str], code: int, message: str
 ) -> None:
-    source = golden(tmp_path) / "z1_xser1"
-    before = contents(source)
+    source = extract_golden(tmp_path) / "z1_xser1"
+    before = read_files(source)
     where = ["--input_dir", str(source), "--output_dir", str(tmp_path / "out")]
     found = CliRunner().invoke(app, ["nxd-convert-zero-checkpoints", *where, *flags])
     assert found.exit_code == code
     assert message in found.output + found.stderr
     assert (tmp_path / "out").exists() == (code == 0)
-    assert contents(source) == before
+    assert read_files(source) == before
     command = [sys.executable, "-m", "holdfast.compat.nxd.convert_zero_checkpoints", *where, *flags]
     if not code:
         again = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,15 +12,15 @@ from torch import nn
 import holdfast
 from holdfast.compat import nxd
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
-from tests.helpers.nxd_files import name, save
-from tests.helpers.nxd_training import Net, same, step, training, write_nxd
+from tests.helpers.nxd_files import rank_file_name, save_rank_file
+from tests.helpers.nxd_training import Net, equal_models, make_training, train_step, write_nxd
 
 
 def test_the_samples_of_the_guide(tmp_path: Path) -> None:
     args = Namespace(checkpoint_dir=str(tmp_path / "ckpt"), loading_step=2)
-    model, optimizer, lr_scheduler = training(0)
+    model, optimizer, lr_scheduler = make_training(0)
     for total_steps, batch_idx in ((1, 0), (2, 1)):
-        step(model, optimizer, total_steps)
+        train_step(model, optimizer, total_steps)
         lr_scheduler.step()
         nxd.save_checkpoint(
             args.checkpoint_dir,  # checkpoint path
@@ -34,7 +34,7 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         )
     nxd.finalize_checkpoint()
     whole = [one.clone() for one in model.state_dict().values()]
-    other, its, scheduler = training(1)
+    other, its, scheduler = make_training(1)
     args.loading_step = 2
     user_content = nxd.load_checkpoint(
         args.checkpoint_dir,  # checkpoint path
@@ -48,10 +48,10 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         "batch_idx": 1,
         "cli_args": {"checkpoint_dir": args.checkpoint_dir, "loading_step": 2},
     }
-    assert same(other, model)
-    step(model, optimizer, 3)
-    step(other, its, 3)
-    assert same(other, model)
+    assert equal_models(other, model)
+    train_step(model, optimizer, 3)
+    train_step(other, its, 3)
+    assert equal_models(other, model)
     nxd.save_checkpoint(
         args.checkpoint_dir,  # checkpoint path
         tag=f"step_{total_steps + 1}",  # tag, sub-directory under checkpoint path
@@ -60,7 +60,7 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         async_save=True,
     )
     nxd.finalize_checkpoint()
-    third, its, scheduler = training(2)
+    third, its, scheduler = make_training(2)
     user_content = nxd.load_checkpoint(
         args.checkpoint_dir,  # checkpoint path
         tag="step_2",
@@ -69,9 +69,9 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         scheduler=scheduler,
     )
     assert all(torch.equal(one, two) for one, two in zip(third.state_dict().values(), whole, strict=True))
-    third, _, _ = training(2)
+    third, _, _ = make_training(2)
     assert nxd.load_checkpoint(args.checkpoint_dir, model=third) is None
-    assert same(third, model)
+    assert equal_models(third, model)
 
 
 def test_the_signatures_are_those_of_nxd() -> None:
@@ -90,7 +90,7 @@ def test_the_signatures_are_those_of_nxd() -> None:
 
 
 def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path) -> None:
-    model, _, _ = training(0)
+    model, _, _ = make_training(0)
     for tag, more in (
         ("a", {}),
         (7, {"num_workers": 1, "zero1_optimizer": True, "use_zero1_dcp": True, "use_xser": True}),
@@ -98,9 +98,9 @@ def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path)
         nxd.save_checkpoint(
             path=tmp_path, tag=tag, model=model, avoid_saving_lower_precision_weights=bool(more), **more
         )
-    other, _, _ = training(1)
+    other, _, _ = make_training(1)
     nxd.load_checkpoint(checkpoint_dir_str=tmp_path, tag=7, model=other, use_zero1_dcp=True, num_workers=2)
-    assert same(other, model)
+    assert equal_models(other, model)
     with pytest.raises(InvalidArgumentError, match="pass one folder"):
         nxd.save_checkpoint(tag="a", model=model)
     with pytest.raises(InvalidArgumentError, match="needs a tag"):
@@ -108,7 +108,7 @@ def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path)
 
 
 def test_retention_and_what_is_there(tmp_path: Path) -> None:
-    model, _, _ = training(0)
+    model, _, _ = make_training(0)
     assert not nxd.has_checkpoint(tmp_path)
     for number in range(4):
         nxd.save_checkpoint(tmp_path, f"step_{number}", model, num_kept_ckpts=2)
@@ -124,30 +124,30 @@ def test_retention_and_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_nxd_has_written_is_gone_on_from_and_new_checkpoints_lie_beside(tmp_path: Path, masters: bool) -> None:
     """ZeRO-1 of two ranks, into one plain process; buffers and frozen parameters, too: NxD itself loses them."""
-    model, optimizer, _ = training(0)
+    model, optimizer, _ = make_training(0)
     for number in (1, 2):
-        step(model, optimizer, number)
+        train_step(model, optimizer, number)
     write_nxd(tmp_path / "step_2", model, optimizer, masters=masters)
     assert nxd.has_checkpoint(tmp_path)
-    other, its, _ = training(1)
+    other, its, _ = make_training(1)
     assert nxd.load_checkpoint(tmp_path, model=other, optimizer=its) == {"total_steps": 2}
-    assert same(other, model)
-    step(model, optimizer, 3)
-    step(other, its, 3)
-    assert same(other, model)
+    assert equal_models(other, model)
+    train_step(model, optimizer, 3)
+    train_step(other, its, 3)
+    assert equal_models(other, model)
     nxd.save_checkpoint(tmp_path, "step_3", other, its)
-    third, its, _ = training(2)
+    third, its, _ = make_training(2)
     nxd.load_checkpoint(tmp_path, model=third, optimizer=its)
-    assert same(third, model)
-    only, _, _ = training(3)
+    assert equal_models(third, model)
+    only, _, _ = make_training(3)
     nxd.load_checkpoint(tmp_path, "step_2", only)
-    assert not same(only, model)
+    assert not equal_models(only, model)
 
 
 def test_a_layout_from_a_live_model(tmp_path: Path) -> None:
     """As NxD's and Megatron's layers note it on their parameters."""
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
     for one, dim in ((model.a.weight, 0), (model.a.bias, 0), (model.b.weight, 1)):
         one.tensor_model_parallel, one.partition_dim, one.partition_stride = True, dim, 1
     spec = json.loads(nxd.sharding_of(model, optimizer))
@@ -162,18 +162,18 @@ def test_a_layout_from_a_live_model(tmp_path: Path) -> None:
             "a.bias": tensors["a.bias"].chunk(5)[tp],
             "b.weight": tensors["b.weight"].chunk(5, 1)[tp],
         }
-        save(tmp_path / "s" / "model" / name(tp=tp), tensors | own)
+        save_rank_file(tmp_path / "s" / "model" / rank_file_name(tp=tp), tensors | own)
     other = Net(5)
     with pytest.raises(InvalidArgumentError, match=r"5 tensor-parallel ranks.*layout"):
         nxd.load_checkpoint(tmp_path, "s", model=other)
     (tmp_path / "layout.json").write_text(nxd.sharding_of(model, optimizer))
     nxd.load_checkpoint(tmp_path, "s", model=other, layout=tmp_path / "layout.json")
-    assert same(other, model)
+    assert equal_models(other, model)
 
 
 def test_a_model_of_other_shapes_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
     write_nxd(tmp_path / "step_1", model, optimizer)
     other = Net(1)
     other.b = nn.Linear(5, 4)

@@ -13,7 +13,7 @@ from torch import nn
 import holdfast
 from holdfast.conversion.convert import convert
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
-from tests.helpers.nxd_files import load, name, save
+from tests.helpers.nxd_files import load_rank_file, rank_file_name, save_rank_file
 
 
 def local(whole: torch.Tensor, dim: int, stride: int, tp: int, rank: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def order_of_queries(q: torch.Tensor, heads: int, kv_heads: int, copies: int) ->
 
 def write(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> Path:
     for rank, model in enumerate(ranks):
-        save(folder / "model" / name(tp=rank), model)
+        save_rank_file(folder / "model" / rank_file_name(tp=rank), model)
     return folder
 
 
@@ -109,8 +109,8 @@ def test_mixtral_experts_over_both_kinds_of_ranks(tmp_path: Path) -> None:
                 f"{at}.expert_mlps.mlp_op.down_proj.weight": w2.transpose(1, 2).chunk(tp, 1)[t][of_rank],
                 "m.norm.weight": norm,
             }
-            file = tmp_path / "model" / name(tp=t, ep=e)
-            save(file, model, experts=frozenset(key for key in model if "expert" in key))
+            file = tmp_path / "model" / rank_file_name(tp=t, ep=e)
+            save_rank_file(file, model, experts=frozenset(key for key in model if "expert" in key))
             if e:  # NxD writes of further expert-parallel ranks the experts only
                 for tid in (0, 3):
                     (file.with_name(file.name + ".tensors") / f"tensor_{tid}.pt").unlink()
@@ -161,7 +161,7 @@ def back(folder: Path, layout: Any, tp: int, scratch: Path) -> list[dict[str, to
     layout = layout if isinstance(layout, str) else json.dumps(layout)
     convert(folder, scratch / "native", to="native", layout=layout)
     convert(scratch / "native", scratch / "nxd", to="nxd", layout=layout, tp_size=tp)
-    return [load(scratch / "nxd" / "model" / name(tp=rank)) for rank in range(tp)]
+    return [load_rank_file(scratch / "nxd" / "model" / rank_file_name(tp=rank)) for rank in range(tp)]
 
 
 @settings(max_examples=15)
@@ -224,7 +224,7 @@ def test_tied_weights_have_both_names(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path / "run", "s", model)
     convert(tmp_path / "run", tmp_path / "nxd", to="nxd", layout="llama", tp_size=2)
     for rank in range(2):
-        found = load(tmp_path / "nxd" / "model" / name(tp=rank))
+        found = load_rank_file(tmp_path / "nxd" / "model" / rank_file_name(tp=rank))
         own = model["lm_head"].weight.chunk(2)[rank]
         assert torch.equal(found["embed_tokens.weight"], own)
         assert torch.equal(found["lm_head.weight"], own)

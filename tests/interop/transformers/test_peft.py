@@ -15,8 +15,8 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidArgumentError
 from tests.helpers.pool import Ranks
-from tests.helpers.trainer_runs import Numbers, launched
-from tests.helpers.trainer_runs import model as base_model
+from tests.helpers.trainer_runs import Numbers, launch
+from tests.helpers.trainer_runs import make_model as base_model
 
 
 def lora() -> nn.Module:
@@ -114,7 +114,7 @@ def trainer(path: Path, steps: int) -> Any:
 
 
 def trained(path: Path) -> dict[str, Any]:
-    with launched(), warnings.catch_warnings(record=True) as seen:
+    with launch(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         run = trainer(path, 4)
         run.train()
@@ -126,7 +126,7 @@ def trained(path: Path) -> dict[str, Any]:
 
 
 def resumed(path: Path) -> dict[str, torch.Tensor]:
-    with launched():
+    with launch():
         run = trainer(path, 4)
         run.train(resume_from_checkpoint=str(path / "checkpoint-2"))
     return {name: value.clone() for name, value in run.model.state_dict().items()}

@@ -12,7 +12,7 @@ import transformers
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.trainer_runs import accelerated, train
+from tests.helpers.trainer_runs import train, train_with_accelerate
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_transformers_own_is_left_to_it(ranks: Ranks, tmp_path: 
 
 
 def test_what_accelerate_wraps_is_saved_as_what_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    weights = ranks(2, accelerated, tmp_path)[0]
+    weights = ranks(2, train_with_accelerate, tmp_path)[0]
     plain = torch.nn.Linear(6, 6)
     optimizer = torch.optim.AdamW(plain.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -23,17 +23,17 @@ from holdfast.cli.format_values import format_brief, format_lines
 from holdfast.cli.show.modules import summarize_modules
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import TensorInfo
-from tests.helpers.commands import call, call_json
-from tests.helpers.corruption import cut, flip
-from tests.helpers.training import trained
-from tests.helpers.user_content import CONTENT
+from tests.helpers.commands import invoke, invoke_json
+from tests.helpers.corruption import cut_file, flip_tensor_bit
+from tests.helpers.training import train_run
+from tests.helpers.user_content import USER_CONTENT
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three checkpoints; tests that change it take a copy."""
     path = tmp_path_factory.mktemp("cli") / "run"
-    run = trained("plain")
+    run = train_run("plain")
     for step in (1, 2, 3):
         holdfast.save_checkpoint(
             path,
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.model,
             run.optimizer,
             run.scheduler,
-            CONTENT,
+            USER_CONTENT,
             step=step,
             metrics={"val_loss": 2.5 - step, "bleu": float("inf")},
         )
@@ -73,13 +73,13 @@ def stored(file: Path) -> dict[str, tuple[str, list[int], int]]:
 
 class TestLs:
     def test_names_each_checkpoint_oldest_first_and_marks_the_latest(self, made: Path) -> None:
-        rows = call("ls", made).stdout.splitlines()[1:]
+        rows = invoke("ls", made).stdout.splitlines()[1:]
         assert [row.split()[0] for row in rows] == ["step_1", "step_2", "step_3"]
         assert ["latest" in row for row in rows] == [False, False, True]
         assert all("complete" in row for row in rows)
 
     def test_shows_step_size_local_time_and_metrics(self, made: Path) -> None:
-        row = call("ls", made).stdout.splitlines()[3]
+        row = invoke("ls", made).stdout.splitlines()[3]
         saved = json.loads((made / "step_3/manifest.json").read_text())["time"]
         shown = [
             "step_3",
@@ -92,7 +92,7 @@ class TestLs:
         assert re.split("  +", row) == shown
 
     def test_json_has_the_numbers_of_the_files(self, made: Path) -> None:
-        found = call_json("ls", made)
+        found = invoke_json("ls", made)
         assert (found["path"], found["latest"], found["leftovers"]) == (str(made), "step_3", [])
         for number, one in enumerate(found["checkpoints"], 1):
             manifest = json.loads((made / f"step_{number}/manifest.json").read_text())
@@ -104,13 +104,13 @@ class TestLs:
             assert all(one[name] == manifest[name] for name in ("step", "sequence", "time"))
 
     def test_a_damaged_manifest_is_shown_as_damaged_and_is_exit_1(self, run: Path) -> None:
-        cut(run / "step_3/manifest.json")
-        lines = call("ls", run, code=1).stdout.splitlines()
+        cut_file(run / "step_3/manifest.json")
+        lines = invoke("ls", run, code=1).stdout.splitlines()
         assert re.split("  +", lines[1]) == ["step_3", "damaged"]
         assert lines[3].startswith("step_2")
         assert "latest" in lines[3]
         assert str(run / "step_3/manifest.json") in lines[4]
-        found = call_json("ls", run, code=1)
+        found = invoke_json("ls", run, code=1)
         assert found["latest"] == "step_2"
         assert found["checkpoints"][0] | {"problem": ""} == {
             "tag": "step_3",
@@ -129,16 +129,16 @@ class TestLs:
         (run / name / "model").mkdir(parents=True)
         (run / name / "model/model.safetensors").write_bytes(bytes(50_000))
         (run / ".unrelated").mkdir()
-        assert "step_4" not in call("ls", run).stdout
-        text = call("ls", run, "--all").stdout
+        assert "step_4" not in invoke("ls", run).stdout
+        text = invoke("ls", run, "--all").stdout
         assert re.search(r"^step_4 .* unfinished$", text, re.MULTILINE)
         assert "unrelated" not in text
-        (leftover,) = call_json("ls", run, "--all")["leftovers"]
+        (leftover,) = invoke_json("ls", run, "--all")["leftovers"]
         assert (leftover["name"], leftover["tag"]) == (name, "step_4")
         assert leftover["bytes"] >= 50_000
 
     def test_an_empty_folder_is_exit_1_and_one_line(self, tmp_path: Path) -> None:
-        result = call("ls", tmp_path, code=1)
+        result = invoke("ls", tmp_path, code=1)
         assert (result.stdout, result.stderr) == ("", f"error: there is no checkpoint in {tmp_path}\n")
 
     @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune --keep 1", "diff", "consolidate"])
@@ -146,22 +146,22 @@ class TestLs:
     def test_a_missing_folder_is_exit_2_everywhere(self, tmp_path: Path, command: str, more: list[str]) -> None:
         name, *options = command.split()
         paths = [tmp_path / "nothing"] * (2 if name == "diff" else 1)
-        result = call(name, *paths, *options, *more, code=2)
+        result = invoke(name, *paths, *options, *more, code=2)
         assert result.stdout == ""
         assert re.match(f"error: there is no .*{tmp_path}/nothing\n", result.stderr)
 
     def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
         (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
-        assert "--all also lists 1 interrupted save" in call("ls", tmp_path, code=1).stderr
-        assert "unfinished" in call("ls", tmp_path, "--all", code=1).stdout
+        assert "--all also lists 1 interrupted save" in invoke("ls", tmp_path, code=1).stderr
+        assert "unfinished" in invoke("ls", tmp_path, "--all", code=1).stdout
 
     def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
-        assert "holdfast show" in call("ls", made / "step_1", code=2).stderr
+        assert "holdfast show" in invoke("ls", made / "step_1", code=2).stderr
 
 
 class TestShow:
     def test_json_lists_what_the_files_hold(self, made: Path) -> None:
-        found = call_json("show", made / "step_2")
+        found = invoke_json("show", made / "step_2")
         parts = {part: stored(made / f"step_2/{part}/{part}.safetensors") for part in ("model", "optimizer")}
         expected = {f"{part}/{name}": facts for part, table in parts.items() for name, facts in table.items()}
         assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in found["tensors"]} == expected
@@ -174,13 +174,13 @@ class TestShow:
         assert (found["world_size"], found["metrics"]) == (1, {"val_loss": 0.5, "bleu": None})
 
     def test_json_keeps_the_values_and_describes_tensors_in_them(self, made: Path) -> None:
-        values = call_json("show", made)["values"]
+        values = invoke_json("show", made)["values"]
         assert [group["class"] for group in values["optimizer"]["groups"]] == ["AdamW", "AdamW"]
         assert [group["settings"]["weight_decay"] for group in values["optimizer"]["groups"]] == [0.01, 0.1]
         assert values["scheduler"]["state"]["last_epoch"] == 3
         content = values["user_content"]
-        assert (content["total_steps"], content["cli_args"], content["best"]) == (3, CONTENT["cli_args"], "nan")
-        assert content["losses"] == CONTENT["losses"]
+        assert (content["total_steps"], content["cli_args"], content["best"]) == (3, USER_CONTENT["cli_args"], "nan")
+        assert content["losses"] == USER_CONTENT["losses"]
         assert content["ema"] == {"kind": "tensor", "dtype": "F32", "shape": [3, 4]}
         assert content["numbers"] == {"a": 2.5, "b": -7, "c": "(1-2j)", "d": 2**63}
         assert content["types"] == {"dtype": "bfloat16", "device": "cpu", "size": [2, 3]}
@@ -189,30 +189,30 @@ class TestShow:
     def test_long_values_end_where_people_stop_reading(self, tmp_path: Path) -> None:
         content = {f"setting_{i}": i for i in range(500)}
         holdfast.save_checkpoint(tmp_path, "a", user_content=content)
-        text = call("show", tmp_path).stdout
+        text = invoke("show", tmp_path).stdout
         assert "setting_29 " in text
         assert "setting_30 " not in text
         assert "--json lists all" in text
-        assert call_json("show", tmp_path)["values"]["user_content"] == content
+        assert invoke_json("show", tmp_path)["values"]["user_content"] == content
 
     def test_a_range_longer_than_a_list_can_be(self, tmp_path: Path) -> None:
         long = range(10**60)
         holdfast.save_checkpoint(tmp_path, "a", user_content={"r": long, "s": range(5)}, rng=False)
         holdfast.save_checkpoint(tmp_path, "b", user_content={"r": range(1, 10**60), "s": range(5)}, rng=False)
-        text = call("show", tmp_path / "a").stdout
+        text = invoke("show", tmp_path / "a").stdout
         assert re.search(r"^  r +range\(0, 10{10,}\.\.\.0{10,}\)$", text, re.MULTILINE)
         assert re.search(r"^  s +range\(0, 5\)$", text, re.MULTILINE)
-        assert call_json("show", tmp_path / "a")["values"]["user_content"]["r"] == str(long)
-        assert "1 value differs" in call("diff", tmp_path / "a", tmp_path / "b", code=1).stdout
+        assert invoke_json("show", tmp_path / "a")["values"]["user_content"]["r"] == str(long)
+        assert "1 value differs" in invoke("diff", tmp_path / "a", tmp_path / "b", code=1).stdout
 
     def test_of_a_run_it_shows_the_latest(self, made: Path) -> None:
-        text = call("show", made).stdout
+        text = invoke("show", made).stdout
         assert re.search(rf"^path +{made / 'step_3'}$", text, re.MULTILINE)
         assert re.search(r"^saved +20\d\d-\d\d-\d\d \d\d:\d\d by 1 rank$", text, re.MULTILINE)
         assert re.search(rf"^size +{format_size(size_on_disk(made / 'step_3'))} in \d+ files$", text, re.MULTILINE)
 
     def test_text_has_tensors_modules_and_values(self, made: Path) -> None:
-        text = call("show", made).stdout
+        text = invoke("show", made).stdout
         for row in (
             r"model/body\.0\.weight +F32 +\[13, 6\] +312 B",
             r"model/seen +I64 +\[\] +8 B",
@@ -244,18 +244,18 @@ class TestShow:
     )
     def test_a_pattern_is_part_of_a_name_or_a_glob(self, made: Path, pattern: str, expected: set[str]) -> None:
         if not expected:
-            assert "Without a pattern" in call("show", made, pattern, code=1).stderr
+            assert "Without a pattern" in invoke("show", made, pattern, code=1).stderr
             return
-        assert {tensor["name"] for tensor in call_json("show", made, pattern)["tensors"]} == expected
-        text = call("show", made, pattern).stdout
+        assert {tensor["name"] for tensor in invoke_json("show", made, pattern)["tensors"]} == expected
+        text = invoke("show", made, pattern).stdout
         assert set(re.findall(r"^((?:model|optimizer)/\S+)  ", text, re.MULTILINE)) == expected
         assert "scheduler" not in text
 
     def test_names_are_whole_in_a_pipe_and_cut_in_the_middle_where_columns_are_few(self, tmp_path: Path) -> None:
         name = "model.layers.10." + "deeply." * 12 + "nested.weight"
         holdfast.save_checkpoint(tmp_path, "a", {name: torch.zeros(2, 3), "b": torch.zeros(1)})
-        assert f"model/{name}  F32" in call("show", tmp_path).stdout
-        narrow = call("show", tmp_path, columns=80).stdout.splitlines()
+        assert f"model/{name}  F32" in invoke("show", tmp_path).stdout
+        narrow = invoke("show", tmp_path, columns=80).stdout.splitlines()
         assert max(len(row) for row in narrow if not row.startswith("path ")) == 80  # a path is for copying
         assert any(
             re.match(r"model/model\.layers\.10\..*….*nested\.weight +F32 +\[2, 3\] +24 B$", row) for row in narrow
@@ -264,18 +264,18 @@ class TestShow:
     def test_long_versions_go_on_in_the_next_row(self, tmp_path: Path) -> None:
         with mock.patch("holdfast.save.operation.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
             holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
-        rows = call("show", tmp_path, columns=80).stdout.splitlines()
+        rows = invoke("show", tmp_path, columns=80).stdout.splitlines()
         assert any(re.match(r"with +holdfast 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
         assert any(re.match(r" +Python \d", row) for row in rows)
         assert max(len(row) for row in rows if not row.startswith("path ")) <= 80
 
     def test_layer_2_comes_before_layer_10(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {f"{n}.w": torch.zeros(1) for n in (10, 9, 2)})
-        assert [t["name"] for t in call_json("show", tmp_path)["tensors"]] == ["model/2.w", "model/9.w", "model/10.w"]
+        assert [t["name"] for t in invoke_json("show", tmp_path)["tensors"]] == ["model/2.w", "model/9.w", "model/10.w"]
 
     def test_nothing_in_a_checkpoint_can_steer_the_terminal(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w\x1b[2J": torch.zeros(1)}, user_content=CONTENT)
-        text = call("show", tmp_path).stdout
+        holdfast.save_checkpoint(tmp_path, "a", {"w\x1b[2J": torch.zeros(1)}, user_content=USER_CONTENT)
+        text = invoke("show", tmp_path).stdout
         assert "\x1b" not in text
         assert "w\\x1b[2J" in text
         assert "\\x1b[31mred" in text
@@ -285,63 +285,63 @@ class TestShow:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
-        (group,) = call_json("show", tmp_path)["values"]["optimizer"]["groups"]
+        (group,) = invoke_json("show", tmp_path)["values"]["optimizer"]["groups"]
         assert group["settings"]["lr"] == {"kind": "tensor", "dtype": "F32", "shape": []}
 
     def test_other_formats_are_shown_too(self, tmp_path: Path) -> None:
         save_file({"a.w": torch.zeros(5, dtype=torch.float16)}, tmp_path / "model.safetensors")
-        found = call_json("show", tmp_path)
+        found = invoke_json("show", tmp_path)
         assert (found["format"], found["tag"], found["values"]) == ("huggingface", None, {})
         assert found["tensors"] == [{"name": "model/a.w", "dtype": "F16", "shape": [5], "bytes": 10}]
         assert found["bytes"] == (tmp_path / "model.safetensors").stat().st_size
-        assert "model/a.w  F16    [5]     10 B" in call("show", tmp_path).stdout
+        assert "model/a.w  F16    [5]     10 B" in invoke("show", tmp_path).stdout
 
     def test_a_damaged_checkpoint_is_exit_1(self, run: Path) -> None:
         (run / "step_3/model/model.safetensors").unlink()
-        assert "model.safetensors is missing" in call("show", run, code=1).stderr
+        assert "model.safetensors is missing" in invoke("show", run, code=1).stderr
 
 
 class TestVerify:
     def test_reads_every_tensor_of_the_latest(self, made: Path) -> None:
-        (found,) = call_json("verify", made)["checkpoints"]
+        (found,) = invoke_json("verify", made)["checkpoints"]
         sizes = [nbytes for f in (made / "step_3").rglob("*.safetensors") for _, _, nbytes in stored(f).values()]
         assert (found["path"], found["status"], found["problems"]) == (str(made / "step_3"), "verified", [])
         assert (found["tensors"], found["checksummed"], found["bytes"]) == (len(sizes), len(sizes), sum(sizes))
-        text = call("verify", made).stdout
+        text = invoke("verify", made).stdout
         assert f"{len(sizes)} tensors, {format_size(sum(sizes))} in " in text
         assert re.search(r"\d B/s\)$", text.replace("k", "").replace("M", "").replace("G", ""), re.MULTILINE)
 
     def test_names_every_damaged_tensor_and_only_those(self, run: Path) -> None:
         model, optimizer = run / "step_3/model/model.safetensors", run / "step_3/optimizer/optimizer.safetensors"
-        flip(model, "body.0.weight")
-        flip(optimizer, "norm.bias/exp_avg")
-        result = call("verify", run, code=1)
+        flip_tensor_bit(model, "body.0.weight")
+        flip_tensor_bit(optimizer, "norm.bias/exp_avg")
+        result = invoke("verify", run, code=1)
         problems = result.stdout.splitlines()[1:-1]
         assert len(problems) == 2
         assert "'body.0.weight'" in problems[0]
         assert str(model) in problems[0]
         assert "'norm.bias/exp_avg'" in problems[1]
         assert str(optimizer) in problems[1]
-        found = call_json("verify", run, code=1)
+        found = invoke_json("verify", run, code=1)
         assert found["ok"] is False
         assert found["checkpoints"][0]["status"] == "damaged"
         assert len(found["checkpoints"][0]["problems"]) == 2
 
     @pytest.mark.parametrize("file", ["state.json", "ranks.json", "ranks.safetensors", "manifest.json"])
     def test_names_a_damaged_file(self, run: Path, file: str) -> None:
-        cut(run / "step_3" / file)
-        assert str(run / "step_3" / file) in call("verify", run / "step_3", code=1).stdout
+        cut_file(run / "step_3" / file)
+        assert str(run / "step_3" / file) in invoke("verify", run / "step_3", code=1).stdout
 
     def test_all_of_a_run(self, run: Path) -> None:
-        flip(run / "step_2/model/model.safetensors", "scale")
-        assert call_json("verify", run)["ok"] is True
-        found = call_json("verify", run, "--all", code=1)
+        flip_tensor_bit(run / "step_2/model/model.safetensors", "scale")
+        assert invoke_json("verify", run)["ok"] is True
+        found = invoke_json("verify", run, "--all", code=1)
         assert [Path(one["path"]).name for one in found["checkpoints"]] == ["step_1", "step_2", "step_3"]
         assert [one["status"] for one in found["checkpoints"]] == ["verified", "damaged", "verified"]
 
     def test_of_a_run_it_names_a_damaged_manifest_as_that_may_be_the_latest(self, run: Path) -> None:
-        cut(run / "step_3/manifest.json")
-        found = call_json("verify", run, code=1)["checkpoints"]
+        cut_file(run / "step_3/manifest.json")
+        found = invoke_json("verify", run, code=1)["checkpoints"]
         assert [(Path(one["path"]).name, one["status"]) for one in found] == [
             ("step_3", "damaged"),
             ("step_2", "verified"),
@@ -349,14 +349,14 @@ class TestVerify:
 
     def test_where_every_manifest_is_damaged_it_names_all(self, run: Path) -> None:
         for step in (1, 2, 3):
-            cut(run / f"step_{step}/manifest.json")
-        assert call("verify", run, code=1).stdout.count("manifest.json") == 3
-        assert "none of the 3 checkpoint(s)" in call("show", run, code=1).stderr
+            cut_file(run / f"step_{step}/manifest.json")
+        assert invoke("verify", run, code=1).stdout.count("manifest.json") == 3
+        assert "none of the 3 checkpoint(s)" in invoke("show", run, code=1).stderr
 
     def test_says_where_there_are_no_checksums(self, tmp_path: Path) -> None:
         save_file({"w": torch.zeros(5)}, tmp_path / "model.safetensors")
-        assert "no checksums" in call("verify", tmp_path).stdout
-        (found,) = call_json("verify", tmp_path)["checkpoints"]
+        assert "no checksums" in invoke("verify", tmp_path).stdout
+        (found,) = invoke_json("verify", tmp_path)["checkpoints"]
         assert (found["status"], found["tensors"], found["checksummed"], found["bytes"]) == ("unchecked", 1, 0, 20)
 
     def test_says_how_much_has_no_checksums(self, tmp_path: Path) -> None:
@@ -365,19 +365,19 @@ class TestVerify:
         save_file({"theirs": torch.zeros(3)}, model / "b.safetensors")
         weight_map = {"ours": "model.safetensors", "theirs": "b.safetensors"}
         (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        assert "1 of 2 tensors has no checksums: only its structure" in call("verify", model).stdout
+        assert "1 of 2 tensors has no checksums: only its structure" in invoke("verify", model).stdout
 
     def test_lists_no_more_problems_than_a_screen_takes(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {f"w{i}": torch.zeros(1) for i in range(30)})
         for i in range(30):
-            flip(tmp_path / "a/model/model.safetensors", f"w{i}")
-        assert "and 10 more problems; --json" in call("verify", tmp_path, code=1).stdout
-        assert len(call_json("verify", tmp_path, code=1)["checkpoints"][0]["problems"]) == 30
+            flip_tensor_bit(tmp_path / "a/model/model.safetensors", f"w{i}")
+        assert "and 10 more problems; --json" in invoke("verify", tmp_path, code=1).stdout
+        assert len(invoke_json("verify", tmp_path, code=1)["checkpoints"][0]["problems"]) == 30
 
     def test_weights_of_ours_have_checksums_outside_of_their_checkpoint_too(self, run: Path) -> None:
-        assert call_json("verify", run / "step_3/model")["checkpoints"][0]["status"] == "verified"
-        flip(run / "step_3/model/model.safetensors", "scale")
-        assert "'scale'" in call("verify", run / "step_3/model", code=1).stdout
+        assert invoke_json("verify", run / "step_3/model")["checkpoints"][0]["status"] == "verified"
+        flip_tensor_bit(run / "step_3/model/model.safetensors", "scale")
+        assert "'scale'" in invoke("verify", run / "step_3/model", code=1).stdout
 
 
 class TestCalls:
@@ -385,22 +385,22 @@ class TestCalls:
     def test_what_is_no_checkpoint_is_exit_2_and_two_lines(self, tmp_path: Path, command: str) -> None:
         (tmp_path / "text.txt").write_text("hello")
         for path in (tmp_path, tmp_path / "text.txt", tmp_path / "nothing", "s3://bucket/run"):
-            result = call(command, path, code=2)
+            result = invoke(command, path, code=2)
             assert result.stdout == ""
             assert result.stderr.startswith("error: ")
             assert len(result.stderr.splitlines()) <= 2
 
     @pytest.mark.parametrize("args", [["ls"], ["frobnicate"], ["show", "x", "--frobnicate"], ["ls", "a", "b"]])
     def test_wrong_arguments_are_exit_2(self, args: list[str]) -> None:
-        assert "Usage" in call(*args, code=2).stderr
+        assert "Usage" in invoke(*args, code=2).stderr
 
     @pytest.mark.parametrize("options", [["--keep", "1"], ["--leftovers"]])
     def test_a_checkpoint_is_no_run_to_be_pruned(self, made: Path, options: list[str]) -> None:
-        assert "is a checkpoint itself" in call("prune", made / "step_1", *options, code=2).stderr
+        assert "is a checkpoint itself" in invoke("prune", made / "step_1", *options, code=2).stderr
 
     @pytest.mark.parametrize("number", [0, -1])
     def test_one_checkpoint_is_always_kept(self, run: Path, number: int) -> None:
-        assert f"--keep must be a number above 0; got {number}" in call("prune", run, "--keep", number, code=2).stderr
+        assert f"--keep must be a number above 0; got {number}" in invoke("prune", run, "--keep", number, code=2).stderr
         assert len(list(run.iterdir())) == 3
 
     @pytest.mark.parametrize(
@@ -415,11 +415,11 @@ class TestCalls:
     def test_an_option_that_would_do_nothing_is_refused(
         self, made: Path, tmp_path: Path, options: list[str], said: str
     ) -> None:
-        assert said in call("convert", made, tmp_path / "out", "--to", "hf", *options, code=2).stderr
+        assert said in invoke("convert", made, tmp_path / "out", "--to", "hf", *options, code=2).stderr
         assert list(tmp_path.iterdir()) == []
 
     def test_version(self) -> None:
-        assert call("--version").stdout == f"holdfast {holdfast.__version__}\n"
+        assert invoke("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
     def test_as_a_module_in_a_pipe_without_torch_and_without_colour(self, made: Path) -> None:
         """``ls`` and ``show`` answer at once: they do not import torch."""
@@ -450,7 +450,7 @@ class TestCalls:
             assert (done.returncode, done.stderr) == (0, "")
             assert bool(done.stdout) == (">&-" not in closed.split())
             if "convert" in args:
-                assert call_json("diff", made, tmp_path / "out", "model/*")["equal"]
+                assert invoke_json("diff", made, tmp_path / "out", "model/*")["equal"]
 
     @pytest.mark.parametrize("args", ["ls", "show", "ls --json"])
     def test_what_cannot_be_written_is_exit_1(self, made: Path, args: str) -> None:

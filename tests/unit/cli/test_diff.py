@@ -19,10 +19,10 @@ from holdfast.cli.diff import tensors as abreast
 from holdfast.cli.diff.distances import measure_change
 from holdfast.cli.main import app
 from holdfast.state.tensors import DTYPES
-from tests.helpers.corruption import flip
+from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.pool import Ranks
-from tests.helpers.training import trained
-from tests.helpers.user_content import CONTENT
+from tests.helpers.training import train_run
+from tests.helpers.user_content import USER_CONTENT
 
 
 def call(*args: object, code: int = 0) -> Any:
@@ -39,11 +39,11 @@ def call_json(*args: object, code: int = 0) -> Any:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of one state, and one a step later."""
     path = tmp_path_factory.mktemp("diff")
-    run = trained("plain")
+    run = train_run("plain")
     for tag in ("a", "same"):
-        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, CONTENT, step=3)
+        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, USER_CONTENT, step=3)
     run.step(3)
-    holdfast.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**CONTENT, "total_steps": 4})
+    holdfast.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**USER_CONTENT, "total_steps": 4})
     return path
 
 
@@ -215,7 +215,7 @@ class TestTensors:
     def test_damage_is_damage_and_no_difference(self, made: Path, tmp_path: Path) -> None:
         for tag in ("a", "later"):
             shutil.copytree(made / tag, tmp_path / tag)
-        flip(tmp_path / "later/model/model.safetensors", "body.0.weight")
+        flip_tensor_bit(tmp_path / "later/model/model.safetensors", "body.0.weight")
         result = call(tmp_path / "a", tmp_path / "later", code=1)
         assert "'body.0.weight'" in result.stderr
         assert "is corrupt" in result.stderr
@@ -260,5 +260,5 @@ class TestValues:
 
 
 def _save(path: Path, tag: str) -> None:
-    run = trained("fsdp")
+    run = train_run("fsdp")
     holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler)

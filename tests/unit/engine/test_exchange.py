@@ -34,14 +34,14 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.state.tensors import DTYPES, NAMES
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.memory import Bytes
-from tests.helpers.simulated_jobs import Job, Key, job_of, jobs, mesh, tensors
-from tests.helpers.tensors import bytes_of, noise
+from tests.helpers.simulated_jobs import Job, Key, jobs, make_job, make_mesh, named_tensors
+from tests.helpers.tensors import random_tensor, tensor_bytes
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
 SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96}
 
 #: Every stripe needs every rank.
-COLUMNS = PlacementLayout(mesh(4), (Sharded(1),))
+COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
 
 #: Seconds after which a rank that goes on without an end is given up.
 PATIENCE = 30
@@ -258,7 +258,7 @@ class Saved:
 
 def assert_hashed(fragments: Sequence[blocks.Fragment], tensor: torch.Tensor) -> None:
     """The fragments of all ranks are the CRCs of every block."""
-    raw = bytes_of(tensor)
+    raw = tensor_bytes(tensor)
     crcs = [blocks.crc64(raw[start : start + blocks.BLOCK_BYTES]) for start in range(0, len(raw), blocks.BLOCK_BYTES)]
     assert blocks.assemble_crcs(fragments, len(raw)) == crcs
 
@@ -269,7 +269,7 @@ def test_what_ranks_save_together_is_every_tensor_whole_and_hashed(tmp_path_fact
     saved = Saved.of(tmp_path_factory.mktemp("save"), job, in_place)
     assert set(saved.plan.tensors) == job.tensors.keys()
     for key, tensor in job.tensors.items():
-        assert saved.bytes_of(key) == bytes_of(tensor)
+        assert saved.bytes_of(key) == tensor_bytes(tensor)
         assert_hashed(saved.fragments[key], tensor)
 
 
@@ -290,7 +290,7 @@ def test_what_ranks_save_together_is_read_by_the_safetensors_library(tmp_path_fa
     for key, tensor in job.tensors.items():
         assert loaded[key].dtype == tensor.dtype
         assert loaded[key].shape == tensor.shape
-        assert bytes_of(loaded[key]) == bytes_of(tensor)
+        assert tensor_bytes(loaded[key]) == tensor_bytes(tensor)
 
 
 class Stored:
@@ -324,7 +324,7 @@ class Loading:
     targets: list[dict[Key, torch.Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        blank = {key: noise(tensor.shape, tensor.dtype, seed=99) for key, tensor in self.job.tensors.items()}
+        blank = {key: random_tensor(tensor.shape, tensor.dtype, seed=99) for key, tensor in self.job.tensors.items()}
         self.targets = [
             {
                 key: placed(self.job.part(key, rank, blank[key]), self.in_place)
@@ -367,22 +367,22 @@ class Loading:
     def assert_filled(self, rank: int) -> None:
         """Its targets are what torch's chunking gives the rank of every tensor."""
         for key, target in self.targets[rank].items():
-            assert bytes_of(target) == bytes_of(self.job.part(key, rank)), key
+            assert tensor_bytes(target) == tensor_bytes(self.job.part(key, rank)), key
 
 
 @pytest.mark.parametrize(
     ("layout", "alone"),
     [
         (None, False),
-        (PlacementLayout(mesh(4), (Sharded(0),)), True),
-        (PlacementLayout(mesh(4), (Replicated(),)), False),
+        (PlacementLayout(make_mesh(4), (Sharded(0),)), True),
+        (PlacementLayout(make_mesh(4), (Replicated(),)), False),
     ],
 )
 def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
     tmp_path: Path, layout: PlacementLayout | None, alone: bool
 ) -> None:
     """The first stays in the page cache, the other need not go there."""
-    job = job_of(noise((16, 8), torch.float32), 4, layout)
+    job = make_job(random_tensor((16, 8), torch.float32), 4, layout)
     loading = Loading(strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0])), job, exchange=False)
     plans = [loading.plan(rank)[0] for rank in range(4)]
     assert all(bool(plan.file_ranges) == alone and bool(plan.host_shared) != alone for plan in plans)
@@ -395,7 +395,7 @@ def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Pat
     def seen(_: DirectWriter, offset: int, data: memoryview) -> None:
         found.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR_BYTES, offset % SECTOR_BYTES))
 
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     with mock.patch.object(DirectWriter, "write", seen):
         Saved.of(tmp_path, job, limit=2**40)
     assert sorted(offset for _, offset in found) == sorted(64 * number % SECTOR_BYTES for number in range(80))
@@ -433,7 +433,7 @@ def wanted(stored: Stored, job: Job) -> Ranges:
 @st.composite
 def resaved(draw: st.DrawFn) -> tuple[Job, Job]:
     """Two jobs over the same tensors: how they are saved, and how some of them are loaded."""
-    chosen = draw(tensors())
+    chosen = draw(named_tensors())
     kept = draw(st.lists(st.sampled_from(sorted(chosen)), min_size=1, unique=True))
     return draw(jobs(chosen)), draw(jobs({key: chosen[key] for key in kept}))
 
@@ -456,7 +456,7 @@ def test_what_is_saved_in_any_layout_is_loaded_in_any_other(
 @st.composite
 def strewn(draw: st.DrawFn) -> tuple[Job, dict[Key, list[int]], list[int]]:
     """A job, where each of its tensors is cut, and the file that each piece of them is in."""
-    job = draw(jobs(draw(tensors())))
+    job = draw(jobs(draw(named_tensors())))
     cuts = {}
     for key, tensor in job.tensors.items():
         inside = draw(st.lists(st.integers(0, tensor.numel()), max_size=3))
@@ -471,7 +471,7 @@ def strew(folder: Path, case: tuple[Job, dict[Key, list[int]], list[int]]) -> St
     contents, number = defaultdict(bytearray), iter(files)
     extents: dict[Key, list[FileExtent]] = {}
     for key, tensor in job.tensors.items():
-        raw, extents[key] = bytes_of(tensor), []
+        raw, extents[key] = tensor_bytes(tensor), []
         for start, stop in itertools.pairwise(cuts[key]):
             path = folder / f"of rank {next(number)}"
             extents[key].append(FileExtent(path, len(contents[path]), start, stop))
@@ -506,7 +506,7 @@ def test_without_exchange_each_rank_reads_for_itself(tmp_path_factory, case, in_
 
 
 def test_without_exchange_a_rank_reads_no_more_than_the_stripes_that_it_has_part_in(tmp_path: Path) -> None:
-    job = job_of(noise((16, 8), torch.float32), 4, PlacementLayout(mesh(2, 2), (Sharded(0), Sharded(1))))
+    job = make_job(random_tensor((16, 8), torch.float32), 4, PlacementLayout(make_mesh(2, 2), (Sharded(0), Sharded(1))))
     stored = strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0]))
     with counted_reads() as reads:
         Loading(stored, job, exchange=False).run(2, FakeWire(2, mock.Mock(spec=())))
@@ -515,10 +515,10 @@ def test_without_exchange_a_rank_reads_no_more_than_the_stripes_that_it_has_part
 
 def test_elements_are_cast_on_their_way_in(tmp_path: Path) -> None:
     tensor = torch.arange(64.0).view(8, 8)
-    layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(1)))
-    stored = strew(tmp_path, (job_of(tensor, 4, layout), {("model", "w"): [0, 256]}, [0]))
+    layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(1)))
+    stored = strew(tmp_path, (make_job(tensor, 4, layout), {("model", "w"): [0, 256]}, [0]))
     for exchange in (True, False):
-        loading = Loading(stored, job_of(tensor, 4, layout), exchange)
+        loading = Loading(stored, make_job(tensor, 4, layout), exchange)
         for targets in loading.targets:
             targets["model", "w"] = torch.zeros(8, 4, dtype=torch.bfloat16)
         loading.run_all()
@@ -531,7 +531,7 @@ def test_ranks_that_meet_files_in_another_order_still_agree_on_who_reads_what(tm
     """The second rank has no part in the first tensor, whose file the first rank therefore meets first."""
     job = Job([0, 1])
     for name, ranks in (("a", [0]), ("b", [0, 1]), ("c", [0, 1])):
-        job.tensors["model", name] = noise((64,), torch.uint8, seed=ord(name))
+        job.tensors["model", name] = random_tensor((64,), torch.uint8, seed=ord(name))
         job.held["model", name] = dict.fromkeys(ranks)
     stored = strew(tmp_path, (job, {key: [0, 64] for key in job.tensors}, [1, 0, 1]))
     loading = Loading(stored, job, exchange=True)
@@ -548,7 +548,7 @@ def test_what_ranks_share_is_not_cut_inside_an_element_wherever_it_lies_in_its_f
 ) -> None:
     """Files of other systems need not be aligned to the tensors in them."""
     job = Job([0, 1, 2])
-    for name, tensor in (("a", noise((before,), torch.uint8)), ("b", noise((50,), torch.float64))):
+    for name, tensor in (("a", random_tensor((before,), torch.uint8)), ("b", random_tensor((50,), torch.float64))):
         job.tensors["model", name] = tensor
         job.held["model", name] = dict.fromkeys(job.ranks)
     stored = strew(tmp_path, (job, {("model", "a"): [0, before], ("model", "b"): [0, 400]}, [0, 0]))
@@ -560,18 +560,20 @@ def test_what_ranks_share_is_not_cut_inside_an_element_wherever_it_lies_in_its_f
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_tensor_of_nothing_is_loaded_on_several_ranks(tmp_path: Path, exchange: bool) -> None:
-    job = job_of(torch.zeros(0, 3), 2)
+    job = make_job(torch.zeros(0, 3), 2)
     loading = Loading(strew(tmp_path, (job, {("model", "w"): [0]}, [])), job, exchange)
     assert loading.run_all() == {}
 
 
 def test_more_stripes_than_can_be_in_flight_are_saved_and_loaded(tmp_path: Path) -> None:
     """Each rank owns a hundred stripes, and gives to three hundred."""
-    job = job_of(
-        noise((1600, 16), torch.float32), 4, PlacementLayout(MeshShape((2, 2), (3, 0, 2, 1)), (Sharded(1), Sharded(1)))
+    job = make_job(
+        random_tensor((1600, 16), torch.float32),
+        4,
+        PlacementLayout(MeshShape((2, 2), (3, 0, 2, 1)), (Sharded(1), Sharded(1))),
     )
     saved = Saved.of(tmp_path, job, limit=2**40)
-    assert saved.bytes_of(("model", "w")) == bytes_of(job.tensors["model", "w"])
+    assert saved.bytes_of(("model", "w")) == tensor_bytes(job.tensors["model", "w"])
     loading = Loading(Stored(saved.extents(), job.tensors), job, exchange=True)
     with counted_reads() as reads:
         loading.run_all()
@@ -616,7 +618,7 @@ def break_for_one(folder: Path) -> None:
 def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
     tmp_path: Path, one_broken_rank: None, broken: int
 ) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     plans = job.plans(2**40)
     paths = empty_files(tmp_path, plans[0])
     break_for_one(tmp_path)
@@ -629,7 +631,7 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
     assert [type(outcome.error) for outcome in found] == [
         StorageError if rank == broken else type(None) for rank in range(4)
     ]
-    raw, expected = paths[0].read_bytes()[plans[0].files[0].data_start :], bytes_of(job.tensors["model", "w"])
+    raw, expected = paths[0].read_bytes()[plans[0].files[0].data_start :], tensor_bytes(job.tensors["model", "w"])
     written = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
     assert sum(fragment.stop - fragment.start for fragment in written) == 3 * len(expected) // 4
     for start, stop, crc in written:
@@ -642,7 +644,7 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
 def test_a_rank_that_cannot_read_still_passes_on_something(
     tmp_path: Path, one_broken_rank: None, broken: int, layout: PlacementLayout | None
 ) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, layout)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, layout)
     stored = strew(tmp_path, (job, {("model", "w"): [0, 5120]}, [0]))
     break_for_one(tmp_path)
     loading = Loading(stored, job, exchange=True)
@@ -656,7 +658,7 @@ def test_a_rank_that_cannot_read_still_passes_on_something(
     assert [type(outcome.error) for outcome in found] == [
         CorruptCheckpointError if rank == broken else type(None) for rank in range(4)
     ]
-    raw = bytes_of(job.tensors["model", "w"])
+    raw = tensor_bytes(job.tensors["model", "w"])
     read_well = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
     assert all(blocks.crc64(raw[start:stop]) == crc for start, stop, crc in read_well)
     assert 0 < sum(fragment.stop - fragment.start for fragment in read_well) < len(raw)
@@ -675,7 +677,7 @@ class AbandonedWire(FakeWire):
 
 
 def test_a_rank_whose_wire_breaks_raises_and_leaves_no_thread_behind(tmp_path: Path) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     plans = job.plans(2**40)
     paths = empty_files(tmp_path, plans[0])
     stored = strew(tmp_path, (job, {("model", "w"): [0, 5120]}, [0]))

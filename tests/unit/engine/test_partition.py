@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.engine.plan import partition as sharing
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.partition import split_evenly
-from tests.helpers.simulated_jobs import size_of
+from tests.helpers.simulated_jobs import count_bytes
 
 #: Makes shares out of few bytes.
 SMALLEST = 64
@@ -87,12 +87,12 @@ def test_no_share_has_a_crumb_of_a_piece(small: None, whole: list[FileRange], pa
 @given(some_pieces, parts_of)
 def test_shares_are_equal_but_for_what_cannot_be_cut(small: None, whole: list[FileRange], parts: int) -> None:
     for share in shares(whole, parts):
-        assert abs(size_of(share) - size_of(whole) / parts) <= 4 * SMALLEST
+        assert abs(count_bytes(share) - count_bytes(whole) / parts) <= 4 * SMALLEST
 
 
 @given(large_pieces, parts_of)
 def test_shares_of_large_pieces_are_about_equal(small: None, whole: list[FileRange], parts: int) -> None:
-    sizes = [size_of(share) for share in shares(whole, parts)]
+    sizes = [count_bytes(share) for share in shares(whole, parts)]
     assert max(sizes) <= 1.2 * min(sizes)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.plan.ranges import ElementRange, IndexBox, boxes_of_range, merge_ranges
-from tests.helpers.tensors import numbered
+from tests.helpers.tensors import index_tensor
 
 
 @st.composite
@@ -25,7 +25,7 @@ def test_boxes_are_the_elements_of_a_run_in_their_order(case: tuple[tuple[int, .
     shape, start, stop = case
     found = list(boxes_of_range(shape, start, stop))
     parts = [
-        numbered(shape)[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
+        index_tensor(shape)[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
         for box in found
     ]
     assert [index for part in parts for index in part.flatten().tolist()] == list(range(start, stop))

@@ -22,8 +22,8 @@ from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe
 from holdfast.engine.plan.save_plan import SavePlan, plan_save
 from holdfast.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.errors import RankMismatchError, StateError, UnsupportedTensorError
-from tests.helpers.simulated_jobs import Job, job_of, jobs, mesh, size_of
-from tests.helpers.tensors import bytes_of
+from tests.helpers.simulated_jobs import Job, count_bytes, jobs, make_job, make_mesh
+from tests.helpers.tensors import tensor_bytes
 
 #: Sizes that make shares and stripes out of few bytes.
 SMALLEST, STRIPE, NARROW = 64, 64, 40
@@ -92,7 +92,7 @@ def test_a_rank_writes_in_the_order_of_the_files_and_only_what_it_holds(small: N
         for piece in plan.file_ranges:
             key = plan.tensors[piece.tensor]
             assert job.holds(key, rank)
-            part, whole = bytes_of(job.part(key, rank)), bytes_of(job.tensors[key])
+            part, whole = tensor_bytes(job.part(key, rank)), tensor_bytes(job.tensors[key])
             size = piece.stop - piece.start
             assert part[piece.local : piece.local + size] == whole[piece.start : piece.stop]
 
@@ -107,9 +107,9 @@ def test_stripes_are_put_together_from_cuts_of_their_holders(small: None, job: J
             assert job.holds(key, owner)
             stripe = np.zeros(piece.stop - piece.start, np.uint8)
             for cut, share in crossing.contributions:
-                data = np.frombuffer(bytes_of(job.part(key, cut.sender)), np.uint8)
+                data = np.frombuffer(tensor_bytes(job.part(key, cut.sender)), np.uint8)
                 share.copy_in(data[cut.local : cut.local + cut.size], stripe)
-            assert stripe.tobytes() == bytes_of(job.tensors[key])[piece.start : piece.stop]
+            assert stripe.tobytes() == tensor_bytes(job.tensors[key])[piece.start : piece.stop]
             assert sum(cut.size for cut, _ in crossing.contributions) == len(stripe)
 
 
@@ -195,22 +195,22 @@ def test_files_do_not_depend_on_who_holds_what(small: None, job: Job, random) ->
 
 
 def test_what_every_rank_holds_is_written_by_all_in_equal_shares() -> None:
-    plans = job_of(torch.zeros(8 * 2**20, dtype=torch.uint8), 4).plans(2**40)
-    written = [size_of(plan.file_ranges) for plan in plans]
+    plans = make_job(torch.zeros(8 * 2**20, dtype=torch.uint8), 4).plans(2**40)
+    written = [count_bytes(plan.file_ranges) for plan in plans]
     assert sum(written) == 8 * 2**20
     assert all(abs(size - 2 * 2**20) < 2**20 for size in written)
     assert all(list(plan.replicas) == [(0, 1, 2, 3)] for plan in plans)
 
 
 def test_a_buffer_is_written_by_its_lowest_holder_and_never_proven() -> None:
-    plans = job_of(torch.zeros(8 * 2**20, dtype=torch.uint8), 4, buffer=True).plans(2**40)
-    assert [size_of(plan.file_ranges) for plan in plans] == [8 * 2**20, 0, 0, 0]
+    plans = make_job(torch.zeros(8 * 2**20, dtype=torch.uint8), 4, buffer=True).plans(2**40)
+    assert [count_bytes(plan.file_ranges) for plan in plans] == [8 * 2**20, 0, 0, 0]
     assert all(not plan.replicas for plan in plans)
 
 
 def test_a_sharded_buffer_is_written_by_the_lowest_holder_of_each_part() -> None:
-    layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(0)))
-    plans = job_of(torch.zeros(6), 4, layout, buffer=True).plans(2**40)
+    layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(0)))
+    plans = make_job(torch.zeros(6), 4, layout, buffer=True).plans(2**40)
     assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
         [(0, 12)],
         [(12, 24)],
@@ -220,15 +220,15 @@ def test_a_sharded_buffer_is_written_by_the_lowest_holder_of_each_part() -> None
 
 
 def test_a_buffer_in_small_runs_is_passed_on_by_the_lowest_holder_of_each_part(small: None) -> None:
-    layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(1)))
-    plans = job_of(torch.zeros(16, 4), 4, layout, buffer=True).plans(2**40)
+    layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(1)))
+    plans = make_job(torch.zeros(16, 4), 4, layout, buffer=True).plans(2**40)
     sources = [[cut.sender for cut, _ in crossing.contributions] for plan in plans for crossing in owned(plan)]
     assert sources == [[0, 1]] * 4
     assert_sent_as_awaited(plans)
 
 
 def test_a_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
-    plans = job_of(torch.zeros(7, 2), 3, PlacementLayout(mesh(3), (Sharded(0),))).plans(2**40)
+    plans = make_job(torch.zeros(7, 2), 3, PlacementLayout(make_mesh(3), (Sharded(0),))).plans(2**40)
     assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
         [(0, 24)],
         [(24, 48)],
@@ -238,7 +238,7 @@ def test_a_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
 
 
 def test_a_flat_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
-    plans = job_of(torch.zeros(3, 4), 3, PlacementLayout(mesh(3), (FlatSharded(2, 5),))).plans(2**40)
+    plans = make_job(torch.zeros(3, 4), 3, PlacementLayout(make_mesh(3), (FlatSharded(2, 5),))).plans(2**40)
     assert [[(piece.start, piece.stop) for piece in plan.file_ranges] for plan in plans] == [
         [(0, 12)],
         [(12, 32)],
@@ -247,7 +247,7 @@ def test_a_flat_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
 
 
 def test_columns_are_put_together_in_large_stripes_by_all_their_holders_in_turn(small: None) -> None:
-    plans = job_of(torch.zeros(16, 8), 4, PlacementLayout(mesh(4), (Sharded(1),))).plans(2**40)
+    plans = make_job(torch.zeros(16, 8), 4, PlacementLayout(make_mesh(4), (Sharded(1),))).plans(2**40)
     assert all(plan.needs_exchange and not plan.file_ranges for plan in plans)
     stripes = sorted((one.file_ranges[0].start, one.file_ranges[0].stop) for plan in plans for one in owned(plan))
     assert stripes == [(start, start + 64) for start in range(0, 512, 64)]
@@ -259,21 +259,21 @@ def test_columns_are_put_together_in_large_stripes_by_all_their_holders_in_turn(
 @pytest.mark.parametrize("kept", [1, 3, 4])
 def test_tensors_of_few_stripes_are_shared_out_over_all_their_holders_too(small: None, kept: int) -> None:
     """Were each to begin at the lowest rank, that one would write them all. Every ``kept``-th lies in small runs."""
-    layout = PlacementLayout(mesh(4), (Sharded(1),))
-    wide = PlacementLayout(mesh(4), (Sharded(0),))
+    layout = PlacementLayout(make_mesh(4), (Sharded(1),))
+    wide = PlacementLayout(make_mesh(4), (Sharded(0),))
     job = Job(list(range(4)))
     for number in range(40 * kept):
         key = ("model", f"w{number:03}")
         job.tensors[key] = torch.zeros(4, 4, dtype=torch.float32)
         job.held[key] = dict.fromkeys(range(4), wide if number % kept else layout)
-    written = [size_of([piece for one in owned(plan) for piece in one.file_ranges]) for plan in job.plans(2**40)]
+    written = [count_bytes([piece for one in owned(plan) for piece in one.file_ranges]) for plan in job.plans(2**40)]
     assert sum(written) == 40 * 64
     assert max(written) <= 1.5 * min(written)
 
 
 def test_of_several_holders_the_nearest_to_the_owner_of_a_stripe_gives_it(small: None) -> None:
-    layout = PlacementLayout(mesh(4, 2), (Replicated(), Sharded(1)))
-    plans = job_of(torch.zeros(16, 8), 8, layout).plans(2**40)
+    layout = PlacementLayout(make_mesh(4, 2), (Replicated(), Sharded(1)))
+    plans = make_job(torch.zeros(16, 8), 8, layout).plans(2**40)
     for owner, plan in enumerate(plans):
         (stripe,) = owned(plan)
         sources = [cut.sender for cut, _ in stripe.contributions]
@@ -282,8 +282,8 @@ def test_of_several_holders_the_nearest_to_the_owner_of_a_stripe_gives_it(small:
 
 
 def test_replicas_of_a_shard_are_proven_by_its_holders() -> None:
-    layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(1)))
-    plans = job_of(torch.zeros(2, 4), 4, layout).plans(2**40)
+    layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(1)))
+    plans = make_job(torch.zeros(2, 4), 4, layout).plans(2**40)
     assert {holders: [replica.nbytes for replica in found] for holders, found in plans[3].replicas.items()} == {
         (1, 3): [16]
     }
@@ -298,24 +298,24 @@ def test_a_tensor_on_sub_meshes_is_one_whose_parts_all_of_them_hold() -> None:
     }
     plans = job.plans()
     assert [[*plan.replicas] for plan in plans] == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
-    assert sum(size_of(plan.file_ranges) for plan in plans) == 24
+    assert sum(count_bytes(plan.file_ranges) for plan in plans) == 24
 
 
 def test_a_tensor_over_a_rank_that_does_not_save_is_an_error_naming_both() -> None:
     layout = PlacementLayout(MeshShape((3,), (0, 1, 5)), (Sharded(0),))
     with pytest.raises(StateError, match=r"'w'.*rank 5"):
-        job_of(torch.zeros(6), 2, layout).plans()
+        make_job(torch.zeros(6), 2, layout).plans()
 
 
 def test_a_part_that_nobody_brings_is_an_error_naming_who_should() -> None:
-    job = job_of(torch.zeros(6), 3, PlacementLayout(mesh(3), (Sharded(0),)))
+    job = make_job(torch.zeros(6), 3, PlacementLayout(make_mesh(3), (Sharded(0),)))
     del job.held["model", "w"][1]
     with pytest.raises(StateError, match=r"'w'.*rank 1"):
         job.plans()
 
 
 def test_a_rank_of_the_mesh_need_not_name_a_part_that_others_bring_or_that_is_empty() -> None:
-    job = job_of(torch.zeros(4), 6, PlacementLayout(mesh(2, 3), (Replicated(), Sharded(0))))
+    job = make_job(torch.zeros(4), 6, PlacementLayout(make_mesh(2, 3), (Replicated(), Sharded(0))))
     for rank in (1, 2, 5):
         del job.held["model", "w"][rank]
     plans = job.plans()
@@ -326,7 +326,7 @@ def test_a_rank_of_the_mesh_need_not_name_a_part_that_others_bring_or_that_is_em
 
 def said_by_two(first: TensorSpec, second: TensorSpec, *layouts: LayoutSpec) -> GlobalSpec:
     """Ranks 0 and 1 say one thing of a tensor, rank 2 another."""
-    specs, table = [Spec(layouts, (first,)), Spec(layouts, (second,))], [Meshes((mesh(3),))]
+    specs, table = [Spec(layouts, (first,)), Spec(layouts, (second,))], [Meshes((make_mesh(3),))]
     return GlobalSpec(specs, table, [0, 0, 1], [0, 0, 0], {rank: rank for rank in range(3)})
 
 
@@ -361,7 +361,7 @@ def test_a_shape_is_told_as_it_is() -> None:
 
 def test_meshes_that_place_one_rank_otherwise_are_an_error() -> None:
     """Each of two ranks says that it holds the first part: nobody would bring the second."""
-    job = job_of(torch.zeros(4), 2)
+    job = make_job(torch.zeros(4), 2)
     job.held["model", "w"] = {
         rank: PlacementLayout(MeshShape((2,), (rank, 1 - rank)), (Sharded(0),)) for rank in range(2)
     }
@@ -423,7 +423,7 @@ def test_four_thousand_ranks_are_planned_in_equal_shares() -> None:
     total = sum(entry.nbytes for file in first.files for entry in file.entries.values())
     of_stage = 4 * PARAMETERS // STAGES
     for plan in (first, last):
-        assert abs(size_of(planned(plan)) * ranks - total) < 0.1 * total
+        assert abs(count_bytes(planned(plan)) * ranks - total) < 0.1 * total
         assert len(plan.file_ranges) + len(plan.stripe_tasks) < of_stage
         assert len(plan.replicas) == 2
         assert sum(map(len, plan.replicas.values())) == of_stage * 2 // 5

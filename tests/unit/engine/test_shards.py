@@ -23,8 +23,8 @@ from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.ondisk.dtypes import WIDTHS, dtype_width
 from holdfast.ondisk.files import TensorInfo
-from tests.helpers.placements import coordinate_of, laid_out, local_part, torch_placement
-from tests.helpers.tensors import numbered
+from tests.helpers.placements import mesh_coordinate, tensor_layouts, torch_placement, torch_shard
+from tests.helpers.tensors import index_tensor
 
 
 def held(info: TensorInfo, layout: PlacementLayout, rank: int) -> LocalShard:
@@ -39,11 +39,11 @@ def bytes_in(mine: LocalShard) -> list[int]:
 
 def bytes_by_torch(info: TensorInfo, layout: PlacementLayout, rank: int) -> list[int]:
     size = dtype_width(info.dtype)
-    elements = local_part(numbered(info.shape), layout, rank).flatten().tolist()
+    elements = torch_shard(index_tensor(info.shape), layout, rank).flatten().tolist()
     return [element * size + byte for element in elements for byte in range(size)]
 
 
-@given(laid_out())
+@given(tensor_layouts())
 @settings(max_examples=150)
 def test_a_rank_holds_the_bytes_that_torch_gives_it(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
@@ -61,7 +61,7 @@ def test_every_dtype_is_measured_in_bytes(dtype: str) -> None:
     assert tuple(held(TensorInfo(dtype, (2, 6)), layout, 1).iter_ranges()) == expected
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_runs_are_ascending_apart_from_each_other_and_not_empty(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     for rank in layout.mesh.ranks:
@@ -69,7 +69,7 @@ def test_runs_are_ascending_apart_from_each_other_and_not_empty(case: tuple[Tens
         assert all(low < high for low, high in itertools.pairwise(edges))
 
 
-@given(laid_out())
+@given(tensor_layouts())
 @settings(max_examples=60)
 def test_shape_and_offset_agree_with_those_that_torch_computes(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
@@ -79,18 +79,18 @@ def test_shape_and_offset_agree_with_those_that_torch_computes(case: tuple[Tenso
         local, offset = _compute_local_shape_and_global_offset(
             info.shape,
             layout.mesh.shape,
-            coordinate_of(layout.mesh, rank),
+            mesh_coordinate(layout.mesh, rank),
             [torch_placement(placement) for placement in layout.placements],
         )
         found = bytes_in(held(info, layout, rank))
         size = dtype_width(info.dtype)
         assert len(found) == math.prod(local) * size
         if found:
-            strides = numbered(info.shape).stride()
+            strides = index_tensor(info.shape).stride()
             assert found[0] == sum(at * stride for at, stride in zip(offset, strides, strict=True)) * size
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_every_rank_of_the_mesh_holds_one_part_and_holders_hold_the_same(
     case: tuple[TensorInfo, PlacementLayout],
 ) -> None:
@@ -103,7 +103,7 @@ def test_every_rank_of_the_mesh_holds_one_part_and_holders_hold_the_same(
         assert len({tuple(bytes_by_torch(info, layout, rank)) for rank in ranks}) == 1
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_all_parts_together_are_every_byte_once(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     places = list(itertools.product(*(range(parts) for parts, _ in layout.division)))
@@ -112,14 +112,14 @@ def test_all_parts_together_are_every_byte_once(case: tuple[TensorInfo, Placemen
     assert sorted(itertools.chain(*every)) == list(range(info.nbytes))
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_parts_of_one_division_are_measured_on_the_same_axes(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     (axes,) = {held(info, layout, rank).shape for rank in layout.mesh.ranks}
     assert math.prod(axes) == info.nbytes
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_before_a_byte_lie_those_of_the_part_that_are_less(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     for rank in layout.mesh.ranks[:3]:
@@ -130,7 +130,7 @@ def test_before_a_byte_lie_those_of_the_part_that_are_less(case: tuple[TensorInf
             assert mine.bytes_before(position) == bisect.bisect_left(found, position)
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_run_length_is_the_mean_and_at_most_that_where_runs_of_strided_shards_meet(
     case: tuple[TensorInfo, PlacementLayout],
 ) -> None:

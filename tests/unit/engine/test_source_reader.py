@@ -23,7 +23,7 @@ from holdfast.engine.io.sources import (
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.storage import reader_pool
 from holdfast.storage.direct_io import BufferedReader
-from tests.helpers.boxes import cut, slices
+from tests.helpers.boxes import box_slices, split_box
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -41,7 +41,7 @@ def written(path: Path, array: np.ndarray, boxes: list[IndexBox], orders: list[t
     raw, parts = b"", []
     for box, order in zip(boxes, orders, strict=True):
         raw += b"\xff" * 3
-        inside = array[slices(box)]
+        inside = array[box_slices(box)]
         turned = inside.transpose(order).copy()
         strides = [0] * array.ndim
         for dim, stride in zip(order, row_major_strides(turned.shape, array.itemsize), strict=True):
@@ -56,7 +56,7 @@ def written(path: Path, array: np.ndarray, boxes: list[IndexBox], orders: list[t
 @given(arrays(), st.data())
 def test_any_range_of_any_boxes_in_any_order(tmp_path: Path, array: np.ndarray, data: st.DataObject) -> None:
     draw = data.draw
-    boxes = draw(st.permutations(draw(st.composite(cut)(IndexBox((0,) * array.ndim, array.shape)))))
+    boxes = draw(st.permutations(draw(st.composite(split_box)(IndexBox((0,) * array.ndim, array.shape)))))
     orders = [draw(st.permutations(range(array.ndim))) for _ in boxes]
     woven = written(tmp_path / "data", array, boxes, [tuple(order) for order in orders])
     start = draw(st.integers(0, array.size - 1))

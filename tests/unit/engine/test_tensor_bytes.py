@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.state.tensors import DTYPES
-from tests.helpers.tensors import bytes_of, noise
+from tests.helpers.tensors import random_tensor, tensor_bytes
 
 dtypes = st.sampled_from(list(DTYPES.values()))
 shapes = st.lists(st.integers(0, 5), max_size=4)
@@ -26,15 +26,15 @@ def read(part: TensorBytes, start: int, stop: int) -> bytes:
 
 def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors of 12 elements or so, seen in every way that is not a plain row of memory."""
-    base = noise((4, 6), dtype, seed=1)
+    base = random_tensor((4, 6), dtype, seed=1)
     found = {
         "plain": base[1:3].clone(),
         "inside of another": base[1:3],
         "transposed": base[:2].T,
         "strided": base[::2, ::2],
         "columns": base[:, 2:5],
-        "permuted": noise((2, 3, 2), dtype).permute(2, 0, 1),
-        "channels last": noise((2, 3, 2, 1), dtype).contiguous(memory_format=torch.channels_last),
+        "permuted": random_tensor((2, 3, 2), dtype).permute(2, 0, 1),
+        "channels last": random_tensor((2, 3, 2, 1), dtype).contiguous(memory_format=torch.channels_last),
         "scalar inside": base[2, 3],
         "empty inside": base[2:2, ::2],
     }
@@ -52,17 +52,17 @@ KINDS = sorted(views(torch.complex64))
 def test_every_way_to_lie_in_memory_is_read_as_a_contiguous_copy(dtype: torch.dtype) -> None:
     for kind, tensor in views(dtype).items():
         part = TensorBytes(tensor)
-        assert read(part, 0, part.nbytes) == bytes_of(tensor), kind
+        assert read(part, 0, part.nbytes) == tensor_bytes(tensor), kind
         assert part.nbytes == tensor.numel() * tensor.dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_way_to_lie_in_memory_is_written_in_place(dtype: torch.dtype) -> None:
     for kind, tensor in views(dtype).items():
-        wanted = noise(tensor.shape, tensor.dtype, seed=2)
+        wanted = random_tensor(tensor.shape, tensor.dtype, seed=2)
         storage = tensor.untyped_storage().data_ptr()
-        TensorBytes(tensor).write(0, np.frombuffer(bytearray(bytes_of(wanted)), np.uint8))
-        assert bytes_of(tensor) == bytes_of(wanted), kind
+        TensorBytes(tensor).write(0, np.frombuffer(bytearray(tensor_bytes(wanted)), np.uint8))
+        assert tensor_bytes(tensor) == tensor_bytes(wanted), kind
         assert tensor.untyped_storage().data_ptr() == storage
 
 
@@ -79,7 +79,7 @@ def cut_views(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
     """A view that is permuted and strided, and places to cut its elements at."""
     dtype = draw(dtypes)
     shape = draw(shapes)
-    tensor = noise([2 * size for size in shape], dtype, seed=draw(st.integers(0, 99)))
+    tensor = random_tensor([2 * size for size in shape], dtype, seed=draw(st.integers(0, 99)))
     tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
     tensor = tensor[
         tuple(slice(None, size // 2) if draw(st.booleans()) else slice(1, None, 2) for size in tensor.shape)
@@ -96,19 +96,19 @@ def test_a_view_is_read_in_any_pieces(case: tuple[torch.Tensor, list[int]]) -> N
     tensor, cuts = case
     part, width = TensorBytes(tensor), tensor.dtype.itemsize
     pieces = [read(part, start * width, stop * width) for start, stop in itertools.pairwise(cuts)]
-    assert b"".join(pieces) == bytes_of(tensor)
+    assert b"".join(pieces) == tensor_bytes(tensor)
 
 
 @given(cut_views())
 @settings(max_examples=200)
 def test_a_view_is_written_in_any_pieces_in_any_order(case: tuple[torch.Tensor, list[int]]) -> None:
     tensor, cuts = case
-    wanted = noise(tensor.shape, tensor.dtype, seed=100)
-    raw = np.frombuffer(bytearray(bytes_of(wanted)), np.uint8)
+    wanted = random_tensor(tensor.shape, tensor.dtype, seed=100)
+    raw = np.frombuffer(bytearray(tensor_bytes(wanted)), np.uint8)
     part, width = TensorBytes(tensor), tensor.dtype.itemsize
     for start, stop in reversed(list(itertools.pairwise(cuts))):
         part.write(start * width, raw[start * width : stop * width])
-    assert bytes_of(tensor) == bytes_of(wanted)
+    assert tensor_bytes(tensor) == tensor_bytes(wanted)
 
 
 castable = [dtype for dtype in DTYPES.values() if dtype != torch.float8_e8m0fnu]
@@ -125,10 +125,10 @@ def test_elements_of_another_dtype_are_cast_on_their_way_in_as_torch_casts(
     part = TensorBytes(target, saved)
     assert part.dtype == saved
     assert part.nbytes == 12 * saved.itemsize
-    raw, width = np.frombuffer(bytearray(bytes_of(source)), np.uint8), saved.itemsize
+    raw, width = np.frombuffer(bytearray(tensor_bytes(source)), np.uint8), saved.itemsize
     for start, stop in itertools.pairwise(sorted({0, 12, *cuts})):
         part.write(start * width, raw[start * width : stop * width])
-    assert bytes_of(target) == bytes_of(torch.zeros(3, 4, dtype=here).copy_(source))
+    assert tensor_bytes(target) == tensor_bytes(torch.zeros(3, 4, dtype=here).copy_(source))
 
 
 def test_a_part_that_is_cast_has_no_view_in_place() -> None:

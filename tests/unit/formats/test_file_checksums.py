@@ -19,7 +19,7 @@ import holdfast
 from holdfast.cli.main import app
 from holdfast.dcp import FileSystemReader, FileSystemWriter
 from holdfast.errors import CorruptCheckpointError
-from tests.helpers.corruption import cut, flip
+from tests.helpers.corruption import cut_file, flip_tensor_bit
 from tests.helpers.pool import Ranks
 
 MODEL = {f"layer.{n}": torch.arange(5000.0) + n for n in range(3)} | {"none": torch.zeros(0, 3)}
@@ -213,13 +213,13 @@ class TestOurOwn:
     def test_every_damaged_file_is_named(self, saved: Path) -> None:
         shards = sorted((saved / "model").rglob("*.safetensors"))
         others = sorted((saved / "optimizer").rglob("*.safetensors"))
-        cut(shards[0])
+        cut_file(shards[0])
         others[0].unlink()
-        cut(saved / "state.json")
-        cut(saved / "ranks.json")
+        cut_file(saved / "state.json")
+        cut_file(saved / "ranks.json")
         names = list(json.loads(others[1].read_bytes()[8 : 8 + int.from_bytes(others[1].read_bytes()[:8], "little")]))
         (tensor,) = (name for name in names if name != "__metadata__")
-        flip(others[1], tensor)
+        flip_tensor_bit(others[1], tensor)
         problems = verdict(saved, code=1)["problems"]
         for file in (shards[0], others[0], saved / "state.json", saved / "ranks.json", others[1]):
             assert [str(file) in one for one in problems].count(True) == 1, problems

@@ -31,8 +31,8 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
 from holdfast.state.tensors import NAMES
 from tests.helpers.fingerprint import fingerprint
-from tests.helpers.forged_values import FORGED
-from tests.helpers.value_strategies import namespace, trees
+from tests.helpers.forged_values import FORGED_VALUES
+from tests.helpers.value_strategies import make_namespace, trees
 
 FILE = "step_1/state.json"
 
@@ -107,7 +107,7 @@ def test_a_value_comes_back_to_its_type_and_last_bit(value: Any) -> None:
 
 
 def test_attributes_of_a_namespace_that_are_no_text_come_back() -> None:
-    assert vars(there_and_back({"it": namespace({1: "one"})})["it"]) == {1: "one"}
+    assert vars(there_and_back({"it": make_namespace({1: "one"})})["it"]) == {1: "one"}
 
 
 def test_an_empty_tree_is_an_empty_object() -> None:
@@ -281,7 +281,7 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
             values.dump_values(tree, ArrayEncoder())
 
 
-@pytest.mark.parametrize("forged", FORGED, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
+@pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
 def test_values_that_holdfast_could_not_have_written_are_refused(forged: str) -> None:
     infos = {"t": TensorInfo("F32", (2,)), "brain": TensorInfo("BF16", (2,))}
     for raw in (f'{{"a":{forged}}}', forged):
