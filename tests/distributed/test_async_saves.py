@@ -51,10 +51,10 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
             tensor.add_(1)
         content["list"][0] += 1
         holdfast.finalize()
-        found = holdfast.open(tmp_path / f"s{number}")
-        assert all(torch.equal(found[f"model/{name}"], tensor) for name, tensor in before.items())
-        assert found.values["user_content"]["list"] == [number + 1]
-        assert torch.equal(found.values["user_content"]["tensor"], torch.full((3,), float(number)))
+        checkpoint = holdfast.open(tmp_path / f"s{number}")
+        assert all(torch.equal(checkpoint[f"model/{name}"], tensor) for name, tensor in before.items())
+        assert checkpoint.values["user_content"]["list"] == [number + 1]
+        assert torch.equal(checkpoint.values["user_content"]["tensor"], torch.full((3,), float(number)))
 
 
 def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) -> None:

@@ -56,26 +56,26 @@ def save_part_and_convert(path: str) -> None:
 
 def test_a_part_and_a_conversion_go_the_same_way(ranks: Ranks, tmp_path: Path, expected: Path) -> None:
     ranks(4, save_part_and_convert, str(tmp_path))
-    found, whole = holdfast.open(tmp_path / "ours"), holdfast.open(expected)
-    assert all(part.problem is None for part in found.verify())
-    assert set(found) == {name for name in whole if name.startswith("model/")}
-    assert all(torch.equal(found[name], whole[name]) for name in found)
+    actual, whole = holdfast.open(tmp_path / "ours"), holdfast.open(expected)
+    assert all(part.problem is None for part in actual.verify())
+    assert set(actual) == {name for name in whole if name.startswith("model/")}
+    assert all(torch.equal(actual[name], whole[name]) for name in actual)
 
 
 def tell() -> tuple[list[int], list[str], list[str]]:
     """Each rank hashes ten neighbours: how many fragments rank 0 is told by each, what else, and what keys stay."""
-    told: list[int] = []
+    reported: list[int] = []
     session = Members().open_session(20.0)
     mine = [Fragment(100 * (10 * session.rank + n), 100 * (10 * session.rank + n + 1), 0) for n in range(10)]
     decode = crc_gather.decode_fragments
 
     def listen(reports: Any) -> Any:
         reports = list(reports)
-        told.extend(len(raw) // 28 for raw in reports)
+        reported.extend(len(raw) // 28 for raw in reports)
         return decode(reports)
 
     def decide(fragments: Any, posted: list[bytes]) -> bytes:
-        assert {tensor: len(found) for tensor, found in fragments.items()} == {0: 1}
+        assert {tensor: len(actual) for tensor, actual in fragments.items()} == {0: 1}
         return b" ".join(posted)
 
     with IN_GROUPS, mock.patch.object(crc_gather, "decode_fragments", listen):
@@ -85,14 +85,14 @@ def tell() -> tuple[list[int], list[str], list[str]]:
     time.sleep(0.5)  # nobody waits until keys are forgotten
     dist.barrier()
     keys = [f"holdfast/{dist.group.WORLD.group_name}/{session.number}/hashed/{rank}" for rank in range(session.size)]
-    return told, said.decode().split(), [key for key in keys if _get_default_store().check([key])]
+    return reported, said.decode().split(), [key for key in keys if _get_default_store().check([key])]
 
 
 def test_rank_0_is_told_by_the_first_of_each_group_and_nothing_stays_in_the_store(ranks: Ranks) -> None:
-    (told, *_), *_ = found = ranks(8, tell)
-    assert told == [1, 0, 0, 1, 0, 0, 1, 0]
-    assert all(said == [str(rank) for rank in range(8)] for _, said, _ in found)
-    assert not any(keys for _, _, keys in found)
+    (reported, *_), *_ = results = ranks(8, tell)
+    assert reported == [1, 0, 0, 1, 0, 0, 1, 0]
+    assert all(said == [str(rank) for rank in range(8)] for _, said, _ in results)
+    assert not any(keys for _, _, keys in results)
 
 
 @contextmanager
@@ -177,8 +177,8 @@ def stalling(path: str, where: str, who: int) -> tuple[str, float]:
 def test_a_rank_that_stalls_is_named_by_all_and_nobody_else_is(
     ranks: Ranks, tmp_path: Path, where: str, who: int
 ) -> None:
-    found = ranks(4, stalling, str(tmp_path), where, who)
-    found.pop(who)
-    assert all(message.startswith(f"rank {who} did not come") for message, _ in found), found
-    assert max(seconds for _, seconds in found) < 2 * 1.0 + 2
+    results = ranks(4, stalling, str(tmp_path), where, who)
+    results.pop(who)
+    assert all(message.startswith(f"rank {who} did not come") for message, _ in results), results
+    assert max(seconds for _, seconds in results) < 2 * 1.0 + 2
     assert not list(tmp_path.iterdir())

@@ -92,7 +92,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_oracle_tells_experts_apart() -> None:
     up = expected_tensor("model/up", (EXPERTS, INSIDE, OUTSIDE), torch.float32)
-    assert len({float(one.sum()) for one in up}) == EXPERTS
+    assert len({float(item.sum()) for item in up}) == EXPERTS
     assert make_moments("up", up)["exp_avg"].shape == up.shape
 
 

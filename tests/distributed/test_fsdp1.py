@@ -183,8 +183,8 @@ def frozen(orig: bool, separate: bool) -> None:
     known = gather_optimizer_state(model, optimizer)
     trained = {part.fqn for part in fsdp1.flat_shards(model)} - body.keys()
     assert known.keys() == trained
-    found = read_states(model, optimizer, ("exp_avg",))
-    assert all(torch.equal(found[name]["exp_avg"], known[name]["exp_avg"]) for name in trained)
+    actual = read_states(model, optimizer, ("exp_avg",))
+    assert all(torch.equal(actual[name]["exp_avg"], known[name]["exp_avg"]) for name in trained)
 
 
 @pytest.mark.parametrize(("orig", "separate"), [(True, True), (True, False), (False, True)])
@@ -233,8 +233,8 @@ def tiny(orig: bool) -> list[int]:
     optimizer.step()
     assert_equal(read_parameters(model), gather_state_dict(model))
     known = gather_optimizer_state(model, optimizer)
-    for fqn, found in read_states(model, optimizer, ("exp_avg",)).items():
-        assert torch.equal(found["exp_avg"], known[fqn]["exp_avg"])
+    for fqn, actual in read_states(model, optimizer, ("exp_avg",)).items():
+        assert torch.equal(actual["exp_avg"], known[fqn]["exp_avg"])
     return [part.local.numel() for part in fsdp1.flat_shards(model)]
 
 
@@ -430,7 +430,7 @@ def test_a_parameter_with_memory_of_its_own_is_refused(ranks: Ranks, world: int,
 
 def laid_out_otherwise() -> list[bool]:
     convolutions = [nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 1)]
-    return [unsupported(wrap_fsdp1(one.to(memory_format=torch.channels_last))) for one in convolutions]
+    return [unsupported(wrap_fsdp1(item.to(memory_format=torch.channels_last))) for item in convolutions]
 
 
 def unsupported(model: nn.Module) -> bool:

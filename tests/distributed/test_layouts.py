@@ -22,13 +22,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_oracle_is_what_lies_on_the_disk(expected: Path) -> None:
-    found = {
+    actual = {
         f"{file.parent.name}/{name}": tensor
         for file in (expected / "s").glob("*/*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    assert {"model/layers.3.down.weight", "optimizer/embed.weight/exp_avg", "model/frozen"} <= found.keys()
-    for name, tensor in found.items():
+    assert {"model/layers.3.down.weight", "optimizer/embed.weight/exp_avg", "model/frozen"} <= actual.keys()
+    for name, tensor in actual.items():
         if not name.endswith("/step"):
             assert torch.equal(tensor, expected_tensor(name, tensor.shape, tensor.dtype)), name
 
@@ -41,8 +41,8 @@ def test_files_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, expecte
 
 def load(path: str, layout: str, exchange: str) -> list[str]:
     run = blank_run(LAYOUTS[layout][0]())
-    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
-    assert found.verified
+    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    assert restored.verified
     oracle = dict(named_tensors(fill_run(LAYOUTS[layout][0]())))
     mine = dict(named_tensors(run))
     assert mine.keys() == oracle.keys()

@@ -70,9 +70,9 @@ def test_what_may_be_missing_is_warned_of_logged_and_told(
     with pytest.warns(UserWarning, match="but not all that was asked for") as caught:
         restored = holdfast.restore(bare, **full(), **allowed)
     assert restored.missing == ("scheduler", "stateful object 'scaler'", "dataloader", "rng")
-    (message,) = [str(one.message) for one in caught]
+    (message,) = [str(warning.message) for warning in caught]
     assert all(name in message for name in restored.missing)
-    assert [(one.levelno, one.message) for one in caplog.records if one.levelno > logging.INFO] == [
+    assert [(record.levelno, record.message) for record in caplog.records if record.levelno > logging.INFO] == [
         (logging.WARNING, message)
     ]
 
@@ -84,7 +84,7 @@ def test_a_warning_names_the_line_of_the_caller(tmp_path: Path, load: Callable[.
     load = load if load in {holdfast.load_checkpoint, holdfast.restore} else lambda _, **options: run.load(**options)
     with pytest.warns(UserWarning, match="not all") as caught:
         load(tmp_path, model={"v": torch.ones(1)}, strict=False)
-    assert {one.filename for one in caught} == {__file__}
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
@@ -98,9 +98,9 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
     monkeypatch.setattr("holdfast.save.operation.expired_checkpoints", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="could not be removed") as more:
         holdfast.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, num_kept_ckpts=1)
-    assert {one.filename for one in [*caught, *more]} == {__file__}
-    warned = {str(one.message) for one in [*caught, *more]}
-    assert warned == {one.message for one in caplog.records if one.levelno == logging.WARNING}
+    assert {warning.filename for warning in [*caught, *more]} == {__file__}
+    warned = {str(warning.message) for warning in [*caught, *more]}
+    assert warned == {record.message for record in caplog.records if record.levelno == logging.WARNING}
 
 
 def test_random_states_that_nobody_asked_for_by_name_may_be_missing_but_not_silently(bare: Path) -> None:
@@ -140,7 +140,7 @@ def resume(path: str, **options: Any) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = holdfast.restore(path, **parts(), **options)
-    return result, [str(one.message) for one in caught]
+    return result, [str(warning.message) for warning in caught]
 
 
 def resume_with_loader(path: str) -> tuple[Any, list[str]]:
@@ -151,15 +151,15 @@ def only_weights(path: str) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = holdfast.restore(path, model=parts()["model"])
-    return result, [str(one.message) for one in caught]
+    return result, [str(warning.message) for warning in caught]
 
 
 def test_other_numbers_of_ranks_are_told_that_rank_content_is_lost_to_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, save_own, str(tmp_path))
-    told = ranks(3, resume, str(tmp_path))
-    assert [restored.missing for restored, _ in told] == [("per_rank_content",)] * 3
-    assert [len(warned) for _, warned in told] == [1, 0, 0]
-    assert "per_rank_content: each rank has its own, and 2 ranks saved, 3 load" in told[0][1][0]
+    reported = ranks(3, resume, str(tmp_path))
+    assert [restored.missing for restored, _ in reported] == [("per_rank_content",)] * 3
+    assert [len(warned) for _, warned in reported] == [1, 0, 0]
+    assert "per_rank_content: each rank has its own, and 2 ranks saved, 3 load" in reported[0][1][0]
     for error in ranks.outcomes(3, resume_with_loader, str(tmp_path)):
         assert isinstance(error, MismatchError)
         assert "allow_missing=('dataloader',)" in str(error)
@@ -195,7 +195,7 @@ def uneven(path: str) -> tuple[tuple[str, ...], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         missing = holdfast.restore(path, model=state, strict=False).missing
-    return missing, [str(one.message) for one in caught]
+    return missing, [str(warning.message) for warning in caught]
 
 
 def test_rank_0_tells_what_any_rank_goes_without(ranks: Ranks, tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def save(path: str, tag: str, value: float, **options: Any) -> None:
 
 def loaded(path: str) -> tuple[str, float]:
     target = state(0.0)
-    found = holdfast.restore(path, model=target)
+    restored = holdfast.restore(path, model=target)
     assert torch.equal(target["a"], target["b"])
-    return found.tag, float(target["a"][0])
+    return restored.tag, float(target["a"][0])
 
 
 def saves_that_lose(path: str, options: dict[str, Any]) -> tuple[str, tuple[str, float]]:
@@ -102,10 +102,10 @@ def test_what_was_lost_is_found_before_the_previous_one_goes(
     tag = "step_1" if options.get("overwrite") else "step_2"
     assert len({message for message, _ in outcomes}) == 1
     assert f"{tag} is not what was written, and was withdrawn; older checkpoints are as they were" in outcomes[0][0]
-    assert [found for _, found in outcomes] == [("step_1", 1.0)] * 2
+    assert [actual for _, actual in outcomes] == [("step_1", 1.0)] * 2
     assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_1"]
     left = [parse_hidden_name(path.name) for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert [(one.tag, one.state) for one in left if one] == [(tag, "corrupt")]
+    assert [(item.tag, item.state) for item in left if item] == [(tag, "corrupt")]
 
 
 def warned_saves(path: str, magic: int, one: bool) -> tuple[list[str], int]:
@@ -119,12 +119,12 @@ def warned_saves(path: str, magic: int, one: bool) -> tuple[list[str], int]:
         for step in range(3):
             save(path, f"step_{step}", float(step), num_kept_ckpts=2)
         assert loaded(path) == ("step_2", 2.0)
-        return [str(one.message) for one in seen if one.category is UserWarning], read.call_count
+        return [str(warning.message) for warning in seen if warning.category is UserWarning], read.call_count
 
 
 def test_one_warning_is_given_and_every_save_that_may_remove_others_is_read_back(ranks: Ranks, tmp_path: Path) -> None:
-    (told, reads), (others, other_reads) = ranks(2, warned_saves, str(tmp_path), NFS, False)
-    (message,) = told
+    (reported, reads), (others, other_reads) = ranks(2, warned_saves, str(tmp_path), NFS, False)
+    (message,) = reported
     assert f"2 hosts save to {tmp_path}, on a file system (NFS) that is not known to keep" in message
     assert not others
     assert (reads, other_reads) == (3, 3)
@@ -151,12 +151,12 @@ def save_a_part(path: str) -> list[str]:
     with hosts(NFS), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         holdfast.save_model(torch.nn.Linear(2, 2), path)
-        return [str(one.message) for one in seen if one.category is UserWarning]
+        return [str(warning.message) for warning in seen if warning.category is UserWarning]
 
 
 def test_a_part_that_several_hosts_save_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
-    (told,), others = ranks(2, save_a_part, str(tmp_path / "model.safetensors"))
-    assert f"2 hosts save to {tmp_path}" in told
+    (reported,), others = ranks(2, save_a_part, str(tmp_path / "model.safetensors"))
+    assert f"2 hosts save to {tmp_path}" in reported
     assert not others
 
 
@@ -171,8 +171,8 @@ def test_every_byte_is_read_by_one_rank_from_the_file_system(tmp_path: Path) -> 
         raw = file.read_bytes()
         file.write_bytes(raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:])
         if not file.name.endswith("index.json"):
-            found = [outcome for outcome in (_outcome(tmp_path / "a", rank) for rank in range(3)) if outcome]
-            assert found, file
+            actual = [outcome for outcome in (_outcome(tmp_path / "a", rank) for rank in range(3)) if outcome]
+            assert actual, file
         file.write_bytes(raw)
 
 

@@ -47,9 +47,9 @@ def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def assert_same_states(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> None:
     assert len(states(left)) == len(states(right)) > 0
-    for one, other in zip(states(left), states(right), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    for item, other in zip(states(left), states(right), strict=True):
+        assert item.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in item.items())
 
 
 def gan() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
@@ -153,9 +153,9 @@ def test_an_optimizer_without_its_model_is_named_by_position_and_loads_likewise(
 def test_schedulers_of_parts_that_agree_are_one_and_load_into_any_number(tmp_path: Path) -> None:
     parts = [net(1), net(2)]
     optimizers = [torch.optim.SGD(part.parameters(), 0.5) for part in parts]
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 2) for one in optimizers]
-    for one, other in zip(optimizers, schedulers, strict=True):
-        one.step()
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+    for left, other in zip(optimizers, schedulers, strict=True):
+        left.step()
         other.step()
     holdfast.save_checkpoint(tmp_path, "s", scheduler=schedulers)
     assert holdfast.open(tmp_path).values["scheduler"]["class"] == "StepLR"
@@ -206,9 +206,9 @@ def tied_over_stages(path: str, differ: bool) -> str:
 
 def test_an_embedding_tied_over_two_stages_is_stored_once_and_proven_equal(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(4, tied_over_stages, str(tmp_path), False) == ["saved"] * 4
-    found = load_file(tmp_path / "s/model/model.safetensors")
-    assert torch.equal(found["embed.0.weight"], net(1)[0].weight)
-    assert {name.partition(".")[0] for name in found} == {"embed", "body0", "body1"}
+    loaded = load_file(tmp_path / "s/model/model.safetensors")
+    assert torch.equal(loaded["embed.0.weight"], net(1)[0].weight)
+    assert {name.partition(".")[0] for name in loaded} == {"embed", "body0", "body1"}
     assert ranks(4, tied_over_stages, str(tmp_path), True) == ["refused"] * 4
 
 
@@ -261,7 +261,9 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+        super().__init__(
+            [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]], {}
+        )
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)

@@ -78,8 +78,8 @@ def test_float32_masters_and_moments_of_bfloat16_parameters_keep_every_bit(ranks
     assert {t.dtype for t in expected.values()} == {torch.float32}
     assert any(not torch.equal(t, t.bfloat16().float()) for t in expected.values())
     for n in (1, 3):
-        for found in ranks(n, masters, str(tmp_path), True):
-            assert_equal_runs(found, expected)
+        for result in ranks(n, masters, str(tmp_path), True):
+            assert_equal_runs(result, expected)
 
 
 def quantised(path: str) -> str:

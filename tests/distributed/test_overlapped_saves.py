@@ -46,11 +46,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """What the files must hold, by torch's own means."""
-    found = {f"model/{clean_name(name)}": full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    actual = {f"model/{clean_name(name)}": full_tensor(tensor) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for state, value in optimizer.state[parameter].items():
-            found[f"optimizer/{clean_name(name)}/{state}"] = full_tensor(value)
-    return found
+            actual[f"optimizer/{clean_name(name)}/{state}"] = full_tensor(value)
+    return actual
 
 
 def save_and_step(path: str, layout: str, kind: str, options: dict[str, Any], times: int) -> None:
@@ -67,11 +67,11 @@ def save_and_step(path: str, layout: str, kind: str, options: dict[str, Any], ti
             buffer.add_(1)
         step(model, optimizer)
         holdfast.finalize()
-        found = holdfast.open(f"{path}/s{number}")
-        assert found.values["user_content"] == {"n": [number]}
-        assert set(found.keys()) >= before.keys()
+        checkpoint = holdfast.open(f"{path}/s{number}")
+        assert checkpoint.values["user_content"] == {"n": [number]}
+        assert set(checkpoint.keys()) >= before.keys()
         for name, tensor in before.items():
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(checkpoint[name], tensor), name
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}])
@@ -94,8 +94,8 @@ def test_an_optimizer_over_the_same_parameters_waits_as_well(tmp_path: Path) -> 
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, other)
     holdfast.finalize()
-    found = holdfast.open(tmp_path / "s")
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = holdfast.open(tmp_path / "s")
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def test_a_compiled_step_waits(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_compiled_step_waits(tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         compiled()
     holdfast.finalize()
-    found = holdfast.open(tmp_path / "s")
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = holdfast.open(tmp_path / "s")
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def test_forward_and_backward_do_not_wait(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_what_no_optimizer_owns_is_copied_at_the_call(tmp_path: Path) -> None:
         with torch.no_grad():
             model.body[0].weight.fill_(9)
         holdfast.finalize()
-    found, other = holdfast.open(tmp_path / "s"), holdfast.open(tmp_path / "t")
-    assert torch.equal(found["model/average/body.0.weight"], mean)
-    assert torch.equal(found["model/net/body.1.running_mean"], before["model/body.1.running_mean"])
+    actual, other = holdfast.open(tmp_path / "s"), holdfast.open(tmp_path / "t")
+    assert torch.equal(actual["model/average/body.0.weight"], mean)
+    assert torch.equal(actual["model/net/body.1.running_mean"], before["model/body.1.running_mean"])
     assert torch.equal(other["model/body.0.weight"], before["model/body.0.weight"])
 
 
@@ -190,7 +190,7 @@ def test_samples_find_changes_within_a_few_saves(tmp_path: Path) -> None:
     """Twelve chunks each time, others in turn."""
     parameter = nn.Parameter(torch.zeros(40 * 2**20))  # 40 chunks of 4 MiB
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    found = []
+    result = []
     with slow(0.1):
         for number in range(4):
             holdfast.save_checkpoint(
@@ -200,9 +200,9 @@ def test_samples_find_changes_within_a_few_saves(tmp_path: Path) -> None:
             try:
                 holdfast.finalize()
             except TornSnapshotError:
-                found.append(number)
+                result.append(number)
                 break
-    assert found
+    assert result
 
 
 def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         holdfast.load_checkpoint(tmp_path, "old", model, optimizer)
     holdfast.finalize()
-    found = holdfast.open(tmp_path / "s")
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = holdfast.open(tmp_path / "s")
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def load_whole_model(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -252,8 +252,8 @@ def test_every_load_of_the_process_waits_for_the_copy(tmp_path: Path, load: Any,
         save("s", model, optimizer, async_save=True, staging="overlapped")
         load(model, optimizer, tmp_path)
     holdfast.finalize()
-    found = holdfast.open(tmp_path / "new" / "s")
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = holdfast.open(tmp_path / "new" / "s")
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def test_a_step_waits_for_the_copies_of_all_saves_of_the_process(tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_a_step_waits_for_the_copies_of_all_saves_of_the_process(tmp_path: Path)
             step(model, optimizer)
     holdfast.finalize()
     for number, tensors in enumerate(before):
-        found = holdfast.open(tmp_path / str(number))
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        checkpoint = holdfast.open(tmp_path / str(number))
+        assert all(torch.equal(checkpoint[name], tensor) for name, tensor in tensors.items())
 
 
 def test_the_hook_goes_with_the_save(tmp_path: Path) -> None:

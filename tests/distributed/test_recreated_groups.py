@@ -164,7 +164,7 @@ def sessions_of_two() -> list[tuple[int, str]]:
     """Ranks that have other objects for one group, and vote over them in turn."""
     first, second = Members(), Members()
     mine = [first, second, first, second] if dist.get_rank() else [second, first, first, second]
-    sessions = [one.open_session(10.0) for one in mine]
+    sessions = [item.open_session(10.0) for item in mine]
     return [
         (session.number, session.vote(f"vote {number}", lambda: b"", lambda own: own, b"".join)[1].decode())
         for number, session in enumerate(sessions)

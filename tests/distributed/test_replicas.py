@@ -81,8 +81,8 @@ def save_buffers(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_buffers_may_differ_and_the_lowest_rank_speaks(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(3, save_buffers, str(tmp_path)):
-        assert torch.equal(found["running"], torch.ones(6))
+    for result in ranks(3, save_buffers, str(tmp_path)):
+        assert torch.equal(result["running"], torch.ones(6))
 
 
 def save_many(path: str, saves: int, budget: int) -> int:

@@ -42,9 +42,9 @@ def test_any_layout_loads_any_other(
 ) -> None:
     oracle = train_run("plain")
     ranks(writer[1], save, str(tmp_path), writer[0], "adamw")
-    for tensors, found, schedule in ranks(reader[1], _load_fresh, str(tmp_path), reader[0], "adamw"):
+    for tensors, result, schedule in ranks(reader[1], _load_fresh, str(tmp_path), reader[0], "adamw"):
         assert_equal(tensors, gather_run(oracle))
-        assert found == groups(oracle)
+        assert result == groups(oracle)
         assert schedule == oracle.scheduler.state_dict()
 
 
@@ -64,9 +64,9 @@ def test_every_optimizer_comes_back_with_and_without_state_of_its_own(
     oracle = train_run("plain", optimizer)
     ranks(2, save, str(tmp_path), "fsdp", optimizer)
     for layout, n in (("plain", 1), ("fsdp", 3)):
-        for tensors, found, _ in ranks(n, loader, str(tmp_path), layout, optimizer):
+        for tensors, result, _ in ranks(n, loader, str(tmp_path), layout, optimizer):
             assert_equal(tensors, gather_run(oracle))
-            assert found == groups(oracle)
+            assert result == groups(oracle)
 
 
 def save_fresh(path: str, layout: str) -> int:

@@ -36,19 +36,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_all_that_comes_back_as_it_was_is_exact(run: Path) -> None:
-    found = holdfast.restore(run, None, *trained(), stateful={"scaler": torch.amp.GradScaler("cpu")})
+    restored = holdfast.restore(run, None, *trained(), stateful={"scaler": torch.amp.GradScaler("cpu")})
     parts = {"model", "optimizer", "scheduler", "stateful", "rng", "user_content", "per_rank_content"}
-    assert (set(found.exact), found.reconstructed, found.missing) == (parts, (), ())
+    assert (set(restored.exact), restored.reconstructed, restored.missing) == (parts, (), ())
 
 
 def test_what_was_not_asked_for_is_not_mentioned(run: Path) -> None:
-    found = holdfast.restore(run, scheduler=trained()[2])
-    assert found.exact == ("scheduler", "user_content", "per_rank_content")
+    restored = holdfast.restore(run, scheduler=trained()[2])
+    assert restored.exact == ("scheduler", "user_content", "per_rank_content")
 
 
 def test_a_model_that_was_cast_is_rederived(run: Path) -> None:
-    found = holdfast.restore(run, model=nn.Linear(3, 2, dtype=torch.bfloat16), cast_dtype=True)
-    assert (found.reconstructed, "model" in found.exact) == (("model",), False)
+    restored = holdfast.restore(run, model=nn.Linear(3, 2, dtype=torch.bfloat16), cast_dtype=True)
+    assert (restored.reconstructed, "model" in restored.exact) == (("model",), False)
     same = holdfast.restore(run, model=nn.Linear(3, 2), cast_dtype=True)
     assert (same.reconstructed, "model" in same.exact) == ((), True)
 
@@ -56,17 +56,17 @@ def test_a_model_that_was_cast_is_rederived(run: Path) -> None:
 @pytest.mark.parametrize("names", [("weight",), ("weight", "bias", "new"), ("weight", "new")])
 def test_a_part_that_does_not_match_wholly_is_neither(run: Path, names: tuple[str, ...]) -> None:
     model = {name: torch.zeros((2, 3) if name == "weight" else 2) for name in names}
-    found = holdfast.restore(run, model=model, strict=False)
-    assert "model" not in found.exact + found.reconstructed
-    assert (set(found.missing), set(found.unexpected)) == (set(names) & {"new"}, {"weight", "bias"} - set(names))
+    restored = holdfast.restore(run, model=model, strict=False)
+    assert "model" not in restored.exact + restored.reconstructed
+    assert (set(restored.missing), set(restored.unexpected)) == (set(names) & {"new"}, {"weight", "bias"} - set(names))
 
 
 def test_of_several_models_each_is_told_of(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path, "s", {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    found = holdfast.restore(
+    restored = holdfast.restore(
         tmp_path, model={"a": nn.Linear(1, 1), "b": nn.Linear(1, 1, dtype=torch.float64)}, cast_dtype=True
     )
-    assert (found.exact, found.reconstructed) == (("model/a",), ("model/b",))
+    assert (restored.exact, restored.reconstructed) == (("model/a",), ("model/b",))
 
 
 def test_nothing_is_said_to_be_exact_that_is_not_in_the_checkpoint(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_nothing_is_said_to_be_exact_that_is_not_in_the_checkpoint(tmp_path: Pat
     options: dict[str, Any] = {"optimizer": trained()[1], "scheduler": trained()[2]}
     options["stateful"] = {"scaler": torch.amp.GradScaler("cpu")}
     with pytest.warns(UserWarning, match=r"(?s)not all .*: optimizer\n.*: scheduler\n.*'scaler'\n.*: rng$"):
-        found = holdfast.restore(tmp_path, model=trained()[0], strict=False, **options)
-    assert found.exact == ("model",)
-    assert set(found.missing) == {"optimizer", "scheduler", "stateful object 'scaler'", "rng"}
+        restored = holdfast.restore(tmp_path, model=trained()[0], strict=False, **options)
+    assert restored.exact == ("model",)
+    assert set(restored.missing) == {"optimizer", "scheduler", "stateful object 'scaler'", "rng"}
 
 
 def draws() -> tuple[float, float, float]:
@@ -98,16 +98,16 @@ def save(path: str, tag: str, seeds: list[int]) -> tuple[float, float, float]:
 
 def resume(path: str, tag: str) -> tuple[tuple[float, float, float], holdfast.RestoreResult]:
     seed(123)
-    found = holdfast.restore(path, tag, rng=True)
-    return draws(), found
+    restored = holdfast.restore(path, tag, rng=True)
+    return draws(), restored
 
 
 def test_on_as_many_ranks_each_goes_on_drawing_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(3, save, str(tmp_path), "s", [1, 2, 3])
     after = ranks(3, resume, str(tmp_path), "s")
     assert [drawn for drawn, _ in after] == before
-    for rank, (_, found) in enumerate(after):
-        assert (found.exact, found.per_rank_content) == (("rng", "per_rank_content"), {"rank": rank})
+    for rank, (_, actual) in enumerate(after):
+        assert (actual.exact, actual.per_rank_content) == (("rng", "per_rank_content"), {"rank": rank})
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -122,9 +122,9 @@ def test_on_other_numbers_of_ranks_generators_start_anew_in_the_same_way_each_ti
     drawn = [numbers for numbers, _ in once]
     assert drawn == [numbers for numbers, _ in again]
     assert len({*drawn, *saved, *(numbers for numbers, _ in other)}) == 2 * number + 3
-    for _, found in once:
-        assert (found.exact, found.reconstructed, found.missing) == ((), ("rng",), ("per_rank_content",))
-        assert found.per_rank_content is None
+    for _, actual in once:
+        assert (actual.exact, actual.reconstructed, actual.missing) == ((), ("rng",), ("per_rank_content",))
+        assert actual.per_rank_content is None
 
 
 @pytest.mark.parametrize(("saved", "number"), [(1, 2), (1, 3), (2, 1), (2, 3), (3, 2)])
@@ -136,7 +136,7 @@ def test_ranks_that_were_seeded_alike_draw_apart_in_another_number(
     results = ranks(number, resume, str(tmp_path), "s")
     for place in range(3):
         assert len({before[place], *(drawn[place] for drawn, _ in results)}) == 1 + number
-    assert all((found.exact, found.reconstructed) == ((), ("rng",)) for _, found in results)
+    assert all((actual.exact, actual.reconstructed) == ((), ("rng",)) for _, actual in results)
 
 
 def test_streams_depend_on_the_number_of_ranks_that_load(ranks: Ranks, tmp_path: Path) -> None:
@@ -172,28 +172,28 @@ def on_device(path: str, action: str) -> tuple[float, Any]:
     ):
         if action == "save":
             holdfast.save_checkpoint(path, "s")
-            found = None
+            actual = None
         else:
             torch.rand((), generator=Device.generator)
-            found = holdfast.restore(path, rng=True)
-    return float(torch.rand((), generator=Device.generator)), found
+            actual = holdfast.restore(path, rng=True)
+    return float(torch.rand((), generator=Device.generator)), actual
 
 
 def test_generators_of_accelerators_are_derived_and_restored_alike(ranks: Ranks, tmp_path: Path) -> None:
     ((saved, _),) = ranks(1, on_device, str(tmp_path), "save")
-    ((drawn, found),) = ranks(1, on_device, str(tmp_path), "load")
-    assert (drawn, found.exact, found.reconstructed) == (saved, ("rng",), ())
+    ((drawn, actual),) = ranks(1, on_device, str(tmp_path), "load")
+    assert (drawn, actual.exact, actual.reconstructed) == (saved, ("rng",), ())
     elsewhere = ranks(3, on_device, str(tmp_path), "load")
     assert len({saved, *(drawn for drawn, _ in elsewhere)}) == 4
     assert [drawn for drawn, _ in elsewhere] == [drawn for drawn, _ in ranks(3, on_device, str(tmp_path), "load")]
-    assert all((found.exact, found.reconstructed) == ((), ("rng",)) for _, found in elsewhere)
+    assert all((actual.exact, actual.reconstructed) == ((), ("rng",)) for _, actual in elsewhere)
 
 
 def test_an_accelerator_that_was_not_there_starts_its_generator_from_the_others(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, save, str(tmp_path), "s", [1, 2])
     results = ranks(2, on_device, str(tmp_path), "load")
     assert len({drawn for drawn, _ in results}) == 2
-    assert all((found.exact, found.reconstructed) == (("per_rank_content",), ("rng",)) for _, found in results)
+    assert all((actual.exact, actual.reconstructed) == (("per_rank_content",), ("rng",)) for _, actual in results)
     assert [drawn for drawn, _ in results] == [drawn for drawn, _ in ranks(2, on_device, str(tmp_path), "load")]
     assert [drawn for drawn, _ in ranks(2, resume, str(tmp_path), "s")] == saved
 
@@ -201,8 +201,8 @@ def test_an_accelerator_that_was_not_there_starts_its_generator_from_the_others(
 @pytest.mark.parametrize("number", [1, 3])
 def test_as_many_ranks_that_were_seeded_alike_go_on_alike(ranks: Ranks, tmp_path: Path, number: int) -> None:
     before = ranks(number, save, str(tmp_path), "s", [7] * number)
-    for expected, (drawn, found) in zip(before, ranks(number, resume, str(tmp_path), "s"), strict=True):
-        assert (drawn, found.exact, found.reconstructed) == (expected, ("rng", "per_rank_content"), ())
+    for expected, (drawn, actual) in zip(before, ranks(number, resume, str(tmp_path), "s"), strict=True):
+        assert (drawn, actual.exact, actual.reconstructed) == (expected, ("rng", "per_rank_content"), ())
 
 
 def test_neighbours_that_drew_alike_do_so_again(ranks: Ranks, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def interrupted(path: Path, first: Any, make: Any, *, after: int) -> list[Any]:
     random.seed(99)
     np.random.seed(99)  # noqa: NPY002
     second = make()
-    found = holdfast.restore(path, dataloader=second, rng=True)
-    assert found.exact == ("rng", "dataloader")
+    restored = holdfast.restore(path, dataloader=second, rng=True)
+    assert restored.exact == ("rng", "dataloader")
     return before + list(second)
 
 
@@ -183,11 +183,11 @@ def test_of_two_iterations_at_once_the_older_one_is_over() -> None:
 def part_of_an_epoch(path: str, tag: str | None, steps: int, batch: int) -> tuple[list[list[int]], Any]:
     """Go on from a checkpoint for some steps, save, and read ahead a little more, which is lost."""
     ours = holdfast.ResumableLoader(range(61), batch, seed=2)  # type: ignore[arg-type]
-    found = holdfast.restore(path, dataloader=ours) if tag else None
+    restored = holdfast.restore(path, dataloader=ours) if tag else None
     batches = [batch.tolist() for batch in islice(ours, steps)]
     holdfast.save_checkpoint(path, f"after_{tag}", dataloader=ours)
     next(iter(ours))
-    return batches, found and (found.exact, found.reconstructed, found.missing)
+    return batches, restored and (restored.exact, restored.reconstructed, restored.missing)
 
 
 def test_four_then_two_then_three_ranks_see_every_sample_once(ranks: Ranks, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_four_then_two_then_three_ranks_see_every_sample_once(ranks: Ranks, tmp_
     assert len(seen) == 36 + 16 + 9
     assert sorted(seen) == list(range(61))
     for leg in legs[1:]:
-        assert [told for _, told in leg] == [((), ("dataloader",), ())] * len(leg)
+        assert [reported for _, reported in leg] == [((), ("dataloader",), ())] * len(leg)
 
 
 def steps(path: str | None, number: int, drop_last: bool) -> list[list[int]]:
@@ -245,10 +245,10 @@ def test_a_position_that_means_nothing_is_found_before_anything_is_changed(tmp_p
 
 
 def test_positions_that_differ_are_not_split_anew() -> None:
-    one, other = loader(), loader()
+    left, other = loader(), loader()
     next(iter(other))
     with pytest.raises(MismatchError, match="different positions"):
-        loader().load_state_dicts([one.state_dict(), one.state_dict(), other.state_dict()])
+        loader().load_state_dicts([left.state_dict(), left.state_dict(), other.state_dict()])
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def stateful(workers: int) -> StatefulDataLoader[Any]:
 @pytest.mark.parametrize("after", [1, 5, 8])
 def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, workers: int, after: int) -> None:
     expected = numbers(stateful(workers))
-    found = numbers(interrupted(tmp_path, stateful(workers), lambda: stateful(workers), after=after))
-    assert found == expected
-    assert sorted(found) == list(range(23))
+    actual = numbers(interrupted(tmp_path, stateful(workers), lambda: stateful(workers), after=after))
+    assert actual == expected
+    assert sorted(actual) == list(range(23))
 
 
 def distributed(path: str, load: bool, **options: Any) -> tuple[list[int], tuple[str, ...]]:
@@ -306,8 +306,8 @@ def elsewhere(path: str) -> tuple[str, list[str], tuple[str, ...]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, missing = distributed(path, load=True, allow_missing=("dataloader",))
-    told = [str(one.message) for one in caught if "not all that was asked for" in str(one.message)]
-    return str(raised.value), told, missing
+    messages = [str(warning.message) for warning in caught if "not all that was asked for" in str(warning.message)]
+    return str(raised.value), messages, missing
 
 
 def test_torchdatas_loaders_of_several_ranks_are_kept_apart_and_other_numbers_of_ranks_are_told(
@@ -324,5 +324,5 @@ def test_torchdatas_loaders_of_several_ranks_are_kept_apart_and_other_numbers_of
         assert reason in message
         assert "allow_missing=('dataloader',)" in message
         assert missing == ("dataloader",)
-    (warned,), *others = [told for _, told, _ in results]
+    (warned,), *others = [reported for _, reported, _ in results]
     assert (reason in warned, others) == (True, [[], []])

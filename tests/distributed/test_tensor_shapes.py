@@ -92,11 +92,11 @@ def save(path: str, plan: Plan, layout: str) -> None:
 
 def load(path: str, plan: Plan, layout: str) -> list[str]:
     """The names of tensors that are not what they should be."""
-    found = make(plan, layout, empty=True)
-    holdfast.load_checkpoint(path, model=found)
+    actual = make(plan, layout, empty=True)
+    holdfast.load_checkpoint(path, model=actual)
     expected = make(plan, layout, empty=False)
     wrong = []
-    for name, tensor in found.items():
+    for name, tensor in actual.items():
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         known = expected[name]
         other = known._local_tensor if isinstance(known, DTensor) else known
@@ -143,8 +143,8 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
     try:
         model = {"w": torch.zeros(10, device="cpu")}
         content = holdfast.load_checkpoint(tmp_path, model=model)
-        found = holdfast.open(tmp_path)["model/w"]
+        actual = holdfast.open(tmp_path)["model/w"]
     finally:
         torch.set_default_device(None)
     assert content["t"].tolist() == [1.0, 1.0]
-    assert torch.equal(found, saved["w"])
+    assert torch.equal(actual, saved["w"])

@@ -71,9 +71,9 @@ def logged() -> Iterator[list[str]]:
 
 def who_is_missing(message: str) -> str:
     """The ranks that a message names, and the phase."""
-    found = re.fullmatch(r"waiting for (.*) for \d+ s; timeout after \d+ s", message)
-    assert found is not None, message
-    return found[1]
+    match = re.fullmatch(r"waiting for (.*) for \d+ s; timeout after \d+ s", message)
+    assert match is not None, message
+    return match[1]
 
 
 def absent(call: Callable[[], object], who: int) -> list[str]:

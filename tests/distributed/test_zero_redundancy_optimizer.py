@@ -74,16 +74,18 @@ def test_it_goes_on_as_if_nothing_had_happened_on_any_world_size_and_order(
         (1, "plain", True, True),
         (2, "plain", False, False),
     ):
-        for found in ranks(n, load, str(tmp_path), to, backwards, fresh):
+        for result in ranks(n, load, str(tmp_path), to, backwards, fresh):
             # One rank or several sum gradients in another order.
-            assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(found, expected, strict=True)), (n, to)
+            assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(result, expected, strict=True)), (n, to)
 
 
 def test_it_is_bitwise_on_the_same_world_size(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks(2, save, str(tmp_path), "zero")
-    found = ranks(2, load, str(tmp_path), "zero", False, True)
+    results = ranks(2, load, str(tmp_path), "zero", False, True)
     assert all(
-        torch.equal(a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
+        torch.equal(a, b)
+        for left, other in zip(results, expected, strict=True)
+        for a, b in zip(left, other, strict=True)
     )
 
 

@@ -45,20 +45,20 @@ class Step(NamedTuple):
 
 def steps(text: str) -> Iterator[Step]:
     skipped = False
-    for found in _STEP.finditer(text):
-        line = text.count("\n", 0, found.start()) + 2
-        if found["said"] == "not run":
+    for match in _STEP.finditer(text):
+        line = text.count("\n", 0, match.start()) + 2
+        if match["said"] == "not run":
             skipped = True
-        elif found["given"] is not None:
-            yield Step("python", found["given"], line)
-        elif found["kind"] is not None:
-            if not skipped and found["kind"] in {"python", "console"}:
-                yield Step(found["kind"], found["code"], line)
+        elif match["given"] is not None:
+            yield Step("python", match["given"], line)
+        elif match["kind"] is not None:
+            if not skipped and match["kind"] in {"python", "console"}:
+                yield Step(match["kind"], match["code"], line)
             skipped = False
 
 
 def world_size(text: str) -> int:
-    return next((int(found["about"]) for found in _STEP.finditer(text) if found["said"] == "ranks"), 1)
+    return next((int(match["about"]) for match in _STEP.finditer(text) if match["said"] == "ranks"), 1)
 
 
 def play(page: str, todo: list[Step], folder: Path) -> None:
@@ -105,9 +105,9 @@ def test_every_block_is_found_and_says_what_it_is() -> None:
     for page in PAGES:
         text = page.read_text()
         fences = re.findall(r"^ *```+\w*$", text, re.MULTILINE)
-        found = [one for one in _STEP.finditer(text) if one["kind"] is not None]
-        assert len(fences) == 2 * len(found), page
-        assert {one["kind"] for one in found} <= {"python", "console", "sh", "json", "text", ""}, page
+        actual = [item for item in _STEP.finditer(text) if item["kind"] is not None]
+        assert len(fences) == 2 * len(actual), page
+        assert {item["kind"] for item in actual} <= {"python", "console", "sh", "json", "text", ""}, page
 
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -127,6 +127,6 @@ def test_every_error_that_is_documented_exists() -> None:
 
 def test_a_command_in_a_block_of_no_kind_is_none_of_holdfasts() -> None:
     for page in PAGES:
-        for found in _STEP.finditer(page.read_text()):
-            if found["kind"] in {"", "sh", "text"}:
-                assert not re.search(r"^\$? ?holdfast (?!\[)", found["code"], re.MULTILINE), page
+        for match in _STEP.finditer(page.read_text()):
+            if match["kind"] in {"", "sh", "text"}:
+                assert not re.search(r"^\$? ?holdfast (?!\[)", match["code"], re.MULTILINE), page

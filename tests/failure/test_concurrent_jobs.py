@@ -193,23 +193,23 @@ def test_a_view_says_that_its_checkpoint_went_and_not_that_it_is_damaged(tmp_pat
         lambda: shutil.rmtree(tmp_path / "last"),
     ):
         save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
-        found = holdfast.open(tmp_path)
+        checkpoint = holdfast.open(tmp_path)
         change()
-        for read in (lambda found=found: found["model/w"], lambda found=found: found.values):
+        for read in (lambda found=checkpoint: found["model/w"], lambda found=checkpoint: found.values):
             with pytest.raises(
                 CheckpointReplacedError, match="last was replaced or removed while it was read; open it again"
             ):
                 read()
         with pytest.raises(CheckpointReplacedError, match="replaced or removed"):
-            list(found.verify())
+            list(checkpoint.verify())
 
 
 def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    found = holdfast.open(tmp_path)
+    checkpoint = holdfast.open(tmp_path)
     (tmp_path / "last/model/model.safetensors").unlink()
     with pytest.raises(StorageError, match=r"could not open .*model.safetensors"):
-        found["model/w"]
+        checkpoint["model/w"]
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])

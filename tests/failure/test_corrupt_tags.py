@@ -57,8 +57,8 @@ def tags(run: Path) -> list[str]:
 
 
 def hidden(run: Path) -> list[tuple[str, str]]:
-    found = [parse_hidden_name(path.name) for path in sorted(run.iterdir()) if path.name.startswith(".")]
-    return [(one.tag, one.state) for one in found if one is not None]
+    actual = [parse_hidden_name(path.name) for path in sorted(run.iterdir()) if path.name.startswith(".")]
+    return [(item.tag, item.state) for item in actual if item is not None]
 
 
 def cut_manifest(run: Path, step: int) -> None:
@@ -195,7 +195,7 @@ def test_it_is_a_leftover_that_prune_removes_and_that_retention_does(tmp_path: P
     train(tmp_path, 4, num_kept_ckpts=3)
     assert hidden(tmp_path) == [("step_2", "corrupt")]  # step_1 is older, and kept
     listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--all", "--json"]).output)
-    assert [one["tag"] for one in listed["leftovers"]] == ["step_2"]
+    assert [entry["tag"] for entry in listed["leftovers"]] == ["step_2"]
     assert "corrupt" in CliRunner().invoke(app, ["ls", str(tmp_path), "--all"]).output
     train(tmp_path, 5, num_kept_ckpts=3)
     assert not hidden(tmp_path)

@@ -27,8 +27,8 @@ def test_it_falls_back_over_damaged_tensors_and_manifests(tmp_path: Path) -> Non
     (tmp_path / "step_2/manifest.json").write_text("{")
     model = {"w": torch.zeros(64)}
     with pytest.warns(UserWarning, match=r"^loaded 'step_1' and .*: step_2, step_3 are corrupt; .*"):
-        found = holdfast.restore(tmp_path, model=model)
-    assert (found.tag, found.skipped_checkpoints, found.verified) == ("step_1", ("step_2", "step_3"), True)
+        restored = holdfast.restore(tmp_path, model=model)
+    assert (restored.tag, restored.skipped_checkpoints, restored.verified) == ("step_1", ("step_2", "step_3"), True)
     assert torch.equal(model["w"], torch.ones(64))
 
 
@@ -43,9 +43,9 @@ def test_only_corrupt_ones_are_called_so_in_one_short_sentence_also_in_the_log(
     (tmp_path / "future/manifest.json").write_text('{"format": "holdfast", "version": 2}')
     corrupt_model_of_step(tmp_path, 2)
     with caplog.at_level(logging.INFO, "holdfast"), pytest.warns(UserWarning, match="loaded") as seen:
-        found = holdfast.restore(tmp_path, model={"w": torch.zeros(64)})
-    assert found.skipped_checkpoints == ("step_2",)
-    (warning,) = [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
+        restored = holdfast.restore(tmp_path, model={"w": torch.zeros(64)})
+    assert restored.skipped_checkpoints == ("step_2",)
+    (warning,) = [str(item.message) for item in seen if issubclass(item.category, UserWarning)]
     assert warning == (
         "loaded 'step_1' and ignored other checkpoints: step_2 is corrupt; "
         "weights does not match the objects passed; future is unreadable; "
@@ -72,7 +72,7 @@ def test_a_sound_copy_of_a_corrupt_one_is_loaded(tmp_path: Path) -> None:
 def test_a_sound_run_falls_back_from_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     fill(tmp_path)
     assert holdfast.restore(tmp_path, model={"w": torch.zeros(64)}).skipped_checkpoints == ()
-    assert not [one for one in recwarn if one.category is UserWarning]
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
 
 
 def test_what_was_asked_for_by_name_is_never_replaced_by_another(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_where_all_are_damaged_the_newest_ones_damage_is_told(tmp_path: Path) ->
 
 def on_ranks(path: str) -> tuple[str, tuple[str, ...], float]:
     model = {"w": torch.zeros(64)}
-    found = holdfast.restore(path, model=model)
-    return found.tag, found.skipped_checkpoints, float(model["w"].sum())
+    restored = holdfast.restore(path, model=model)
+    return restored.tag, restored.skipped_checkpoints, float(model["w"].sum())
 
 
 def test_all_ranks_fall_back_to_the_same_one(ranks: Ranks, tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
     changed: list[int] = []
     model = {"w": torch.zeros(64)}
     with mock.patch.object(ReadPlan, "run", change):
-        found = holdfast.restore(tmp_path, model=model)
+        restored = holdfast.restore(tmp_path, model=model)
     assert float(model["w"][0]) == 9.0
-    assert found.skipped_checkpoints == ()
+    assert restored.skipped_checkpoints == ()
 
 
 def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_called_loaded(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_what_the_sound_one_would_leave_with_values_of_the_damaged_one_is_not_ca
     corrupt_model_of_step(tmp_path, 2)
     model = {"w": torch.zeros(64), "v": torch.zeros(2)}
     with pytest.warns(UserWarning, match=r"^loaded 'step_0' and .*: step_2 is corrupt; step_1 does not match"):
-        found = holdfast.restore(tmp_path, model=model, strict=False)
-    assert (found.tag, found.missing, found.skipped_checkpoints) == ("step_0", (), ("step_2",))
+        restored = holdfast.restore(tmp_path, model=model, strict=False)
+    assert (restored.tag, restored.missing, restored.skipped_checkpoints) == ("step_0", (), ("step_2",))
 
 
 def test_values_of_the_damaged_one_are_found_whatever_they_are_called_in_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def tried_with(path: str, end: Any) -> Tally:
 def test_a_load_that_gives_the_older_checkpoint_for_no_reason_is_told(ranks: Ranks, tmp_path: Path) -> None:
     (tally,) = ranks(1, tried_with, str(tmp_path), 1)
     assert len(tally.violations) == 6
-    assert all(one.endswith("step 1 was loaded, not the newest") for one in tally.violations)
+    assert all(item.endswith("step 1 was loaded, not the newest") for item in tally.violations)
 
 
 def test_an_error_that_does_not_say_where_is_told(ranks: Ranks, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_on_other_numbers_of_ranks_every_sample_is_seen_once_an_epoch(tmp_path: 
     assert not outcome.problems
     assert outcome.attempts[0].end != DONE
     # The second is mostly killed, too, and the third is on three; on a slow machine it may be done before.
-    sizes = [one.size for one in outcome.attempts]
+    sizes = [attempt.size for attempt in outcome.attempts]
     assert len(sizes) >= 2
     assert sizes[:3] == [4, 2, 3][: len(sizes)]
 
@@ -44,7 +44,7 @@ HISTORY = [
 
 
 def test_what_was_done_again_counts_once() -> None:
-    assert [(one.attempt, one.step) for one in lasting(HISTORY)] == [(0, 1), (1, 2), (1, 3)]
+    assert [(item.attempt, item.step) for item in lasting(HISTORY)] == [(0, 1), (1, 2), (1, 3)]
     assert problems_with_samples(HISTORY, 3, 1) == []
     assert problems_with_losses(HISTORY, HISTORY[:3]) == []
 

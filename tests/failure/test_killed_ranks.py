@@ -45,7 +45,7 @@ def test_who_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_is_killed_again_and_again_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     killed = kill.chain(0, tmp_path, kills=3)
     assert len(killed) == 3
-    assert not [one.violation for one in killed if one.violation]
+    assert not [item.violation for item in killed if item.violation]
 
 
 def test_who_is_stopped_is_named_and_does_no_harm_when_it_is_woken(tmp_path: Path) -> None:

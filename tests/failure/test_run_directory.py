@@ -179,7 +179,7 @@ def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_
     (tmp_path / "step_1").rename(aside)
     save(tmp_path, 2)
     assert tags(tmp_path) == ["step_1", "step_2"]
-    assert {one.run for one in holdfast.list_checkpoints(tmp_path)} == {info.run}
+    assert {item.run for item in holdfast.list_checkpoints(tmp_path)} == {info.run}
     other.mkdir()
     (tmp_path / "step_1").rename(aside)
     holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})

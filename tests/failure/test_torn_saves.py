@@ -46,6 +46,6 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
         return Live(plan.file_ranges, np.empty(0, np.uint8), (), shards.__getitem__)
 
     with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
-        found = torn(str(tmp_path), "plain", "eager", 8)
-    assert any("model/" in name for name in found)
-    assert any("optimizer/" in name for name in found)
+        actual = torn(str(tmp_path), "plain", "eager", 8)
+    assert any("model/" in name for name in actual)
+    assert any("optimizer/" in name for name in actual)

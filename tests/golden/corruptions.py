@@ -77,11 +77,11 @@ def remove(name: str) -> Do:
     return lambda folder: (folder / name).unlink()
 
 
-def swap(one: str, other: str) -> Do:
+def swap(left: str, other: str) -> Do:
     def do(folder: Path) -> None:
-        first, second = (folder / one).read_bytes(), (folder / other).read_bytes()
+        first, second = (folder / left).read_bytes(), (folder / other).read_bytes()
         assert len(first) == len(second)
-        (folder / one).write_bytes(second)
+        (folder / left).write_bytes(second)
         (folder / other).write_bytes(first)
 
     return do

@@ -32,6 +32,6 @@ def read_checkpoint(folder: Path) -> None:
     for name in opened:
         opened[name]
     assert opened.values is not None
-    for found in opened.verify():
-        if found.problem is not None:
-            raise CorruptCheckpointError(found.problem)
+    for check in opened.verify():
+        if check.problem is not None:
+            raise CorruptCheckpointError(check.problem)

@@ -35,7 +35,7 @@ def save_training(folder: Path, scale: float = 1.0) -> Path:
 def tensors_to_lists(value: Any) -> Any:
     """Lists in the place of tensors, for which == is no answer."""
     if isinstance(value, dict):
-        return {name: tensors_to_lists(one) for name, one in value.items()}
+        return {name: tensors_to_lists(item) for name, item in value.items()}
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 

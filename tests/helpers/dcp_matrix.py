@@ -142,10 +142,10 @@ def gather_states(run: LayoutRun, *, whole: bool) -> dict[str, Any]:
 
 def check_states(run: LayoutRun, kind: str) -> None:
     """A run holds what names tell, to the bit."""
-    found, expected = gather_states(run, whole=True), expected_states(kind)
-    assert are_equal(found["model"], expected["model"])
-    assert are_equal(found["optim"]["state"], expected["optim"]["state"])
-    for mine, theirs in zip(found["optim"]["param_groups"], expected["optim"]["param_groups"], strict=True):
+    actual, expected = gather_states(run, whole=True), expected_states(kind)
+    assert are_equal(actual["model"], expected["model"])
+    assert are_equal(actual["optim"]["state"], expected["optim"]["state"])
+    for mine, theirs in zip(actual["optim"]["param_groups"], expected["optim"]["param_groups"], strict=True):
         assert {**mine, "params": sorted(mine["params"])} == {**theirs, "params": sorted(theirs["params"])}
 
 
@@ -193,9 +193,9 @@ def load_ours(path: str, layout: str, kind: str) -> None:
 def load_theirs(path: str, layout: str, kind: str) -> None:
     """The same by torch."""
     run = blank_run(build_model(layout, kind))
-    found = {**gather_states(run, whole=False), "step": 0, "loss": torch.tensor(0.0)}
-    dcp.load(found, checkpoint_id=path)
-    assert are_equal({key: found[key] for key in ("step", "loss")}, {"step": 3, "loss": torch.tensor(0.5)})
-    optim = found["optim"] if found["optim"].get("state") or kind != "sgd" else {**found["optim"], "state": {}}
-    set_state_dict(run.model, run.optimizer, model_state_dict=found["model"], optim_state_dict=optim)
+    actual = {**gather_states(run, whole=False), "step": 0, "loss": torch.tensor(0.0)}
+    dcp.load(actual, checkpoint_id=path)
+    assert are_equal({key: actual[key] for key in ("step", "loss")}, {"step": 3, "loss": torch.tensor(0.5)})
+    optim = actual["optim"] if actual["optim"].get("state") or kind != "sgd" else {**actual["optim"], "state": {}}
+    set_state_dict(run.model, run.optimizer, model_state_dict=actual["model"], optim_state_dict=optim)
     check_states(run, kind)

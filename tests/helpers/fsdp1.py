@@ -157,10 +157,10 @@ def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer, *, fresh: bo
     assert_equal(read_parameters(model), drop_buffers(gather_state_dict(model)))
     assert not torch.equal(read_parameters(model)["scale"], make_net().scale)
     known = gather_optimizer_state(model, optimizer)
-    found = read_states(model, optimizer, ("exp_avg", "exp_avg_sq"))
-    for fqn, tensors in found.items():
+    actual = read_states(model, optimizer, ("exp_avg", "exp_avg_sq"))
+    for fqn, tensors in actual.items():
         assert all(torch.equal(tensor, known[fqn][name]) for name, tensor in tensors.items()), fqn
-    assert known.keys() == found.keys()
+    assert known.keys() == actual.keys()
     check_writes(model)
 
 

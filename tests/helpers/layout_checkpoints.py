@@ -15,9 +15,9 @@ def save_layout(path: str, layout: str) -> None:
 
 
 def assert_same_files(layout: str, made: Path, expected: Path) -> None:
-    found, wanted = read_state_files(made / "s"), read_state_files(expected / "s")
+    actual, wanted = read_state_files(made / "s"), read_state_files(expected / "s")
     if layout.startswith("pp"):
         # A pipeline's optimizers are put together in an order of their own.
-        assert found.pop("state.json")
+        assert actual.pop("state.json")
         wanted.pop("state.json")
-    assert found == wanted
+    assert actual == wanted

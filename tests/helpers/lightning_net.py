@@ -78,9 +78,9 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def gather_contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of a run, whole, by FQN and state."""
     names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}
-    found = {f"model/{name.removeprefix('module.')}": gather_tensor(t) for name, t in module.state_dict().items()}
+    actual = {f"model/{name.removeprefix('module.')}": gather_tensor(t) for name, t in module.state_dict().items()}
     for p, states in optimizer.state.items():
-        found |= {
+        actual |= {
             f"optimizer/{names[id(p)]}/{key}": gather_tensor(t) for key, t in states.items() if torch.is_tensor(t)
         }
-    return found
+    return actual

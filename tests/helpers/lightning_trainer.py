@@ -105,8 +105,8 @@ def fit_module(
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    found = holdfast.open(path)
-    return {name: found[name] for name in found if not name.startswith("ranks/")}
+    checkpoint = holdfast.open(path)
+    return {name: checkpoint[name] for name in checkpoint if not name.startswith("ranks/")}
 
 
 def list_files(folder: Path) -> list[str]:

@@ -88,8 +88,8 @@ def save_rank_file(
         torch.save(tensor.detach().contiguous().clone(), folder / f"tensor_{tid}.pt")
     if info:
         rows = {
-            tid: {"dtype": one.dtype, "shape": one.shape, "expert_model_parallel": flags[tid]}
-            for tid, one in enumerate(tensors)
+            tid: {"dtype": item.dtype, "shape": item.shape, "expert_model_parallel": flags[tid]}
+            for tid, item in enumerate(tensors)
         }
         torch.save(rows, path.with_name(path.name + ".info.pt"))
 
@@ -130,20 +130,22 @@ def shard_zero_states(
             shard_rows(value, dp)[rank] if is_divided else value.clone() if isinstance(value, torch.Tensor) else value
         )
 
-    found = []
+    result = []
     for rank in range(dp):
         tree = {
             "state": {},
             "param_groups": more.get("groups", [{"lr": 0.1, "betas": (0.9, 0.999), "params": list(parameters)}]),
             "base_state": {
-                pid: {name: own(value, pid, rank) for name, value in one.items()} for pid, one in states.items()
+                pid: {name: own(value, pid, rank) for name, value in state.items()} for pid, state in states.items()
             },
-            "shape_info": {pid: list(one.shape) for pid, one in parameters.items()},
+            "shape_info": {pid: list(parameter.shape) for pid, parameter in parameters.items()},
         }
         if more.get("masters"):
-            tree["sharded_master_weights"] = {pid: shard_rows(one.float(), dp)[rank] for pid, one in parameters.items()}
-        found.append(tree)
-    return found
+            tree["sharded_master_weights"] = {
+                pid: shard_rows(parameter.float(), dp)[rank] for pid, parameter in parameters.items()
+            }
+        result.append(tree)
+    return result
 
 
 def rank_file_name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None) -> str:
@@ -151,15 +153,15 @@ def rank_file_name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None)
     return f"dp_rank_{dp:02}{experts}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt"
 
 
-def equal_trees(one: Any, other: Any) -> bool:
+def equal_trees(left: Any, other: Any) -> bool:
     """Equal trees, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal_trees(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal_trees, one, other))
-    return type(one) is type(other) and one == other
+    if isinstance(left, torch.Tensor):
+        return left.dtype == other.dtype and left.shape == other.shape and torch.equal(left, other)
+    if isinstance(left, dict):
+        return list(left) == list(other) and all(equal_trees(left[key], other[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(other) and all(map(equal_trees, left, other))
+    return type(left) is type(other) and left == other
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

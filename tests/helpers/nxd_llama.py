@@ -43,10 +43,12 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(16, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         k, v = k.expand_as(q), v.expand_as(q)
-        found = functional.scaled_dot_product_attention(rotate_positions(q), rotate_positions(k), v, is_causal=True)
-        return self.o_proj(found.transpose(1, 2).flatten(2))
+        actual = functional.scaled_dot_product_attention(rotate_positions(q), rotate_positions(k), v, is_causal=True)
+        return self.o_proj(actual.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -111,8 +113,8 @@ def train_single(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
             model.zero_grad()
             compute_loss(model, make_batch(step, half)).backward()
             halves.append([parameter.grad.clone() for parameter in model.parameters()])
-        for parameter, one, two in zip(model.parameters(), *halves, strict=True):
-            parameter.grad = (one + two) / DP
+        for parameter, left, right in zip(model.parameters(), *halves, strict=True):
+            parameter.grad = (left + right) / DP
         trained.step()
     return model, trained
 
@@ -137,12 +139,12 @@ def dim_of(key: str) -> int | None:
 
 def nxd_names(whole: dict[str, torch.Tensor], tp: int, pp: int) -> dict[str, torch.Tensor]:
     """What a rank of NxD's Llama has: heads in their order, keys and values repeated, gates fused."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for key, one in whole.items():
+    result: dict[str, list[torch.Tensor]] = {}
+    for key, value in whole.items():
         if make_stage(key) == pp:
             dim = dim_of(key)
-            found.setdefault(stored_name(key), []).append(one if dim is None else one.chunk(TP, dim)[tp])
-    return {key: torch.cat(parts).clone() for key, parts in found.items()}
+            result.setdefault(stored_name(key), []).append(value if dim is None else value.chunk(TP, dim)[tp])
+    return {key: torch.cat(parts).clone() for key, parts in result.items()}
 
 
 def train_rank(folder: str) -> None:
@@ -154,7 +156,10 @@ def train_rank(folder: str) -> None:
     pp, dp, tp = rank // (DP * TP), rank // TP % DP, rank % TP
     groups = [dist.new_group([(p * DP + d) * TP + t for d in range(DP)]) for p in range(PP) for t in range(TP)]
     model = Llama()
-    mine = [nn.Parameter(shard_rows(one, DP)[dp]) for one in nxd_names(dict(model.named_parameters()), tp, pp).values()]
+    mine = [
+        nn.Parameter(shard_rows(tensor, DP)[dp])
+        for tensor in nxd_names(dict(model.named_parameters()), tp, pp).values()
+    ]
     trained = make_optimizer(mine)
     for step in range(STEPS):
         model.zero_grad()
@@ -193,7 +198,7 @@ def save_rank(folder: Path, model: nn.Module, training: Any, place: tuple[int, i
         "state": {},
         "param_groups": [{**settings, "params": list(range(len(mine)))}],
         "base_state": {pid: dict(trained.state[parameter]) for pid, parameter in enumerate(mine)},
-        "shape_info": {pid: list(one.shape) for pid, one in enumerate(own.values())},
+        "shape_info": {pid: list(event.shape) for pid, event in enumerate(own.values())},
         "sharded_master_weights": {pid: parameter.data for pid, parameter in enumerate(mine)},
     }
     save_rank_file(folder / "optim" / rank_file_name(dp, tp, pp), tree)

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def make_training(seed: int) -> tuple[Net, torch.optim.Optimizer, Any]:
     model = Net(seed)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
@@ -37,17 +37,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def equal_models(model: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(one, other.state_dict()[key]) for key, one in model.state_dict().items())
+    return all(torch.equal(tensor, other.state_dict()[key]) for key, tensor in model.state_dict().items())
 
 
 def write_nxd(
     folder: Path, model: Net, optimizer: torch.optim.Optimizer, *, dp: int = 2, masters: bool = False
 ) -> None:
-    own = {key: one.clone() for key, one in model.state_dict().items()}
+    own = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     save_rank_file(folder / "model" / rank_file_name(), own)
     (group,) = optimizer.param_groups
-    parameters = dict(enumerate(one.detach() for one in group["params"]))
-    states = {pid: dict(optimizer.state[one]) for pid, one in enumerate(group["params"])}
+    parameters = dict(enumerate(parameter.detach() for parameter in group["params"]))
+    states = {pid: dict(optimizer.state[parameter]) for pid, parameter in enumerate(group["params"])}
     settings = {key: value for key, value in group.items() if key != "params"}
     groups = [{**settings, "params": list(parameters)}]
     for d, tree in enumerate(shard_zero_states(parameters, states, dp, masters=masters, groups=groups)):

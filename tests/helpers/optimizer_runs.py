@@ -73,7 +73,7 @@ def train_step(model: nn.Module, optimizer: optim.Optimizer, number: int) -> flo
 
 def gather_tensors(model: nn.Module, optimizer: optim.Optimizer) -> Tensors:
     names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
-    states = {f"{names[id(p)]}/{name}": t for p, found in optimizer.state.items() for name, t in found.items()}
+    states = {f"{names[id(p)]}/{name}": t for p, actual in optimizer.state.items() for name, t in actual.items()}
     return {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
         for name, t in states.items()
@@ -95,12 +95,12 @@ def load_run(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
     return gather_tensors(model, optimizer), train_step(model, optimizer, 2) + train_step(model, optimizer, 3)
 
 
-def assert_equal_runs(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_runs(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].device == tensor.device, name
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].device == tensor.device, name
+        assert torch.equal(actual[name], tensor), name
 
 
 def check_optimizer(ranks: Ranks, path: Path, kind: str, writer: str, readers: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ def check_optimizer(ranks: Ranks, path: Path, kind: str, writer: str, readers: I
     expected, loss = ranks(LAYOUTS[writer], save_run, str(path / writer), writer, kind)[0]
     assert_equal_runs(load_file(path / writer / "s/optimizer/optimizer.safetensors"), expected)
     for reader in readers:
-        for found, its_loss in ranks(LAYOUTS[reader], load_run, str(path / writer), reader, kind):
-            assert_equal_runs(found, expected)
+        for result, its_loss in ranks(LAYOUTS[reader], load_run, str(path / writer), reader, kind):
+            assert_equal_runs(result, expected)
             # Muon's iterations are in bfloat16, and round otherwise in another layout.
             assert its_loss == pytest.approx(loss, rel=1e-2 if kind == "muon" else 1e-4)

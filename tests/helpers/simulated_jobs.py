@@ -87,12 +87,12 @@ class Job:
 
     def holders(self, key: Key) -> dict[tuple[int, ...], list[int]]:
         """The ranks, ascending, that hold the same elements, for each part that has any."""
-        tensor, found = self.tensors[key], defaultdict(list)
+        tensor, actual = self.tensors[key], defaultdict(list)
         elements = torch.arange(tensor.numel()).view(tensor.shape)
         for rank in self.ranks:
             if self.holds(key, rank):
-                found[tuple(self.part(key, rank, elements).flatten().tolist())].append(rank)
-        return {part: ranks for part, ranks in found.items() if part}
+                actual[tuple(self.part(key, rank, elements).flatten().tolist())].append(rank)
+        return {part: ranks for part, ranks in actual.items() if part}
 
     def plans(self, limit: int = 2000) -> list[SavePlan]:
         members = self.membership()
@@ -102,11 +102,11 @@ class Job:
 def sub_meshes(mesh: MeshShape, kept: Sequence[bool]) -> list[MeshShape]:
     """The sub-meshes of a mesh along the dimensions that are kept."""
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
-    found = []
+    result = []
     for at in itertools.product(*(range(1 if keep else size) for size, keep in zip(mesh.shape, kept, strict=True))):
         index = tuple(slice(None) if keep else i for i, keep in zip(at, kept, strict=True))
-        found.append(MeshShape(tuple(grid[index].shape), tuple(grid[index].flatten().tolist())))
-    return found
+        result.append(MeshShape(tuple(grid[index].shape), tuple(grid[index].flatten().tolist())))
+    return result
 
 
 class Jobs:
@@ -180,21 +180,21 @@ tensor_shapes = st.one_of(
 
 @st.composite
 def named_tensors(draw: st.DrawFn) -> dict[Key, torch.Tensor]:
-    found = {}
+    result = {}
     for number in range(draw(st.integers(1, 6))):
         shape = draw(tensor_shapes)
         group = draw(st.sampled_from(["model", "optimizer", "state"]))
-        found[group, f"t{number}"] = random_tensor(shape, draw(st.sampled_from(Jobs.DTYPES)), seed=number)
-    return found
+        result[group, f"t{number}"] = random_tensor(shape, draw(st.sampled_from(Jobs.DTYPES)), seed=number)
+    return result
 
 
 @st.composite
 def jobs(draw: st.DrawFn, held: dict[Key, torch.Tensor] | None = None) -> Job:
     """A job that holds some tensors, and a few that each rank has of its own."""
-    found = Jobs(draw)
+    actual = Jobs(draw)
     for key, tensor in (draw(named_tensors()) if held is None else held).items():
-        found.add(key, tensor)
-    job = found.job
+        actual.add(key, tensor)
+    job = actual.job
     for rank in draw(st.sets(st.sampled_from(list(job.ranks)), max_size=3)) if held is None else ():
         job.tensors[PER_RANK, f"{rank}/rng"] = random_tensor((rank + 1, 3), torch.uint8, seed=rank)
         job.held[PER_RANK, f"{rank}/rng"] = {rank: None}

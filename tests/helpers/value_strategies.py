@@ -41,8 +41,8 @@ plain_values = (
 time_values = (
     st.dates()
     | st.timedeltas()
-    | st.builds(lambda one, zone, fold: one.replace(tzinfo=zone, fold=fold), st.datetimes(), zones, folds)
-    | st.builds(lambda one, zone, fold: one.replace(tzinfo=zone, fold=fold), st.times(), zones, folds)
+    | st.builds(lambda case, zone, fold: case.replace(tzinfo=zone, fold=fold), st.datetimes(), zones, folds)
+    | st.builds(lambda case, zone, fold: case.replace(tzinfo=zone, fold=fold), st.times(), zones, folds)
     | zones
 )
 

@@ -235,7 +235,7 @@ def strides_of_one_hash(number: int) -> bytes:
     made = b"ctorch._utils\n_rebuild_tensor_v2\nq\x610" + storage + b"(" + b"K\x01" * 16 + b"tq\x620"
     raw = made + b"".join(pickle_integer(k * HASH_MODULUS) + b"q" + bytes([k]) + b"0" for k in range(4)) + b"}("
     for row, strides in enumerate(itertools.islice(itertools.product(range(4), repeat=16), number)):
-        raw += pickle_text(f"w{row}") + b"h\x61(h\x60K\x00h\x62(" + b"".join(b"h" + bytes([one]) for one in strides)
+        raw += pickle_text(f"w{row}") + b"h\x61(h\x60K\x00h\x62(" + b"".join(b"h" + bytes([item]) for item in strides)
         raw += b"t\x89NtR"
     return raw + b"u"
 
@@ -376,7 +376,7 @@ def test_an_index_of_many_names_of_one_file_costs_little(tmp_path: Path) -> None
     weight_map = {f"w{number}": "model-1.safetensors" for number in range(30_000)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     started = time.process_time()
-    problems = [found.problem for found in holdfast.open(tmp_path).verify() if found.problem]
+    problems = [check.problem for check in holdfast.open(tmp_path).verify() if check.problem]
     assert any("but it does not" in problem for problem in problems)
     assert time.process_time() - started < MAX_SECONDS
 

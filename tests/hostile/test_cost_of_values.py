@@ -234,8 +234,8 @@ def test_many_honest_keys_are_read() -> None:
         "large": {2**64 + i: 0 for i in range(100)},
         "ranges": {range(i) for i in range(500)},
     }
-    found = unpickle(pickle.dumps(tree, 2), PLAIN, "x")
-    assert found == tree
+    actual = unpickle(pickle.dumps(tree, 2), PLAIN, "x")
+    assert actual == tree
     assert values.load_values(values.dump_values(tree, ArrayDecoder({})), ArrayDecoder({}), "x") == tree  # type: ignore[arg-type]
 
 
@@ -294,10 +294,10 @@ def test_names_of_one_tree_take_steps_in_proportion() -> None:
 def test_what_is_shared_in_a_file_is_shared_in_its_values(tmp_path: Path) -> None:
     tensor, row, table = torch.arange(3.0), [1, 2], collections.OrderedDict(a=1)
     tree = {"n": 0, "a": [tensor, row, table], "b": {"again": tensor, "row": row, "table": table}}
-    found = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
-    assert found["a"][0] is found["b"]["again"]
-    assert found["a"][1] is found["b"]["row"]
-    assert found["a"][2] is found["b"]["table"]
+    content = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
+    assert content["a"][0] is content["b"]["again"]
+    assert content["a"][1] is content["b"]["row"]
+    assert content["a"][2] is content["b"]["table"]
     again = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
-    assert again["a"][1] is not found["a"][1]
-    assert torch.equal(found["a"][0], tensor)
+    assert again["a"][1] is not content["a"][1]
+    assert torch.equal(content["a"][0], tensor)

@@ -475,7 +475,7 @@ def test_nothing_in_a_checkpoint_is_ever_run(folder: Path) -> None:
     names = [str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.suffix in {".bin", ".pt", ".pkl"}]
     table = read_manifest(folder)
     record = {"size": len(pickled), "crc64nvme": f"{crc64(pickled):016x}"}
-    reseal_checkpoint(folder, lambda found: found["files"].update(dict.fromkeys(names, record)))
+    reseal_checkpoint(folder, lambda actual: actual["files"].update(dict.fromkeys(names, record)))
     assert len(names) == 4
     assert set(table["files"]) == set(FILES)
     read_checkpoint(folder)

@@ -60,12 +60,13 @@ def save(layout: str, folder: str, prefix: str | None = None) -> None:
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: layouts.expected_tensor(f"model/{name}", one.shape, one.dtype) for name, one in model.state_dict().items()
+        name: layouts.expected_tensor(f"model/{name}", tensor.shape, tensor.dtype)
+        for name, tensor in model.state_dict().items()
     }
 
 
-def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=str)
@@ -80,8 +81,8 @@ def test_files_hold_the_whole_model_whoever_wrote_them(ranks: Ranks, tmp_path: P
     ):
         table = json.loads((tmp_path / folder / index).read_text())["weight_map"]
         assert len(set(table.values())) > 2
-        found = {name: read(tmp_path / folder / file)[name] for name, file in table.items()}
-        assert equal(found, expected)
+        actual = {name: read(tmp_path / folder / file)[name] for name, file in table.items()}
+        assert equal(actual, expected)
     if writer[0] != "plain":
         save("plain", str(tmp_path / "alone"))
         for file in (tmp_path / "alone").rglob("*.*"):
@@ -93,11 +94,11 @@ def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list
     run = layouts.blank_run(layouts.LAYOUTS[layout][0]())
     model, optimizer = ("m.safetensors", "o.safetensors") if kind == "file" else ("sharded", "sharded")
     model = {"torch file": "m.pt", "bins": "bins"}.get(kind, model)
-    told = holdfast.load_model(run.model, f"{folder}/{model}", prefix=prefix)
-    assert told.verified == (kind in {"file", "folder"})
-    assert told.exact == ("model",)
-    told = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
-    assert told.matched_by == {"optimizer": "model"}
+    restored = holdfast.load_model(run.model, f"{folder}/{model}", prefix=prefix)
+    assert restored.verified == (kind in {"file", "folder"})
+    assert restored.exact == ("model",)
+    restored = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
+    assert restored.matched_by == {"optimizer": "model"}
     expected = layouts.fill_run(layouts.LAYOUTS[layout][0]())
     theirs = dict(layouts.named_tensors(expected))
     return [
@@ -147,8 +148,8 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
         for named, given, by in ((False, False, "places"), (True, False, "names"), (False, True, "model")):
             other, fresh = make(named=named)
             fresh.state.clear()
-            told = holdfast.load_optimizer(fresh, tmp_path / f"{file}.safetensors", model=other if given else None)
-            assert told.matched_by["optimizer"] == ("places" if file == "places" else by)
+            restored = holdfast.load_optimizer(fresh, tmp_path / f"{file}.safetensors", model=other if given else None)
+            assert restored.matched_by["optimizer"] == ("places" if file == "places" else by)
             for mine, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
                 assert equal(mine, theirs)
 
@@ -177,8 +178,8 @@ def test_all_that_does_not_match_is_one_error_and_nothing_is_changed(tmp_path: P
     assert "only in the checkpoint: c.bias" in str(caught.value)
     assert equal(other.state_dict(), before)
     del other["a"]
-    told = holdfast.load_model(other, tmp_path / "m", strict=False)
-    assert set(told.missing) == {"d.weight", "d.bias"}
+    restored = holdfast.load_model(other, tmp_path / "m", strict=False)
+    assert set(restored.missing) == {"d.weight", "d.bias"}
     assert torch.equal(other["b"].weight, model["b"].weight)
 
 
@@ -311,8 +312,8 @@ def test_the_next_save_of_a_part_removes_all_that_dead_ones_of_it_left_and_nothi
     with closing(directories.create_locked(tmp_path / DEAD._replace(id="3" * 16).name)) as living:
         assert living.held
         save_weight(tmp_path / "m", 1.0)
-        left = {one.name for one in tmp_path.iterdir()} - {"m"}
-    assert {(one.tag, one.id[0]) for one in map(parse_hidden_name, left) if one} == {("n", "2"), ("m", "3")}
+        left = {file.name for file in tmp_path.iterdir()} - {"m"}
+    assert {(item.tag, item.id[0]) for item in map(parse_hidden_name, left) if item} == {("n", "2"), ("m", "3")}
     assert len(left) == 4
 
 
@@ -401,12 +402,12 @@ def test_a_load_waits_for_the_save_that_is_under_way(
 
     monkeypatch.setattr(ComponentStaging, "publish", slow)
     holdfast.save_model(new, tmp_path / "link", shard=True, use_async=True)
-    found = nn.Linear(2, 2)
+    actual = nn.Linear(2, 2)
     if booster:
-        Booster().load_model(found, tmp_path / "link")
+        Booster().load_model(actual, tmp_path / "link")
     else:
-        holdfast.load_model(found, tmp_path / "link")
-    assert equal(found.state_dict(), new.state_dict())
+        holdfast.load_model(actual, tmp_path / "link")
+    assert equal(actual.state_dict(), new.state_dict())
 
 
 def test_a_part_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:

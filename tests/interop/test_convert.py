@@ -57,21 +57,21 @@ def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None
 
 def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "all.pt", to="torch")
-    found = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
     run = start_run("plain", seed=1)
-    run.model.load_state_dict(found["model"])
-    run.optimizer.load_state_dict(found["optimizer"])
-    run.scheduler.load_state_dict(found["scheduler"])
+    run.model.load_state_dict(loaded["model"])
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    run.scheduler.load_state_dict(loaded["scheduler"])
     expected = train_run("plain")
     assert_equal(gather_run(run), gather_run(expected))
     torch.manual_seed(0)
     losses = [run.step(n) for n in (3, 4)]
     torch.manual_seed(0)
     assert losses == [expected.step(n) for n in (3, 4)]
-    assert found["user_content"]["step"] == 3
-    assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
-    assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
-    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+    assert loaded["user_content"]["step"] == 3
+    assert torch.equal(loaded["user_content"]["table"], torch.arange(40_000.0))
+    assert torch.equal(loaded["user_content"]["nested"][0]["array"], torch.arange(5))
+    assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
 
 
 def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) > 2
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for name in names[:-1]:
-        found |= load_file(tmp_path / "hf" / name)
+        result |= load_file(tmp_path / "hf" / name)
     expected = train_run("plain").model.state_dict()
-    assert found.keys() == expected.keys() - {"head.weight"}
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert result.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(result[name], expected[name]) for name in result)
 
 
 @pytest.mark.parametrize("way", [["torch"], ["lightning"], ["torch", "native"], ["lightning", "torch", "native"]])
@@ -133,8 +133,8 @@ def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, con
     holdfast.convert(tmp_path / "run/s", tmp_path / "there", to=to)
     holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
     for name in ("there", "back"):
-        found = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
-        assert tensors_to_lists(found) == tensors_to_lists(content)
+        restored = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
+        assert tensors_to_lists(restored) == tensors_to_lists(content)
 
 
 def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> Non
             self.net = train_run("plain", steps=0).model
 
     holdfast.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
-    found = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
-    assert torch.equal(found.net.embed.weight, train_run("plain").model.embed.weight)
+    actual = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    assert torch.equal(actual.net.embed.weight, train_run("plain").model.embed.weight)
     assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]) == 1
 
 
@@ -183,15 +183,15 @@ def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
         rename={r"^body\.(\d)": r"layers.\1"},
         dtype="bfloat16",
     )
-    found = holdfast.open(tmp_path / "out")
+    checkpoint = holdfast.open(tmp_path / "out")
     model = train_run("plain").model.state_dict()
     names = {"model/layers.0.weight": "body.0.weight", "model/layers.2.weight": "body.2.weight"}
     names["model/norm.weight"] = "norm.weight"
-    assert {name for name in found if name.startswith("model/")} == set(names)
+    assert {name for name in checkpoint if name.startswith("model/")} == set(names)
     for name, theirs in names.items():
-        assert torch.equal(found[name], model[theirs].bfloat16()), name
-    assert found["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
-    groups = found.values["optimizer"]["groups"]
+        assert torch.equal(checkpoint[name], model[theirs].bfloat16()), name
+    assert checkpoint["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
+    groups = checkpoint.values["optimizer"]["groups"]
     assert sorted(name for group in groups for name in group["params"]) == sorted(
         name.removeprefix("model/") for name in names
     )
@@ -234,13 +234,13 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
     write = pipeline.write_file_ranges
 
     def lossy(files: Any, *rest: Any) -> Any:
-        found = write(files, *rest)
+        actual = write(files, *rest)
         with Path(files[0]).open("r+b") as file:
             file.seek(-5, 2)
             byte = file.read(1)
             file.seek(-5, 2)
             file.write(bytes([byte[0] ^ 4]))
-        return found
+        return actual
 
     monkeypatch.setattr(pipeline, "write_file_ranges", lossy)
     with pytest.raises(CorruptCheckpointError, match="not what was written"):
@@ -385,8 +385,8 @@ def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Pa
     ranks(3, convert_together, str(saved), str(tmp_path / "three"), to)
     convert_together(str(saved), str(tmp_path / "one"), to)
     if to == "torch":
-        one, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
-        assert all(torch.equal(one[name], three[name]) for name in one)
+        item, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
+        assert all(torch.equal(item[name], three[name]) for name in item)
     else:
         assert read_state_files(tmp_path / "one") == read_state_files(tmp_path / "three")
 
@@ -480,16 +480,16 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> No
 
 def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
-    found = load_file(tmp_path / "one.safetensors")
-    assert torch.equal(found["embed.weight"], train_run("plain").model.embed.weight)
+    loaded = load_file(tmp_path / "one.safetensors")
+    assert torch.equal(loaded["embed.weight"], train_run("plain").model.embed.weight)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
 
 
 @pytest.mark.parametrize("name", ["one", "one.pt", "one.bin", "one.ckpt", "pytorch_model.bin"])
 def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path: Path, name: str) -> None:
     holdfast.convert(saved, tmp_path / name, to="safetensors")
-    found = holdfast.open(tmp_path / name)
-    assert torch.equal(found["model/embed.weight"], train_run("plain").model.embed.weight)
+    checkpoint = holdfast.open(tmp_path / name)
+    assert torch.equal(checkpoint["model/embed.weight"], train_run("plain").model.embed.weight)
 
 
 @pytest.mark.parametrize("to", ["torch", "lightning"])

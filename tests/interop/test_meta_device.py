@@ -59,12 +59,12 @@ def load(layout: str, path: str) -> bool:
     model = wrap(layout, model)
     ids = [id(parameter) for parameter in model.parameters()]
     holdfast.load_model(model, path)
-    assert not [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    assert not [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert ids == [id(parameter) for parameter in model.parameters()]
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.rotary.angles, torch.arange(6) / 7)
-    for name, one in model.state_dict().items():
-        whole = one.full_tensor() if isinstance(one, DTensor) else one
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if name != "head.weight":
             assert torch.equal(whole, layouts.expected_tensor(f"model/{name}", whole.shape, whole.dtype)), name
     if layout != "fsdp_tp":
@@ -104,7 +104,7 @@ def test_a_buffer_that_nothing_makes_is_an_error_before_anything_is_changed(tmp_
         model = Lost()
     with pytest.raises(MismatchError, match=r"table: on the meta device here.*Lost has no reset_parameters"):
         holdfast.load_model(model, tmp_path / "m.pt")
-    assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    assert all(parameter.is_meta for parameter in (*model.parameters(), *model.buffers()))
 
 
 def test_without_strict_what_is_missing_is_initialised_by_its_module(tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ def test_averages_by_number_are_read(tmp_path: Path) -> None:
     """As code for exponential moving averages saves its shadow parameters."""
     ema = {"decay": 0.9, "shadow": {0: one(1), 1: one(2)}}
     file = save_tree(tmp_path, {"model": {"w": one()}, "ema": ema})
-    found = holdfast.open(file).values["user_content"]["ema"]
-    assert equal_bits(found["shadow"][0], one(1))
-    assert equal_bits(found["shadow"][1], one(2))
+    content = holdfast.open(file).values["user_content"]["ema"]
+    assert equal_bits(content["shadow"][0], one(1))
+    assert equal_bits(content["shadow"][1], one(2))
 
 
 def test_a_model_by_number_is_read(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_tensors_in_values_have_their_whole_paths_as_names(tmp_path: Path) -> No
     long = "text_model.encoder.transformer.layers.attention.self.projection."
     tree = {"n": 1, "list": [{f"{long}{i}": one(i), i: one(-i)} for i in range(3)]}
     holdfast.convert(save_tree(tmp_path, tree), tmp_path / "out", to="native")
-    found = holdfast.open(tmp_path / "out").values["user_content"]["list"]
-    assert [[float(row[key][0]) for key in row] for row in found] == [[i, -i] for i in range(3)]
+    content = holdfast.open(tmp_path / "out").values["user_content"]["list"]
+    assert [[float(row[key][0]) for key in row] for row in content] == [[i, -i] for i in range(3)]
     raw = (tmp_path / "out" / "state.safetensors").read_bytes()
     assert all(f"user_content.list.{i}.{long}{i}".encode() in raw for i in range(3))
 

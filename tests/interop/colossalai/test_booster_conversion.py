@@ -46,9 +46,9 @@ def test_torch_finds_a_state_dict_in_the_files_of_the_model(saved: Path, tmp_pat
     holdfast.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
     expected = train_run("plain").model.state_dict()
     index, files = shards(tmp_path / "out/modeling")
-    found = {name: tensor for file in files for name, tensor in file.items()}
+    actual = {name: tensor for file in files for name, tensor in file.items()}
     assert len(files) > 2
-    assert_equal(found, dict(expected))
+    assert_equal(actual, dict(expected))
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values()) / 2**20
     tied = next(file for file in files if "head.weight" in file)

@@ -26,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> tuple[int, str]:
-    found = CliRunner().invoke(app, [*words], env={"COLUMNS": "400"})
-    return found.exit_code, found.output
+    actual = CliRunner().invoke(app, [*words], env={"COLUMNS": "400"})
+    return actual.exit_code, actual.output
 
 
 def test_sound_folders_are_sound(folder: Path) -> None:

@@ -107,12 +107,12 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def load(path: str, layout: str, exchange: str = "never") -> list[str]:
     run = blank_run(LAYOUTS[layout][0]())
-    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
-    assert not found.verified
-    assert found.missing == ("rng",)
-    assert found.unexpected == ()
-    assert found.user_content["step"] == 3
-    assert equal_bits(found.user_content["loss"], torch.tensor(0.5))
+    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    assert not restored.verified
+    assert restored.missing == ("rng",)
+    assert restored.unexpected == ()
+    assert restored.user_content["step"] == 3
+    assert equal_bits(restored.user_content["loss"], torch.tensor(0.5))
     oracle = dict(named_tensors(fill_run(LAYOUTS[layout][0]())))
     mine = dict(named_tensors(run))
     assert mine.keys() == oracle.keys()
@@ -132,7 +132,7 @@ SOME_WRITERS, SOME_READERS = [("tp", 3), ("fsdp_tp", 4)], [("plain", 1), ("fsdp"
 PAIRS = sorted({(w, r) for w in WRITERS for r in READERS if w in SOME_WRITERS or r in SOME_READERS})
 
 
-@pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=lambda one: f"{one[0]}{one[1]}")
+@pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=lambda case: f"{case[0]}{case[1]}")
 def test_every_layout_loads_what_any_other_has_written(
     ranks: Ranks, written: Callable[..., Path], writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:
@@ -140,16 +140,16 @@ def test_every_layout_loads_what_any_other_has_written(
     assert {"model/head.weight", "optimizer/layers.2.up.bias/exp_avg_sq", "model/seen"} <= names
 
 
-@pytest.mark.parametrize("reader", [("hsdp_tp", 4), ("tp", 3), ("fsdp", 4)], ids=lambda one: f"{one[0]}{one[1]}")
-@pytest.mark.parametrize("writer", [("fsdp_tp", 4), ("tp", 3)], ids=lambda one: f"{one[0]}{one[1]}")
+@pytest.mark.parametrize("reader", [("hsdp_tp", 4), ("tp", 3), ("fsdp", 4)], ids=lambda case: f"{case[0]}{case[1]}")
+@pytest.mark.parametrize("writer", [("fsdp_tp", 4), ("tp", 3)], ids=lambda case: f"{case[0]}{case[1]}")
 def test_each_byte_is_read_once_and_passed_on(
     ranks: Ranks, written: Callable[..., Path], writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:
     ranks(reader[1], load, str(written(*writer)), reader[0], "always")
 
 
-@pytest.mark.parametrize("writer", [("fsdp", 2), ("pp", 2)], ids=lambda one: one[0])
-@pytest.mark.parametrize("reader", SOME_READERS, ids=lambda one: f"{one[0]}{one[1]}")
+@pytest.mark.parametrize("writer", [("fsdp", 2), ("pp", 2)], ids=lambda case: case[0])
+@pytest.mark.parametrize("reader", SOME_READERS, ids=lambda case: f"{case[0]}{case[1]}")
 def test_flattened_optimizer_states(
     ranks: Ranks, written: Callable[..., Path], writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:
@@ -183,9 +183,9 @@ def test_fsdp1(ranks: Ranks, tmp_path: Path, n: int) -> None:
     for reader, m in SOME_READERS:
         ranks(m, load, path, reader)
     expected = dict(named_tensors(oracle))
-    for found in ranks(3, load_fsdp1, path):
-        assert found.keys() == expected.keys()
-        assert all(equal_bits(tensor, expected[name]) for name, tensor in found.items())
+    for result in ranks(3, load_fsdp1, path):
+        assert result.keys() == expected.keys()
+        assert all(equal_bits(tensor, expected[name]) for name, tensor in result.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ def test_fsdp1(ranks: Ranks, tmp_path: Path, n: int) -> None:
 
 
 def opened(path: Path, keys: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
-    found = holdfast.open(path, keys=keys)
-    return {name: found[name] for name in found}
+    checkpoint = holdfast.open(path, keys=keys)
+    return {name: checkpoint[name] for name in checkpoint}
 
 
 class App:
@@ -252,10 +252,10 @@ def test_a_run_resumes_from_what_people_save(tmp_path: Path, form: Any, kind: An
 
 def test_the_rest_is_user_content(tmp_path: Path) -> None:
     path = save_dcp(tmp_path / "c", torchtitan(*train_model()))
-    found = holdfast.open(path).values["user_content"]
-    assert found["train_state"] == {"step": torch.tensor(3), "ntokens_seen": torch.tensor(2**40)}
-    assert found["dataloader"] == {"dp_rank_0": b"pickled", "world_size": 1}
-    assert found.keys() == {"train_state", "dataloader"}
+    content = holdfast.open(path).values["user_content"]
+    assert content["train_state"] == {"step": torch.tensor(3), "ntokens_seen": torch.tensor(2**40)}
+    assert content["dataloader"] == {"dp_rank_0": b"pickled", "world_size": 1}
+    assert content.keys() == {"train_state", "dataloader"}
 
 
 VALUES = {
@@ -272,10 +272,10 @@ VALUES = {
 def test_values_of_any_form(tmp_path: Path) -> None:
     """Numbers as keys come back as text: that is how DCP saves them."""
     path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(1)}, "all": {**VALUES, 7: "seven"}})
-    found = holdfast.open(path).values["user_content"]["all"]
-    assert repr(found) == repr({**VALUES, "7": "seven"}) or set(found) == {*VALUES, "7"}
+    content = holdfast.open(path).values["user_content"]["all"]
+    assert repr(content) == repr({**VALUES, "7": "seven"}) or set(content) == {*VALUES, "7"}
     for name, value in VALUES.items():
-        assert repr(found[name]) == repr(value), name
+        assert repr(content[name]) == repr(value), name
 
 
 WRITES: dict[str, Callable[[Path], Any]] = {
@@ -290,8 +290,8 @@ def test_several_files_of_a_rank(tmp_path: Path, kind: str) -> None:
     model, optimizer, scheduler = train_model()
     dcp.save(state_by_name(model, optimizer, scheduler), storage_writer=WRITES[kind](tmp_path / "c"), no_dist=True)
     assert (len(list((tmp_path / "c").glob("*.distcp"))) == 1) == (kind == "one file")
-    found = opened(tmp_path / "c")
-    assert all(equal_bits(found[f"model/{name}"], tensor) for name, tensor in model.state_dict().items())
+    actual = opened(tmp_path / "c")
+    assert all(equal_bits(actual[f"model/{name}"], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_state_that_was_not_flattened(tmp_path: Path) -> None:
@@ -300,8 +300,8 @@ def test_a_state_that_was_not_flattened(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "inner": {"v": torch.arange(4.0), "n": 1}}
     save_dcp(tmp_path / "c", state, planner=DefaultSavePlanner(flatten_state_dict=False))
     assert equal_bits(opened(tmp_path / "c")["model/w"], torch.ones(3))
-    found = holdfast.open(tmp_path / "c").values["user_content"]["inner"]
-    assert equal_bits(found["v"], torch.arange(4.0))
+    content = holdfast.open(tmp_path / "c").values["user_content"]["inner"]
+    assert equal_bits(content["v"], torch.arange(4.0))
 
 
 def alone(path: str) -> None:
@@ -342,9 +342,9 @@ def test_safetensors_in_shards(ranks: Ranks, tmp_path: Path) -> None:
     expected = {
         name: tensor for name, tensor in named_tensors(fill_run(LAYOUTS["plain"][0]())) if name.startswith("model/")
     }
-    found = opened(tmp_path / "c")
-    assert len(found) == len(expected) - 1
-    assert all(equal_bits(tensor, expected[name]) for name, tensor in found.items())
+    actual = opened(tmp_path / "c")
+    assert len(actual) == len(expected) - 1
+    assert all(equal_bits(tensor, expected[name]) for name, tensor in actual.items())
     (tmp_path / "c/shard-00002-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="is incomplete"):
         holdfast.open(tmp_path / "c")
@@ -374,13 +374,13 @@ def test_any_range_of_any_chunks(states: dict[str, Any], backwards: bool, data: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
         write_chunks(path, states, lambda n: tuple(range(n))[:: -1 if backwards else 1])
-        found = holdfast.open(path)
-        assert found.keys() == sorted(f"model/{name}" for name in states)
+        checkpoint = holdfast.open(path)
+        assert checkpoint.keys() == sorted(f"model/{name}" for name in states)
         for name, (tensor, _) in states.items():
-            assert equal_bits(found[f"model/{name}"], tensor)
+            assert equal_bits(checkpoint[f"model/{name}"], tensor)
             start = data.draw(st.integers(0, tensor.numel()))
             stop = data.draw(st.integers(start, tensor.numel()))
-            assert equal_bits(found.read(f"model/{name}", start, stop), tensor.flatten()[start:stop])
+            assert equal_bits(checkpoint.read(f"model/{name}", start, stop), tensor.flatten()[start:stop])
 
 
 def test_torch_reads_what_the_test_above_writes(tmp_path: Path) -> None:
@@ -396,12 +396,12 @@ def test_torch_reads_what_the_test_above_writes(tmp_path: Path) -> None:
 
 def test_a_range_of_a_large_chunk_reads_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     big = torch.arange(16 * 2**20, dtype=torch.int32)
-    found = holdfast.open(save_dcp(tmp_path / "c", {"model": {"w": big}}))
+    checkpoint = holdfast.open(save_dcp(tmp_path / "c", {"model": {"w": big}}))
     sizes, plain = [], BufferedReader.read
     monkeypatch.setattr(
         BufferedReader, "read", lambda self, at, into: (sizes.append(len(into)), plain(self, at, into))[1]
     )
-    assert equal_bits(found.read("model/w", 9_000_000, 9_000_010), big[9_000_000:9_000_010])
+    assert equal_bits(checkpoint.read("model/w", 9_000_000, 9_000_010), big[9_000_000:9_000_010])
     assert sum(sizes) < 16 * 2**20 + 10_000  # a block, and what tells where the chunk lies
 
 
@@ -413,7 +413,7 @@ def test_the_commands_take_such_a_folder(tmp_path: Path) -> None:
     path = save_dcp(tmp_path / "c", state_by_name(*train_model()))
     table = json.loads(command("show", "--json", str(path)).stdout)
     assert table["format"] == "dcp"
-    assert {one["name"] for one in table["tensors"]} >= {"model/0.weight", "optimizer/0.weight/exp_avg"}
+    assert {entry["name"] for entry in table["tensors"]} >= {"model/0.weight", "optimizer/0.weight/exp_avg"}
     assert table["values"]["user_content"] == {"step": 3}
     verified = command("verify", str(path))
     assert (verified.returncode, " verified" in verified.stdout) == (0, True)

@@ -217,8 +217,8 @@ def test_verify_names_every_damaged_tensor_and_goes_on(folder: Path) -> None:
     second = raw.index(b"PK\3\4", raw.index(b"PK\5\6"))
     raw[second : second + 4] = b"XXXX"
     (folder / "__1_0.distcp").write_bytes(raw)
-    found = {one.name: one.problem for one in holdfast.open(folder).verify()}
-    assert {name for name, problem in found.items() if problem} == {"model/b"}
+    actual = {check.name: check.problem for check in holdfast.open(folder).verify()}
+    assert {name for name, problem in actual.items() if problem} == {"model/b"}
 
 
 @given(st.data())

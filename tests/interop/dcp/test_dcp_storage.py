@@ -48,15 +48,15 @@ def save(path: str, step: int, **options: Any) -> None:
 
 
 def load(path: str, step: int, theirs: bool = False) -> None:
-    found = make_state(-1)
-    found |= {"list": None, "pair": None}
-    dcp.load(found, checkpoint_id=path) if theirs else dcp.load(found, storage_reader=FileSystemReader(path))
+    actual = make_state(-1)
+    actual |= {"list": None, "pair": None}
+    dcp.load(actual, checkpoint_id=path) if theirs else dcp.load(actual, storage_reader=FileSystemReader(path))
     for name, tensor in make_tensors(step).items():
-        assert equal_bits(full(found["model"][name]), tensor), name
-    assert found["step"] == step
-    assert (found["list"], found["groups"]) == (VALUES["list"], VALUES["groups"])
-    assert torch.equal(found["pair"][0], torch.arange(3))
-    assert found["pair"][1] == {"x": 2.5}
+        assert equal_bits(full(actual["model"][name]), tensor), name
+    assert actual["step"] == step
+    assert (actual["list"], actual["groups"]) == (VALUES["list"], VALUES["groups"])
+    assert torch.equal(actual["pair"][0], torch.arange(3))
+    assert actual["pair"][1] == {"x": 2.5}
 
 
 def names(path: Path) -> list[str]:
@@ -118,7 +118,10 @@ from tests.helpers.dcp_states import make_state
 dist.init_process_group("gloo")
 for step in (1, 2):
     writer = FileSystemWriter(sys.argv[1], thread_count=3)
-    dcp.async_save(make_state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+    future = dcp.async_save(
+        make_state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    future.result()
 dist.destroy_process_group()
 """
 
@@ -348,9 +351,9 @@ def test_records_that_begin_at_the_same_byte_are_told_apart(tmp_path: Path) -> N
     records = [ChecksumRecord(start, size, f"{crc64(data[start : start + size]):016x}") for start, size in places]
     verified = VerifiedReader(ReaderPool(), tmp_path, {"f": records})
     for start, stop in [(0, 4), (9, 12), (0, 4)]:
-        found = bytearray(stop - start)
-        verified.read(tmp_path / "f", start, memoryview(found))
-        assert found == data[start:stop]
+        buffer = bytearray(stop - start)
+        verified.read(tmp_path / "f", start, memoryview(buffer))
+        assert buffer == data[start:stop]
 
 
 def test_of_a_chunk_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
@@ -397,16 +400,16 @@ class Mine:
 
 def test_values_of_any_class_for_those_who_trust_them(tmp_path: Path) -> None:
     dcp.save({"mine": Mine()}, storage_writer=FileSystemWriter(tmp_path / "c"), no_dist=True)
-    found: dict[str, Any] = {"mine": None}
-    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "c", weights_only=False), no_dist=True)
-    assert isinstance(found["mine"], Mine)
+    actual: dict[str, Any] = {"mine": None}
+    dcp.load(actual, storage_reader=FileSystemReader(tmp_path / "c", weights_only=False), no_dist=True)
+    assert isinstance(actual["mine"], Mine)
 
 
 def test_a_file_in_memory_is_one_again(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "blob": io.BytesIO(b"bytes")}, checkpoint_id=tmp_path / "c", no_dist=True)
-    found: dict[str, Any] = {"blob": None}
-    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
-    assert found["blob"].getvalue() == b"bytes"
+    actual: dict[str, Any] = {"blob": None}
+    dcp.load(actual, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert actual["blob"].getvalue() == b"bytes"
 
 
 def test_metadata_that_lacks_a_chunk_is_refused(tmp_path: Path) -> None:

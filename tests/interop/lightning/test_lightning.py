@@ -44,8 +44,8 @@ def test_a_run_goes_on_in_any_layout_and_number(
     saved = tmp_path / "a/epoch=0-step=4.ckpt"
     assert holdfast.open(saved).values["user_content"]["global_step"] == 4
     for number, (other, m) in enumerate([*LAYOUTS, ("fsdp2", 4), ("ddp", 1)]):
-        found = ranks(m, fit_module, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
-        assert_close(found, oracle[kind])
+        result = ranks(m, fit_module, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
+        assert_close(result, oracle[kind])
 
 
 def lightnings(layout: str) -> Any:
@@ -81,8 +81,8 @@ def test_the_best_are_kept_and_last_and_best_are_found_again(
     best = set()
     for steps, ckpt_path in [(4, None), (6, "last")]:
         for name, chosen in [("ours", options), ("theirs", None)]:
-            found = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
-            best.add((steps, *{Path(path).name for path in found}))
+            results = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
+            best.add((steps, *{Path(path).name for path in results}))
         assert list_files(tmp_path / "ours") == list_files(tmp_path / "theirs")
         assert len(list_files(tmp_path / "ours")) == 3
     assert len(best) == 2
@@ -153,9 +153,9 @@ def weights_only(folder: str) -> bool:
         run = make_trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
         module = Module(**hparams)
         run.fit(module, make_data())
-        found = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
-        assert not [name for name in found if name.startswith("optimizer/")]
-        assert found.values["user_content"]["hyper_parameters"].items() >= hparams.items()
+        checkpoint = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
+        assert not [name for name in checkpoint if name.startswith("optimizer/")]
+        assert checkpoint.values["user_content"]["hyper_parameters"].items() >= hparams.items()
         other = Module()
         trained = [p.clone() for p in module.parameters()]
         run = make_trainer(folder, "ddp", 4, [])
@@ -222,8 +222,8 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
     ranks(2, fit_with, str(tmp_path / "theirs"), theirs, 4, {}, None, None)
     saved = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, (layout, n) in enumerate([("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 4)]):
-        found = ranks(n, fit_module, str(tmp_path / str(number)), layout, 6, saved)[0]
-        assert_close(found, oracle["AdamW"])
+        result = ranks(n, fit_module, str(tmp_path / str(number)), layout, 6, saved)[0]
+        assert_close(result, oracle["AdamW"])
 
 
 def in_the_way(folder: str) -> None:

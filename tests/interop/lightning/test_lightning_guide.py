@@ -115,7 +115,7 @@ def test_what_we_convert_goes_on_in_plain_lightning(ranks: Ranks, tmp_path: Path
     ranks(2, fit_module, str(tmp_path / "ours"), "ddp", 4, None, kind)
     expected = ranks(2, fit_module, str(tmp_path / "more"), "ddp", 6, str(tmp_path / "ours/end.ckpt"), kind)[0]
     path = holdfast.convert(tmp_path / "ours/end.ckpt", tmp_path / "theirs.ckpt", to="lightning-folder")
-    found = ranks(2, fit_theirs, str(tmp_path), kind, layout, str(path))[0]
-    for name, tensor in found.items():
+    result = ranks(2, fit_theirs, str(tmp_path), kind, layout, str(path))[0]
+    for name, tensor in result.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    assert found.keys() == {name for name in expected if name.startswith("model/")}
+    assert result.keys() == {name for name in expected if name.startswith("model/")}

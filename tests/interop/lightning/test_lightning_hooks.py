@@ -57,7 +57,7 @@ def run(folder: Path, kind: str, steps: int, callbacks: list[Callback] | None = 
         default_root_dir=folder,
         callbacks=callbacks or [],
         logger=False,
-        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks or ()),
+        enable_checkpointing=any(isinstance(item, ModelCheckpoint) for item in callbacks or ()),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -141,8 +141,8 @@ CHANGES = [doubled, one_replaced, swapped, only_looked_at, other_dtype, no_optim
 def test_what_a_hook_makes_of_it_is_saved(tmp_path: Path, kind: str, hook: Hook) -> None:
     expected = torch.load(saved(tmp_path, "theirs", hook), weights_only=False)
     path = saved(tmp_path, kind, hook)
-    found = holdfast.open(path)
-    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    checkpoint = holdfast.open(path)
+    model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
     assert_equal(loaded(path, kind), loaded(tmp_path / "theirs.ckpt", "theirs"))
 
@@ -217,9 +217,9 @@ class Resizing(Hooked):
 def test_a_module_that_loads_by_itself_does_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("tests.interop.lightning.test_lightning_hooks.Hooked", Resizing)
     path, expected = saved(tmp_path, kind), saved(tmp_path, "theirs")
-    found = loaded(path, kind, steps=3)
-    assert found["seen"].tolist() == [0, 1, 2]
-    assert_equal(found, loaded(expected, "theirs", steps=3))
+    actual = loaded(path, kind, steps=3)
+    assert actual["seen"].tolist() == [0, 1, 2]
+    assert_equal(actual, loaded(expected, "theirs", steps=3))
 
 
 def other_state(checkpoint: dict[str, Any]) -> None:
@@ -245,10 +245,10 @@ def test_averages_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
     fit("theirs", 2)
     fit(kind, 2)
     expected = torch.load(tmp_path / "theirs/at.ckpt", weights_only=False)
-    found = holdfast.open(tmp_path / kind / "at.ckpt")
-    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    checkpoint = holdfast.open(tmp_path / kind / "at.ckpt")
+    model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
-    content = found.values["user_content"]
+    content = checkpoint.values["user_content"]
     assert_equal(content["current_model_state"], dict(expected["current_model_state"]))
     assert_equal(content["averaging_state"], expected["averaging_state"])
     resumed = fit(kind, 4, str(tmp_path / kind / "at.ckpt"))
@@ -296,17 +296,17 @@ def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_hooks_see_sharded_models_and_what_they_make_of_them_counts(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     plain = ranks(1, sharded, str(tmp_path / "plain"), "plain", doubled, one_replaced)[0]
-    found = ranks(2, sharded, str(tmp_path / layout), layout, doubled, one_replaced)[0]
-    assert found.keys() == plain.keys()
+    result = ranks(2, sharded, str(tmp_path / layout), layout, doubled, one_replaced)[0]
+    assert result.keys() == plain.keys()
     for name, tensor in plain.items():
         if not name.startswith("ranks/"):
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+            torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    assert result["model/net.3.bias"].tolist() == [7.0] * 3
 
 
 def test_fsdp1_loads_what_hooks_make_of_it(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2, sharded, str(tmp_path), "fsdp1", None, one_replaced)[0]
-    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+    result = ranks(2, sharded, str(tmp_path), "fsdp1", None, one_replaced)[0]
+    assert result["model/net.3.bias"].tolist() == [7.0] * 3
 
 
 def refused(folder: str) -> None:
@@ -376,11 +376,11 @@ def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     trained = run(tmp_path, kind, 2)
     trained.fit(module, make_data())
     trained.save_checkpoint(path)
-    found = ours.load_from_checkpoint(Sized, path)
-    assert type(found) is Sized
-    assert_equal(found.state_dict(), module.state_dict())
-    assert found.hparams == module.hparams
-    assert found.seen == ["a", *sorted(module.state_dict())]
+    actual = ours.load_from_checkpoint(Sized, path)
+    assert type(actual) is Sized
+    assert_equal(actual.state_dict(), module.state_dict())
+    assert actual.hparams == module.hparams
+    assert actual.seen == ["a", *sorted(module.state_dict())]
     other = ours.load_from_checkpoint(Sized, path, names=("b",), map_location="cpu", strict=True)
     assert other.seen[0] == "b"
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -388,8 +388,8 @@ def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
 
 
 def test_of_several_ranks_any_may_look(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2, sharded, str(tmp_path), "ddp", None, looked_at_on_rank_0)[0]
-    assert found["model/net.3.bias"].shape == (3,)
+    result = ranks(2, sharded, str(tmp_path), "ddp", None, looked_at_on_rank_0)[0]
+    assert result["model/net.3.bias"].shape == (3,)
 
 
 def on_rank_0(checkpoint: dict[str, Any]) -> None:
@@ -399,9 +399,9 @@ def on_rank_0(checkpoint: dict[str, Any]) -> None:
 
 def test_hooks_may_run_on_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Where ranks hold the same, Lightning writes what rank 0 has."""
-    found = ranks(2, sharded, str(tmp_path / "one"), "ddp", on_rank_0, None)[0]
+    result = ranks(2, sharded, str(tmp_path / "one"), "ddp", on_rank_0, None)[0]
     expected = ranks(2, sharded, str(tmp_path / "all"), "ddp", doubled, None)[0]
-    assert_equal(found, expected)
+    assert_equal(result, expected)
 
 
 def test_a_dump_that_was_not_saved_does_not_count(tmp_path: Path) -> None:

@@ -52,12 +52,12 @@ def expected(path: Path, scratch: Path) -> tuple[dict[str, torch.Tensor], list[d
     """Tensors by FQN and state, and the groups of the optimizer, as torch reads them."""
     if path.is_dir():
         dcp_to_torch_save(path, scratch / "whole.pt")
-        found = torch.load(scratch / "whole.pt", weights_only=False)
-        optimizer = found.get("optimizer_0", found.get("opt"))
+        loaded = torch.load(scratch / "whole.pt", weights_only=False)
+        optimizer = loaded.get("optimizer_0", loaded.get("opt"))
     else:
-        found = torch.load(path, weights_only=False)
-        (optimizer,) = found["optimizer_states"]
-    model = found["model"] if "model" in found else found["state_dict"]
+        loaded = torch.load(path, weights_only=False)
+        (optimizer,) = loaded["optimizer_states"]
+    model = loaded["model"] if "model" in loaded else loaded["state_dict"]
     order = [key for group in optimizer["param_groups"] for key in group["params"]]
     numbers = dict(zip(order, named([name for name in model if not name.endswith("scale")]), strict=True))
     states = {
@@ -88,9 +88,9 @@ def load(path: str, layout: str, kind: str) -> Any:
 def check(ranks: Ranks, path: Path, kind: str, scratch: Path) -> None:
     tensors, groups = expected(path, scratch)
     for layout, n in READERS:
-        for found, own, schedule, content in ranks(n, load, str(path), layout, kind):
-            assert found.keys() == tensors.keys()
-            assert all(equal_bits(tensor, tensors[name]) for name, tensor in found.items())
+        for result, own, schedule, content in ranks(n, load, str(path), layout, kind):
+            assert result.keys() == tensors.keys()
+            assert all(equal_bits(tensor, tensors[name]) for name, tensor in result.items())
             assert own == groups
             assert schedule["last_epoch"] == 3
             assert content["global_step"] == 3
@@ -113,13 +113,13 @@ def test_what_lightning_writes_is_resumed(ranks: Ranks, tmp_path: Path, kind: st
 
 def test_the_rest_is_user_content(golden: Path) -> None:
     for kind in ("fsdp", "single"):
-        found = holdfast.open(golden / f"{kind}-adamw.ckpt").values["user_content"]
-        assert found.keys() == {
+        content = holdfast.open(golden / f"{kind}-adamw.ckpt").values["user_content"]
+        assert content.keys() == {
             *("callbacks", "epoch", "global_step", "hparams_name", "hyper_parameters", "loops"),
             "pytorch-lightning_version",
         }
-        assert found["hyper_parameters"]["extra"] == Namespace(lr=0.1, path=Path("x"), parts=(1, {"a"}))
-        (callback,) = found["callbacks"].values()
+        assert content["hyper_parameters"]["extra"] == Namespace(lr=0.1, path=Path("x"), parts=(1, {"a"}))
+        (callback,) = content["callbacks"].values()
         assert callback["best_model_score"].shape == ()
 
 

@@ -51,7 +51,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     model, optimizer, _ = make_training(0)
     train_step(model, optimizer, 1)
     content = {"step": 1, "seen": [1]}
-    before = {key: one.clone() for key, one in model.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     nxd.save_checkpoint(tmp_path, "a", model, optimizer, user_content=content, async_save=True)
     for number in (2, 3, 4):
         train_step(model, optimizer, number)
@@ -59,7 +59,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     nxd.finalize_checkpoint()
     other, its, _ = make_training(1)
     assert nxd.load_checkpoint(tmp_path, model=other, optimizer=its) == {"step": 1, "seen": [1]}
-    assert all(torch.equal(one, before[key]) for key, one in other.state_dict().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
     assert {int(state["step"]) for state in its.state.values()} == {1}
 
 
@@ -69,10 +69,11 @@ def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
         "import torch, sys\nfrom holdfast.compat import nxd\n"
         "from tests.helpers.nxd_training import FailingScheduler\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
-        "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=FailingScheduler(), async_save=True)\n"
+        "scheduler = FailingScheduler()\n"
+        "nxd.save_checkpoint(sys.argv[1], 'bad', torch.nn.Linear(2, 2), scheduler=scheduler, async_save=True)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "no state" in found.stderr
+    completed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "no state" in completed.stderr
     assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["good"]
 
 
@@ -222,9 +223,9 @@ def test_its_flags_are_looked_at_before_anything_is_done(
     source = extract_golden(tmp_path) / "z1_xser1"
     before = read_files(source)
     where = ["--input_dir", str(source), "--output_dir", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, ["nxd-convert-zero-checkpoints", *where, *flags])
-    assert found.exit_code == code
-    assert message in found.output + found.stderr
+    actual = CliRunner().invoke(app, ["nxd-convert-zero-checkpoints", *where, *flags])
+    assert actual.exit_code == code
+    assert message in actual.output + actual.stderr
     assert (tmp_path / "out").exists() == (code == 0)
     assert read_files(source) == before
     command = [sys.executable, "-m", "holdfast.compat.nxd.convert_zero_checkpoints", *where, *flags]

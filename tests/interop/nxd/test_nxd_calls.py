@@ -33,7 +33,7 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
             async_save=True,
         )
     nxd.finalize_checkpoint()
-    whole = [one.clone() for one in model.state_dict().values()]
+    whole = [tensor.clone() for tensor in model.state_dict().values()]
     other, its, scheduler = make_training(1)
     args.loading_step = 2
     user_content = nxd.load_checkpoint(
@@ -68,7 +68,7 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         optimizer=its,
         scheduler=scheduler,
     )
-    assert all(torch.equal(one, two) for one, two in zip(third.state_dict().values(), whole, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(third.state_dict().values(), whole, strict=True))
     third, _, _ = make_training(2)
     assert nxd.load_checkpoint(args.checkpoint_dir, model=third) is None
     assert equal_models(third, model)
@@ -77,16 +77,28 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
 def test_the_signatures_are_those_of_nxd() -> None:
     """Positional order and defaults, as of 0.18."""
     saved = list(inspect.signature(nxd.save_checkpoint).parameters.values())
-    assert [one.name for one in saved[:13]] == [
+    assert [item.name for item in saved[:13]] == [
         *("checkpoint_dir_str", "tag", "model", "optimizer", "scheduler", "user_content", "num_workers", "use_xser"),
         *("num_kept_ckpts", "async_save", "zero1_optimizer", "use_zero1_dcp", "avoid_saving_lower_precision_weights"),
     ]
-    assert [one.default for one in saved[2:13]] == [None, None, None, None, 8, False, None, False, False, False, False]
+    assert [item.default for item in saved[2:13]] == [
+        None,
+        None,
+        None,
+        None,
+        8,
+        False,
+        None,
+        False,
+        False,
+        False,
+        False,
+    ]
     loaded = list(inspect.signature(nxd.load_checkpoint).parameters.values())
-    assert [one.name for one in loaded[:8]] == [
+    assert [item.name for item in loaded[:8]] == [
         *("path", "tag", "model", "optimizer", "scheduler", "num_workers", "strict", "use_zero1_dcp"),
     ]
-    assert [one.default for one in loaded[1:8]] == [None, None, None, None, 8, True, False]
+    assert [item.default for item in loaded[1:8]] == [None, None, None, None, 8, True, False]
 
 
 def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path) -> None:
@@ -148,8 +160,8 @@ def test_a_layout_from_a_live_model(tmp_path: Path) -> None:
     """As NxD's and Megatron's layers note it on their parameters."""
     model, optimizer, _ = make_training(0)
     train_step(model, optimizer, 1)
-    for one, dim in ((model.a.weight, 0), (model.a.bias, 0), (model.b.weight, 1)):
-        one.tensor_model_parallel, one.partition_dim, one.partition_stride = True, dim, 1
+    for item, dim in ((model.a.weight, 0), (model.a.bias, 0), (model.b.weight, 1)):
+        item.tensor_model_parallel, item.partition_dim, item.partition_stride = True, dim, 1
     spec = json.loads(nxd.sharding_of(model, optimizer))
     assert {"b.weight": 1, "a.bias": 0}.items() <= {rule["match"]: rule.get("dim") for rule in spec["rules"]}.items()
     assert spec["not_trained"] == ["buf", "frozen"]
@@ -177,7 +189,7 @@ def test_a_model_of_other_shapes_is_refused_before_anything_changes(tmp_path: Pa
     write_nxd(tmp_path / "step_1", model, optimizer)
     other = Net(1)
     other.b = nn.Linear(5, 4)
-    before = {key: one.clone() for key, one in other.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
     with pytest.raises((MismatchError, InvalidArgumentError)):
         nxd.load_checkpoint(tmp_path, model=other)
-    assert all(torch.equal(one, other.state_dict()[key]) for key, one in before.items())
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in before.items())

@@ -46,12 +46,12 @@ def test_to_transformers(trained: Path, tmp_path: Path) -> None:
     model, _ = train_single(STEPS)
     convert(trained, tmp_path / "hf", to="hf", layout=LAYOUT)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).config.save_pretrained(tmp_path / "hf")
-    found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    actual, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert all(torch.equal(one, model.state_dict()[key]) for key, one in found.state_dict().items())
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in actual.state_dict().items())
     tokens = make_batch(9, 0)
-    torch.testing.assert_close(found(tokens).logits, model(tokens))
+    torch.testing.assert_close(actual(tokens).logits, model(tokens))
     assert read_files(trained) == before
 
 
@@ -60,15 +60,15 @@ def test_to_torchs_distributed_checkpoint(trained: Path, tmp_path: Path) -> None
     convert(trained, tmp_path / "dcp", to="dcp", layout=LAYOUT, max_shard_size=5000)
     other = Llama()
     fresh = make_optimizer(other.parameters())
-    found = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    actual = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
+    dcp.load(actual, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for key, tensor in model.state_dict().items():
-        assert torch.equal(found["model"][key], tensor), key
+        assert torch.equal(actual["model"][key], tensor), key
     expected = get_optimizer_state_dict(model, own)
-    assert found["optim"]["param_groups"][0]["lr"] == 0.01
+    assert actual["optim"]["param_groups"][0]["lr"] == 0.01
     for key, states in expected["state"].items():
         for state, value in states.items():
-            assert torch.equal(found["optim"]["state"][key][state], value), (key, state)
+            assert torch.equal(actual["optim"]["state"][key][state], value), (key, state)
 
 
 def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:
         model.zero_grad()
         (sum(compute_loss(model, make_batch(step, half)) for half in range(DP)) / DP).backward()
         trained.step()
-    return {key: one.full_tensor().detach() for key, one in model.named_parameters()}
+    return {key: tensor.full_tensor().detach() for key, tensor in model.named_parameters()}
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -91,12 +91,12 @@ def test_fsdp_on_three_ranks_goes_on_as_one_process_does(
 ) -> None:
     model, _ = train_single(STEPS + 2)
     if direct:
-        found = ranks(3, go_on, str(trained), {"layout": LAYOUT})
+        results = ranks(3, go_on, str(trained), {"layout": LAYOUT})
     else:
         convert(trained, tmp_path / "native", to="native", layout=LAYOUT)
-        found = ranks(3, go_on, str(tmp_path / "native"), {})
+        results = ranks(3, go_on, str(tmp_path / "native"), {})
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(found[0][key], parameter.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[0][key], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_and_back(trained: Path, tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_and_back(trained: Path, tmp_path: Path) -> None:
     assert (made / "done").read_bytes() == (made / "checkpoint").read_bytes() == b"1"
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(left: Any, other: Any) -> bool:
     """The same, whatever the order of keys."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
+    if isinstance(left, dict):
+        return left.keys() == other.keys() and all(equal(left[key], other[key]) for key in left)
+    if isinstance(left, torch.Tensor):
+        return left.dtype == other.dtype and torch.equal(left, other)
+    return left == other
 
 
 def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Path) -> None:

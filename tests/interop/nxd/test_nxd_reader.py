@@ -45,12 +45,12 @@ DIVIDED = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
 
 
 def opened(path: Path, **keys: str) -> holdfast.Checkpoint:
-    found = holdfast.open(path, keys={"layout": LAYOUT} | keys)
-    found._reader.check_files()
-    for part in found.verify():
+    checkpoint = holdfast.open(path, keys={"layout": LAYOUT} | keys)
+    checkpoint._reader.check_files()
+    for part in checkpoint.verify():
         if part.problem:
             raise CorruptCheckpointError(part.problem)
-    return found
+    return checkpoint
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -67,7 +67,10 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def of_rank(tensors: dict[str, torch.Tensor], tp: int, rank: int) -> dict[str, torch.Tensor]:
-    return {key: one.chunk(tp, DIVIDED[key])[rank].clone() if key in DIVIDED else one for key, one in tensors.items()}
+    return {
+        key: tensor.chunk(tp, DIVIDED[key])[rank].clone() if key in DIVIDED else tensor
+        for key, tensor in tensors.items()
+    }
 
 
 TRAINED = ["a.weight", "a.bias", "b.weight", "norm.weight"]
@@ -103,14 +106,14 @@ def write(folder: Path, *, tp: int = 2, dp: int = 2, zero1: bool = True, **how: 
     return folder
 
 
-def check(found: holdfast.Checkpoint) -> None:
+def check(actual: holdfast.Checkpoint) -> None:
     """It has all of it, under the names of parameters."""
-    for key, one in whole().items():
-        assert torch.equal(found[f"model/{key}"], one)
+    for key, value in whole().items():
+        assert torch.equal(actual[f"model/{key}"], value)
     for key, own in states().items():
-        assert torch.equal(found[f"optimizer/{key}/exp_avg"], own["exp_avg"])
-        assert found[f"optimizer/{key}/step"] == 3.0
-    (group,) = found.values["optimizer"]["groups"]
+        assert torch.equal(actual[f"optimizer/{key}/exp_avg"], own["exp_avg"])
+        assert actual[f"optimizer/{key}/step"] == 3.0
+    (group,) = actual.values["optimizer"]["groups"]
     assert group["params"] == TRAINED
     assert group["state"]["a.bias"] == {"n": 5}
 
@@ -119,19 +122,19 @@ def check(found: holdfast.Checkpoint) -> None:
 def test_what_nxd_wrote(tmp_path: Path, kind: str) -> None:
     folder = extract_golden(tmp_path) / kind
     before = read_files(folder)
-    found = opened(folder, copies="first")  # it was trained on ranks that did not talk to each other
+    actual = opened(folder, copies="first")  # it was trained on ranks that did not talk to each other
     files = [folder / "model" / f"{rank_file_name(tp=t)}.tensors" for t in (0, 1)]
     weights = [torch.load(file / "tensor_3.pt", weights_only=True) for file in files]
-    assert torch.equal(found["model/b.weight"], torch.cat(weights, 1))
+    assert torch.equal(actual["model/b.weight"], torch.cat(weights, 1))
     if kind != "plain_xser1":
         parts = [folder / "optim" / f"{rank_file_name(d, t)}.tensors" / "tensor_1.pt" for t in (0, 1) for d in (0, 1)]
         own = [torch.load(part, weights_only=True) for part in parts]
         own = [torch.cat(pair)[:5] for pair in (own[:2], own[2:])]
-        assert torch.equal(found["optimizer/a.weight/exp_avg"], torch.cat(own))
+        assert torch.equal(actual["optimizer/a.weight/exp_avg"], torch.cat(own))
     if kind == "z1_xser1":
-        assert found.values["user_content"]["step"] == 3
-        assert torch.equal(found.values["user_content"]["t"], torch.ones(2))
-        assert found.values["scheduler"]["state"]["base_lrs"] == [0.01]
+        assert actual.values["user_content"]["step"] == 3
+        assert torch.equal(actual.values["user_content"]["t"], torch.ones(2))
+        assert actual.values["scheduler"]["state"]["base_lrs"] == [0.01]
     with pytest.raises(CorruptCheckpointError, match=r"b.bias.* differs between .*tp_rank_00.* and .*tp_rank_01"):
         opened(folder)
     assert read_files(folder) == before
@@ -199,8 +202,8 @@ def test_a_reference_that_nxd_never_restores(tmp_path: Path) -> None:
             target.writestr(entry, data)
     torch.save({}, path.with_name(path.name + ".info.pt"))
     layout = json.dumps({"rules": [{"match": "*"}], "not_trained": ["*"]})
-    found = holdfast.open(folder, keys={"layout": layout})
-    assert found.values["optimizer"]["groups"][0]["settings"]["lr"] == torch.tensor(0.25)
+    checkpoint = holdfast.open(folder, keys={"layout": layout})
+    assert checkpoint.values["optimizer"]["groups"][0]["settings"]["lr"] == torch.tensor(0.25)
 
 
 @pytest.mark.parametrize("left_out", [False, True])
@@ -212,19 +215,19 @@ def test_master_weights_are_what_training_goes_on_from(tmp_path: Path, left_out:
         shutil.rmtree(file.with_name(file.name + ".tensors"))
         file.unlink()
         file.with_name(file.name + ".info.pt").unlink()
-        save_rank_file(file, {key: one.bfloat16() for key, one in of_rank(whole(), 2, t).items()})
+        save_rank_file(file, {key: value.bfloat16() for key, value in of_rank(whole(), 2, t).items()})
         if left_out:
             for tensor in file.with_name(file.name + ".tensors").iterdir():
                 tensor.unlink()
-    found = opened(folder)
+    actual = opened(folder)
     for key in TRAINED:
-        assert torch.equal(found[f"model/{key}"], whole()[key])
-    assert ("model/buf" in found) != left_out
+        assert torch.equal(actual[f"model/{key}"], whole()[key])
+    assert ("model/buf" in actual) != left_out
     if left_out:
         with pytest.raises(CorruptCheckpointError, match="left out of it"):
             opened(folder, weights="model")
     else:
-        assert torch.equal(found["model/frozen"], whole()["frozen"].bfloat16())
+        assert torch.equal(actual["model/frozen"], whole()["frozen"].bfloat16())
         low = opened(folder, weights="model")
         assert torch.equal(low["model/a.weight"], whole()["a.weight"].bfloat16())
 
@@ -236,9 +239,9 @@ def test_what_came_before_nxd_s_own_trainer(tmp_path: Path, xser: bool) -> None:
         tree = {"model": of_rank(whole(), 2, t), "optimizer": {"state": {}, "param_groups": []}, "epoch": 4}
         at = tmp_path / "a" / f"tp_rank_{t:02}_pp_rank_00"
         save_rank_file(at if xser else at / "checkpoint.pt", tree, xser=xser, info=False)
-    found = opened(tmp_path / "a")
-    assert all(torch.equal(found[f"model/{key}"], one) for key, one in whole().items())
-    assert found.values["user_content"] == {"epoch": 4}
+    actual = opened(tmp_path / "a")
+    assert all(torch.equal(actual[f"model/{key}"], value) for key, value in whole().items())
+    assert actual.values["user_content"] == {"epoch": 4}
 
 
 def test_lightning_s_files_of_all_data_parallel_ranks(tmp_path: Path) -> None:
@@ -251,10 +254,10 @@ def test_lightning_s_files_of_all_data_parallel_ranks(tmp_path: Path) -> None:
     for d, tree in enumerate(trees):
         whole_tree = {"state_dict": model, "optimizer_states": [tree], "lr_schedulers": [{"last_epoch": 3}], "epoch": 1}
         save_rank_file(tmp_path / "a" / f"tp_rank_00_pp_rank_00_dp_rank_{d:02}", whole_tree, info=False)
-    found = opened(tmp_path / "a")
-    check(found)
-    assert found.values["scheduler"]["state"] == {"last_epoch": 3}
-    assert found.values["user_content"] == {"epoch": 1}
+    actual = opened(tmp_path / "a")
+    check(actual)
+    assert actual.values["scheduler"]["state"] == {"last_epoch": 3}
+    assert actual.values["user_content"] == {"epoch": 1}
 
 
 def test_early_zero_files(tmp_path: Path) -> None:
@@ -267,22 +270,22 @@ def test_early_zero_files(tmp_path: Path) -> None:
         save_rank_file(
             tmp_path / "a" / f"optim.dp_rank_{d:02}.tp_rank_00", {**tree, "dp_rank": d, "tp_rank": 0}, xser=False
         )
-    found = holdfast.open(tmp_path / "a")
-    assert torch.equal(found["optimizer/0/m"], torch.arange(5.0))
+    checkpoint = holdfast.open(tmp_path / "a")
+    assert torch.equal(checkpoint["optimizer/0/m"], torch.arange(5.0))
 
 
 def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
     tensors = {f"l{stage}.weight": torch.randn(5, 2) for stage in range(3)}
-    for stage, (key, one) in enumerate(tensors.items()):
-        save_rank_file(tmp_path / "model" / rank_file_name(pp=stage), {key: one})
+    for stage, (key, item) in enumerate(tensors.items()):
+        save_rank_file(tmp_path / "model" / rank_file_name(pp=stage), {key: item})
         groups = [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0]}]
-        for d, tree in enumerate(shard_zero_states({0: one}, {0: {"exp_avg": one + 1}}, 2, groups=groups)):
+        for d, tree in enumerate(shard_zero_states({0: item}, {0: {"exp_avg": item + 1}}, 2, groups=groups)):
             save_rank_file(tmp_path / "optim" / rank_file_name(d, pp=stage), tree)
-    found = holdfast.open(tmp_path)
-    found._reader.check_files()
-    assert all(torch.equal(found[f"model/{key}"], one) for key, one in tensors.items())
-    assert all(torch.equal(found[f"optimizer/{key}/exp_avg"], one + 1) for key, one in tensors.items())
-    assert found.values["optimizer"]["groups"][0]["params"] == list(tensors)
+    checkpoint = holdfast.open(tmp_path)
+    checkpoint._reader.check_files()
+    assert all(torch.equal(checkpoint[f"model/{key}"], tensor) for key, tensor in tensors.items())
+    assert all(torch.equal(checkpoint[f"optimizer/{key}/exp_avg"], tensor + 1) for key, tensor in tensors.items())
+    assert checkpoint.values["optimizer"]["groups"][0]["params"] == list(tensors)
 
 
 def test_experts_under_zero_have_groups_of_their_own(tmp_path: Path) -> None:
@@ -305,13 +308,13 @@ def test_experts_under_zero_have_groups_of_their_own(tmp_path: Path) -> None:
             **{f"ep_{kind}_offset": 1 for kind in ("param_id", "param_group", "base_state", "shape_info")},
         }
         save_rank_file(tmp_path / "optim" / rank_file_name(d), tree)
-    found = holdfast.open(
+    checkpoint = holdfast.open(
         tmp_path, keys={"layout": json.dumps({"rules": [{"match": "*experts", "experts": True}, {"match": "*"}]})}
     )
-    found._reader.check_files()
-    assert torch.equal(found["model/mlp.experts"], experts)
-    assert torch.equal(found["optimizer/mlp.experts/m"], experts + 1)
-    assert torch.equal(found["optimizer/n/m"], norm + 1)
+    checkpoint._reader.check_files()
+    assert torch.equal(checkpoint["model/mlp.experts"], experts)
+    assert torch.equal(checkpoint["optimizer/mlp.experts/m"], experts + 1)
+    assert torch.equal(checkpoint["optimizer/n/m"], norm + 1)
 
 
 def test_the_newest_is_told_by_its_number_and_by_its_end(tmp_path: Path) -> None:
@@ -385,8 +388,8 @@ def test_numbers_of_parameters_get_names_only_where_it_is_certain(tmp_path: Path
     with pytest.raises(InvalidArgumentError, match="2 groups, and the layout does not say"):
         holdfast.open(folder, keys={"layout": LAYOUT})
     spec = json.loads(LAYOUT) | {"groups": [["a.weight", "b.weight"], ["*"]]}
-    found = holdfast.open(folder, keys={"layout": json.dumps(spec)})
-    assert [group["params"] for group in found.values["optimizer"]["groups"]] == [
+    checkpoint = holdfast.open(folder, keys={"layout": json.dumps(spec)})
+    assert [group["params"] for group in checkpoint.values["optimizer"]["groups"]] == [
         ["a.weight", "b.weight"],
         ["a.bias", "norm.weight"],
     ]
@@ -432,4 +435,4 @@ def test_bytes_that_are_not_nxd_s_are_refused_and_never_crash(tmp_path: Path) ->
 def test_nothing_of_ours_asks_for_torch_xla() -> None:
     for file in (Path(holdfast.__file__).parent).rglob("*.py"):
         names = re.findall(r"^\s*(?:from|import) (\S+)", file.read_text(), re.MULTILINE)
-        assert not [one for one in names if one.startswith(("torch_xla", "neuronx"))], file
+        assert not [item for item in names if item.startswith(("torch_xla", "neuronx"))], file

@@ -53,11 +53,11 @@ def sample(dp: int, *, masters: bool = True, step: float = 3.0) -> list[dict[str
     states = {
         pid: {
             "step": torch.tensor(step),
-            "exp_avg": torch.randn(one.shape),
-            "exp_avg_sq": torch.rand(one.shape),
+            "exp_avg": torch.randn(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
             "kind": "a",
         }
-        for pid, one in parameters.items()
+        for pid, parameter in parameters.items()
         if pid != 4
     }
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 2, 4]}, {"lr": torch.tensor(0.2), "params": [1, 3]}]
@@ -99,15 +99,15 @@ def test_any_state_for_any_ranks_is_what_torch_makes_of_it(
     folder = tmp_path_factory.mktemp("zero")
     parameters = {pid: torch.randn(shape) for pid, shape in enumerate(shapes)}
     made = {
-        "param": lambda one: torch.randn(one.shape),
-        "row": lambda one: torch.rand(one.shape[:-1]) if one.ndim > 2 else torch.rand(one.shape),
+        "param": lambda case: torch.randn(case.shape),
+        "row": lambda case: torch.rand(case.shape[:-1]) if case.ndim > 2 else torch.rand(case.shape),
         "scalar": lambda _: torch.tensor(2.5),
         "int": lambda _: 7,
-        "double": lambda one: torch.randn(one.shape).double(),
+        "double": lambda case: torch.randn(case.shape).double(),
     }
     states = {
-        pid: {f"{kind}_row{number}": made[kind](one) for number, kind in enumerate(kinds)}
-        for pid, one in parameters.items()
+        pid: {f"{kind}_row{number}": made[kind](parameter) for number, kind in enumerate(kinds)}
+        for pid, parameter in parameters.items()
         if pid != 1
     }
     every = {dp: shard_zero_states(parameters, states, dp, masters=masters) for dp in degrees}
@@ -117,16 +117,16 @@ def test_any_state_for_any_ranks_is_what_torch_makes_of_it(
             at = convert(at, folder / f"full{step}", None)
         at = convert(at, folder / f"b{step}", dp)
         for rank, tree in enumerate(every[dp]):
-            found = load_rank_file(at / "optim" / rank_file_name(rank))
+            actual = load_rank_file(at / "optim" / rank_file_name(rank))
             tree["param_groups"][0]["betas"] = list(tree["param_groups"][0]["betas"])
-            assert equal_trees(found, tree)
+            assert equal_trees(actual, tree)
 
 
 @pytest.mark.parametrize("xser", [True, False])
 def test_what_it_writes_is_what_nxd_writes(tmp_path: Path, xser: bool) -> None:
     source = write(tmp_path / "a", sample(2), xser=xser)
-    found = read_files(convert(source, tmp_path / "b", 3))
-    assert found == read_files(write(tmp_path / "c", sample(3), xser=xser))
+    actual = read_files(convert(source, tmp_path / "b", 3))
+    assert actual == read_files(write(tmp_path / "c", sample(3), xser=xser))
 
 
 def test_master_weights_are_converted(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_master_weights_are_converted(tmp_path: Path) -> None:
 
 def test_a_column_factor_is_never_guessed(tmp_path: Path) -> None:
     def trees(columns: list[torch.Tensor]) -> list[dict[str, Any]]:
-        found = shard_zero_states({0: torch.randn(6, 4)}, {0: {}}, 2)
-        for tree, column in zip(found, columns, strict=True):
+        actual = shard_zero_states({0: torch.randn(6, 4)}, {0: {}}, 2)
+        for tree, column in zip(actual, columns, strict=True):
             tree["base_state"][0] = {"exp_avg_sq_row": torch.ones(3), "exp_avg_sq_col": column}
-        return found
+        return actual
 
     alike = convert(write(tmp_path / "a", trees([torch.ones(4)] * 2)), tmp_path / "b", 3)
     assert load_rank_file(alike / "optim" / rank_file_name(2))["base_state"][0]["exp_avg_sq_row"].shape == (2,)
@@ -248,9 +248,9 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
         (tmp_path / "none", tmp_path / "new", 4, NoCheckpointError, "no folder"),
         (tmp_path / "there", tmp_path / "new", 4, FormatError, "no ranks' files"),
     ]
-    for one, final, ranks, error, message in asked:
+    for item, final, ranks, error, message in asked:
         with pytest.raises(error, match=message):
-            convert(one, final, ranks)
+            convert(item, final, ranks)
     whole = convert(source, tmp_path / "whole", None)
     with pytest.raises(InvalidArgumentError, match="whole states already"):
         convert(whole, tmp_path / "new", None)

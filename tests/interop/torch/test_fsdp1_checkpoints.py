@@ -18,10 +18,10 @@ Flat = dict[str, torch.Tensor]
 
 def gathered(model: Any, optimizer: torch.optim.Optimizer) -> Flat:
     """Model and states, by the names that a checkpoint has for them, as torch's own state dicts tell."""
-    found = {f"model/{name}": tensor for name, tensor in gather_state_dict(model).items()}
+    actual = {f"model/{name}": tensor for name, tensor in gather_state_dict(model).items()}
     for fqn, states in gather_optimizer_state(model, optimizer).items():
-        found |= {f"optimizer/{fqn}/{name}": torch.as_tensor(tensor).clone() for name, tensor in states.items()}
-    return found
+        actual |= {f"optimizer/{fqn}/{name}": torch.as_tensor(tensor).clone() for name, tensor in states.items()}
+    return actual
 
 
 def save(path: str, *, orig: bool) -> Flat:
@@ -39,9 +39,9 @@ def load(path: str, *, orig: bool, stepped: bool) -> Flat:
         train_model(model, optimizer, 1)
     holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
-    found = gathered(model, optimizer)
+    actual = gathered(model, optimizer)
     train_model(model, optimizer, 1)  # goes on
-    return found
+    return actual
 
 
 def load_fsdp2(path: str) -> Flat:
@@ -51,11 +51,11 @@ def load_fsdp2(path: str) -> Flat:
     optimizer = torch.optim.AdamW(model.parameters())
     holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {f"model/{name}": getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
+    actual = {f"model/{name}": getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
     for p, states in optimizer.state.items():
         for name, t in states.items():
-            found[f"optimizer/{names[id(p)]}/{name}"] = getattr(t, "full_tensor", lambda t=t: t)()
-    return found
+            actual[f"optimizer/{names[id(p)]}/{name}"] = getattr(t, "full_tensor", lambda t=t: t)()
+    return actual
 
 
 def stored(folder: Path) -> Flat:
@@ -66,10 +66,10 @@ def stored(folder: Path) -> Flat:
     }
 
 
-def assert_same(found: Flat, expected: Flat) -> None:
-    for name in found.keys() & expected.keys():
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(found[name].view(expected[name].shape), expected[name]), name
+def assert_same(actual: Flat, expected: Flat) -> None:
+    for name in actual.keys() & expected.keys():
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name].view(expected[name].shape), expected[name]), name
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
@@ -85,12 +85,12 @@ def test_what_fsdp1_saves_is_what_torch_gathers_and_comes_back_anywhere(
     }
     assert_same(on_disk, expected)
     for readers, flat in ((1, True), (2, True), (3, False), (4, True), (4, False)):
-        for found in ranks(readers, _load, str(tmp_path), flat, readers != 3):
-            assert found.keys() == expected.keys()
-            assert_same(found, expected)
-    for found in ranks(3, load_fsdp2, str(tmp_path)):
-        assert {"model/embed.weight", "optimizer/scale/exp_avg"} <= found.keys()
-        assert_same(found, expected)
+        for result in ranks(readers, _load, str(tmp_path), flat, readers != 3):
+            assert result.keys() == expected.keys()
+            assert_same(result, expected)
+    for result in ranks(3, load_fsdp2, str(tmp_path)):
+        assert {"model/embed.weight", "optimizer/scale/exp_avg"} <= result.keys()
+        assert_same(result, expected)
 
 
 def _save(path: str, orig: bool) -> Flat:

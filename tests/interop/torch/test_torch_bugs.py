@@ -18,19 +18,19 @@ def test_empty_dicts_int_keys_and_tuples_come_back(tmp_path: Path) -> None:
     """DCP drops empty dicts, makes text of integer keys, and loads nothing into them."""
     content = {"empty": {}, "by step": {5: 3, 10: torch.tensor([1.0])}, "pair": (1, torch.tensor(2))}
     holdfast.save_checkpoint(tmp_path, "s", user_content=content)
-    found = holdfast.load_checkpoint(tmp_path)
-    assert found["empty"] == {}
-    assert list(found["by step"]) == [5, 10]
-    assert type(found["pair"]) is tuple
-    assert torch.equal(found["pair"][1], torch.tensor(2))
+    actual = holdfast.load_checkpoint(tmp_path)
+    assert actual["empty"] == {}
+    assert list(actual["by step"]) == [5, 10]
+    assert type(actual["pair"]) is tuple
+    assert torch.equal(actual["pair"][1], torch.tensor(2))
 
 
 def test_names_with_dots_do_not_collide_with_trees(tmp_path: Path) -> None:
     """DCP raises for these, as both flatten to ``a.b``."""
     content = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
     holdfast.save_checkpoint(tmp_path, "s", user_content=content)
-    found = holdfast.load_checkpoint(tmp_path)
-    assert (int(found["a.b"]), int(found["a"]["b"])) == (1, 2)
+    actual = holdfast.load_checkpoint(tmp_path)
+    assert (int(actual["a.b"]), int(actual["a"]["b"])) == (1, 2)
 
 
 def test_an_optimizer_without_state_keeps_its_groups(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def frozen_and_unused(path: str) -> Any:
 
 def test_frozen_parameters_and_unused_ones_keep_the_state_they_have_and_no_more(ranks: Ranks, tmp_path: Path) -> None:
     """``get_optimizer_state_dict`` raises for frozen ones, and gives unused ones a state."""
-    for found, trained in ranks(2, frozen_and_unused, str(tmp_path)):
-        assert found == trained
+    for result, trained in ranks(2, frozen_and_unused, str(tmp_path)):
+        assert result == trained
 
 
 def without_a_piece(path: str) -> float:
@@ -120,9 +120,9 @@ def without_a_piece(path: str) -> float:
 
 def test_ranks_without_a_piece_of_a_parameter_under_fsdp1_load(ranks: Ranks, tmp_path: Path) -> None:
     """``get_state_dict`` with DCP raises there: missing key optim.param_groups."""
-    found = ranks(4, without_a_piece, str(tmp_path))
-    assert found.count(0) == 2
-    assert sum(found) > 0
+    results = ranks(4, without_a_piece, str(tmp_path))
+    assert results.count(0) == 2
+    assert sum(results) > 0
 
 
 def metadata_bytes(folder: Path) -> int:

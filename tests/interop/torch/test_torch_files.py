@@ -75,7 +75,7 @@ def test_every_tensor_is_what_torch_reads(tmp_path: Path, state: dict[str, torch
         middle = tensor.numel() // 2
         assert equal_bits(opened.read(f"model/{name}", 0, middle), tensor.flatten()[:middle])
         assert equal_bits(opened.read(f"model/{name}", middle, tensor.numel()), tensor.flatten()[middle:])
-    assert [one.problem for one in opened.verify()] == [None] * len([*opened.verify()])
+    assert [check.problem for check in opened.verify()] == [None] * len([*opened.verify()])
 
 
 FEW = {dtype for name, dtype in DTYPES.items() if name.startswith(("F8", "U16", "U32", "U64"))}
@@ -104,8 +104,8 @@ values = st.recursive(
 @settings(max_examples=200)
 def test_values_come_back_as_they_were(tmp_path: Path, tree: Any, protocol: int) -> None:
     file = save_tree(tmp_path, {"values": [tree]}, pickle_protocol=protocol)
-    found = holdfast.open(file).values["user_content"]["values"]
-    assert fingerprint(found) == fingerprint(torch.load(file, weights_only=False)["values"])
+    content = holdfast.open(file).values["user_content"]["values"]
+    assert fingerprint(content) == fingerprint(torch.load(file, weights_only=False)["values"])
 
 
 @pytest.mark.parametrize("options", SAVE_OPTIONS)
@@ -180,7 +180,7 @@ def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path:
     ):
         with pytest.raises(FormatError, match=named):
             ask()
-    assert [found.problem for found in opened.verify() if found.problem] == [mock.ANY]
+    assert [check.problem for check in opened.verify() if check.problem] == [mock.ANY]
     assert not (tmp_path / "out").exists()
 
 
@@ -297,7 +297,7 @@ def test_a_run_resumes_from_what_people_save(
     tmp_path: Path, names: tuple[str, str, str], options: Any, wrap: Callable[[Any], Any]
 ) -> None:
     model, optimizer, scheduler = trained()
-    parts = [one.state_dict() for one in (model, optimizer, scheduler)]
+    parts = [item.state_dict() for item in (model, optimizer, scheduler)]
     file = save_tree(tmp_path, wrap({**dict(zip(names, parts, strict=True)), "epoch": 3}), **options)
     torch.manual_seed(7)
     other = make_net()
@@ -320,8 +320,8 @@ def test_parts_that_are_not_found_by_themselves_are_named_by_keys(tmp_path: Path
         critic[0].weight.zero_()
     file = save_tree(tmp_path, {"nets": {"g": generator.state_dict(), "d": critic.state_dict()}, "model": {"x": 1}})
     assert set(holdfast.open(file)._reader.groups) == {"model"}
-    found = holdfast.open(file, keys={"model/gen": "nets.g", "model/critic": "nets.d"})
-    assert equal_bits(found["model/critic/0.weight"], critic[0].weight)
+    checkpoint = holdfast.open(file, keys={"model/gen": "nets.g", "model/critic": "nets.d"})
+    assert equal_bits(checkpoint["model/critic/0.weight"], critic[0].weight)
     other = make_net()
     holdfast.load_checkpoint(file, model=other, keys={"model": "nets.d"})
     assert not other[0].weight.any()
@@ -376,8 +376,8 @@ def test_what_has_no_model_is_all_values(tmp_path: Path) -> None:
     for number, tree in enumerate([torch.ones(2), [torch.ones(2), 1], 5, {"a": 1}, {}, [], collections.Counter("a")]):
         file = tmp_path / f"{number}.pt"
         torch.save(tree, file)
-        found = holdfast.open(file).values.get("user_content", {})
-        assert fingerprint(found) == fingerprint(tree), tree
+        content = holdfast.open(file).values.get("user_content", {})
+        assert fingerprint(content) == fingerprint(tree), tree
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_the_commands_take_such_a_file(tmp_path: Path) -> None:
     shown = run_command("show", "--json", str(file))
     table = json.loads(shown.stdout)
     assert table["format"] == "torch"
-    assert {one["name"] for one in table["tensors"]} >= {"model/0.weight", "optimizer/0/exp_avg"}
+    assert {entry["name"] for entry in table["tensors"]} >= {"model/0.weight", "optimizer/0/exp_avg"}
     assert table["values"]["user_content"] == {"epoch": 3}
     verified = run_command("verify", str(file))
     assert verified.returncode == 0

@@ -45,7 +45,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(
     assert_refused(file, UnsafePickleError)
     with pytest.raises(UnsafePickleError, match=str(file)):
         holdfast.load_checkpoint(file, model=torch.nn.Linear(1, 1))
-    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+    assert [item.name for item in tmp_path.iterdir()] == [file.name]
 
 
 def test_objects_of_unknown_classes_are_named(tmp_path: Path) -> None:

@@ -54,12 +54,12 @@ def ours(tree: Any, root: str) -> bytes:
 
     tree = walk(tree)
     data = [raw(tensor) for tensor in tensors]
-    frame = ZipFrame(root, pickle_tree(tree), [len(one) for one in data], names_hash(len(data)))
+    frame = ZipFrame(root, pickle_tree(tree), [len(item) for item in data], names_hash(len(data)))
     file = bytearray(frame.size)
-    for start, one in zip(frame.storage_offsets, data, strict=True):
-        file[start : start + len(one)] = one
-    for start, one in frame.non_tensor_bytes({number: zlib.crc32(part) for number, part in enumerate(data)}):
-        file[start : start + len(one)] = one
+    for start, element in zip(frame.storage_offsets, data, strict=True):
+        file[start : start + len(element)] = element
+    for start, element in frame.non_tensor_bytes({number: zlib.crc32(part) for number, part in enumerate(data)}):
+        file[start : start + len(element)] = element
     assert len(file) == frame.size
     return bytes(file)
 

@@ -53,11 +53,11 @@ def test_from_pretrained_opens_the_folder_as_it_lies(tmp_path: Path, build, size
     holdfast.save_checkpoint(tmp_path, "s", model, max_shard_size=size)
     files = list((tmp_path / "s/model").glob("*.safetensors"))
     assert (len(files) == 1) == (size == "5GB")
-    found, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model", output_loading_info=True)
-    assert type(found) is type(model)
+    actual, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model", output_loading_info=True)
+    assert type(actual) is type(model)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert same(found, model)
+    assert same(actual, model)
 
 
 def save_sharded(path: str, build) -> None:
@@ -71,9 +71,9 @@ def save_sharded(path: str, build) -> None:
 @pytest.mark.parametrize("build", CAUSAL)
 def test_so_it_does_when_ranks_have_sharded_the_model(ranks: Ranks, tmp_path: Path, build) -> None:
     ranks(2, save_sharded, str(tmp_path), build)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model")
-    assert type(found) is type(build())
-    assert same(found, build())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model")
+    assert type(loaded) is type(build())
+    assert same(loaded, build())
     holdfast.save_checkpoint(tmp_path / "plain", "s", build())
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / "s/model" / file).read_bytes() == (tmp_path / "plain/s/model" / file).read_bytes()

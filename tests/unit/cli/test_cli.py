@@ -92,16 +92,16 @@ class TestLs:
         assert re.split("  +", row) == shown
 
     def test_json_has_the_numbers_of_the_files(self, made: Path) -> None:
-        found = invoke_json("ls", made)
-        assert (found["path"], found["latest"], found["leftovers"]) == (str(made), "step_3", [])
-        for number, one in enumerate(found["checkpoints"], 1):
+        report = invoke_json("ls", made)
+        assert (report["path"], report["latest"], report["leftovers"]) == (str(made), "step_3", [])
+        for number, entry in enumerate(report["checkpoints"], 1):
             manifest = json.loads((made / f"step_{number}/manifest.json").read_text())
-            assert one["tag"] == f"step_{number}"
-            assert one["path"] == str(made / f"step_{number}")
-            assert one["bytes"] == size_on_disk(made / f"step_{number}")
-            assert one["metrics"] == {"val_loss": 2.5 - number, "bleu": None}
-            assert (one["status"], one["problem"]) == ("complete", None)
-            assert all(one[name] == manifest[name] for name in ("step", "sequence", "time"))
+            assert entry["tag"] == f"step_{number}"
+            assert entry["path"] == str(made / f"step_{number}")
+            assert entry["bytes"] == size_on_disk(made / f"step_{number}")
+            assert entry["metrics"] == {"val_loss": 2.5 - number, "bleu": None}
+            assert (entry["status"], entry["problem"]) == ("complete", None)
+            assert all(entry[name] == manifest[name] for name in ("step", "sequence", "time"))
 
     def test_a_damaged_manifest_is_shown_as_damaged_and_is_exit_1(self, run: Path) -> None:
         cut_file(run / "step_3/manifest.json")
@@ -110,9 +110,9 @@ class TestLs:
         assert lines[3].startswith("step_2")
         assert "latest" in lines[3]
         assert str(run / "step_3/manifest.json") in lines[4]
-        found = invoke_json("ls", run, code=1)
-        assert found["latest"] == "step_2"
-        assert found["checkpoints"][0] | {"problem": ""} == {
+        report = invoke_json("ls", run, code=1)
+        assert report["latest"] == "step_2"
+        assert report["checkpoints"][0] | {"problem": ""} == {
             "tag": "step_3",
             "path": str(run / "step_3"),
             "status": "damaged",
@@ -161,17 +161,17 @@ class TestLs:
 
 class TestShow:
     def test_json_lists_what_the_files_hold(self, made: Path) -> None:
-        found = invoke_json("show", made / "step_2")
+        report = invoke_json("show", made / "step_2")
         parts = {part: stored(made / f"step_2/{part}/{part}.safetensors") for part in ("model", "optimizer")}
         expected = {f"{part}/{name}": facts for part, table in parts.items() for name, facts in table.items()}
-        assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in found["tensors"]} == expected
-        assert found["tied"] == {"model/head.weight": "model/embed.weight"}
-        assert found["bytes"] == size_on_disk(made / "step_2")
-        assert {f["path"]: f["bytes"] for f in found["files"]} == {
+        assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in report["tensors"]} == expected
+        assert report["tied"] == {"model/head.weight": "model/embed.weight"}
+        assert report["bytes"] == size_on_disk(made / "step_2")
+        assert {f["path"]: f["bytes"] for f in report["files"]} == {
             str(f): f.stat().st_size for f in (made / "step_2").rglob("*") if f.is_file() and f.name != "manifest.json"
         }
-        assert (found["format"], found["tag"], found["step"], found["sequence"]) == ("holdfast", "step_2", 2, 2)
-        assert (found["world_size"], found["metrics"]) == (1, {"val_loss": 0.5, "bleu": None})
+        assert (report["format"], report["tag"], report["step"], report["sequence"]) == ("holdfast", "step_2", 2, 2)
+        assert (report["world_size"], report["metrics"]) == (1, {"val_loss": 0.5, "bleu": None})
 
     def test_json_keeps_the_values_and_describes_tensors_in_them(self, made: Path) -> None:
         values = invoke_json("show", made)["values"]
@@ -290,10 +290,10 @@ class TestShow:
 
     def test_other_formats_are_shown_too(self, tmp_path: Path) -> None:
         save_file({"a.w": torch.zeros(5, dtype=torch.float16)}, tmp_path / "model.safetensors")
-        found = invoke_json("show", tmp_path)
-        assert (found["format"], found["tag"], found["values"]) == ("huggingface", None, {})
-        assert found["tensors"] == [{"name": "model/a.w", "dtype": "F16", "shape": [5], "bytes": 10}]
-        assert found["bytes"] == (tmp_path / "model.safetensors").stat().st_size
+        report = invoke_json("show", tmp_path)
+        assert (report["format"], report["tag"], report["values"]) == ("huggingface", None, {})
+        assert report["tensors"] == [{"name": "model/a.w", "dtype": "F16", "shape": [5], "bytes": 10}]
+        assert report["bytes"] == (tmp_path / "model.safetensors").stat().st_size
         assert "model/a.w  F16    [5]     10 B" in invoke("show", tmp_path).stdout
 
     def test_a_damaged_checkpoint_is_exit_1(self, run: Path) -> None:
@@ -303,10 +303,10 @@ class TestShow:
 
 class TestVerify:
     def test_reads_every_tensor_of_the_latest(self, made: Path) -> None:
-        (found,) = invoke_json("verify", made)["checkpoints"]
+        (actual,) = invoke_json("verify", made)["checkpoints"]
         sizes = [nbytes for f in (made / "step_3").rglob("*.safetensors") for _, _, nbytes in stored(f).values()]
-        assert (found["path"], found["status"], found["problems"]) == (str(made / "step_3"), "verified", [])
-        assert (found["tensors"], found["checksummed"], found["bytes"]) == (len(sizes), len(sizes), sum(sizes))
+        assert (actual["path"], actual["status"], actual["problems"]) == (str(made / "step_3"), "verified", [])
+        assert (actual["tensors"], actual["checksummed"], actual["bytes"]) == (len(sizes), len(sizes), sum(sizes))
         text = invoke("verify", made).stdout
         assert f"{len(sizes)} tensors, {format_size(sum(sizes))} in " in text
         assert re.search(r"\d B/s\)$", text.replace("k", "").replace("M", "").replace("G", ""), re.MULTILINE)
@@ -322,10 +322,10 @@ class TestVerify:
         assert str(model) in problems[0]
         assert "'norm.bias/exp_avg'" in problems[1]
         assert str(optimizer) in problems[1]
-        found = invoke_json("verify", run, code=1)
-        assert found["ok"] is False
-        assert found["checkpoints"][0]["status"] == "damaged"
-        assert len(found["checkpoints"][0]["problems"]) == 2
+        report = invoke_json("verify", run, code=1)
+        assert report["ok"] is False
+        assert report["checkpoints"][0]["status"] == "damaged"
+        assert len(report["checkpoints"][0]["problems"]) == 2
 
     @pytest.mark.parametrize("file", ["state.json", "ranks.json", "ranks.safetensors", "manifest.json"])
     def test_names_a_damaged_file(self, run: Path, file: str) -> None:
@@ -335,14 +335,14 @@ class TestVerify:
     def test_all_of_a_run(self, run: Path) -> None:
         flip_tensor_bit(run / "step_2/model/model.safetensors", "scale")
         assert invoke_json("verify", run)["ok"] is True
-        found = invoke_json("verify", run, "--all", code=1)
-        assert [Path(one["path"]).name for one in found["checkpoints"]] == ["step_1", "step_2", "step_3"]
-        assert [one["status"] for one in found["checkpoints"]] == ["verified", "damaged", "verified"]
+        report = invoke_json("verify", run, "--all", code=1)
+        assert [Path(entry["path"]).name for entry in report["checkpoints"]] == ["step_1", "step_2", "step_3"]
+        assert [entry["status"] for entry in report["checkpoints"]] == ["verified", "damaged", "verified"]
 
     def test_of_a_run_it_names_a_damaged_manifest_as_that_may_be_the_latest(self, run: Path) -> None:
         cut_file(run / "step_3/manifest.json")
-        found = invoke_json("verify", run, code=1)["checkpoints"]
-        assert [(Path(one["path"]).name, one["status"]) for one in found] == [
+        report = invoke_json("verify", run, code=1)["checkpoints"]
+        assert [(Path(item["path"]).name, item["status"]) for item in report] == [
             ("step_3", "damaged"),
             ("step_2", "verified"),
         ]
@@ -356,8 +356,8 @@ class TestVerify:
     def test_says_where_there_are_no_checksums(self, tmp_path: Path) -> None:
         save_file({"w": torch.zeros(5)}, tmp_path / "model.safetensors")
         assert "no checksums" in invoke("verify", tmp_path).stdout
-        (found,) = invoke_json("verify", tmp_path)["checkpoints"]
-        assert (found["status"], found["tensors"], found["checksummed"], found["bytes"]) == ("unchecked", 1, 0, 20)
+        (actual,) = invoke_json("verify", tmp_path)["checkpoints"]
+        assert (actual["status"], actual["tensors"], actual["checksummed"], actual["bytes"]) == ("unchecked", 1, 0, 20)
 
     def test_says_how_much_has_no_checksums(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {"ours": torch.zeros(2)})
@@ -517,8 +517,8 @@ class TestWords:
 
         llama = {f"model.layers.{i}.w": big(100) for i in range(32)}
         llama |= {"model.embed.weight": big(500), "model.norm.weight": big(1), "lm_head.weight": big(99)}
-        found = {part.name: part.nbytes for part in summarize_modules({"model": llama})}
-        assert found == {"": 3800, "model.layers": 3200, "model.embed": 500, "lm_head": 99, "model.norm": 1}
+        actual = {part.name: part.nbytes for part in summarize_modules({"model": llama})}
+        assert actual == {"": 3800, "model.layers": 3200, "model.embed": 500, "lm_head": 99, "model.norm": 1}
 
     def test_values_take_a_line_each_unless_they_fit_on_one(self) -> None:
         tree = {"a": {"b": 1}, "long": {"first": "x" * 40, "second": "y" * 40}, "many": [{"k": "z" * 30}] * 9}

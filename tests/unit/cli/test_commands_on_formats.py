@@ -74,21 +74,21 @@ class TestOnEveryFormat:
         assert (plain.exit_code, plain.stderr) == (0, "")
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
-        found = json.loads(call(command, made, given, tmp_path, "--json").stdout)
+        report = json.loads(call(command, made, given, tmp_path, "--json").stdout)
         if command == "show":
-            assert {one["name"]: one["shape"] for one in found["tensors"]} == {
+            assert {entry["name"]: entry["shape"] for entry in report["tensors"]} == {
                 "model/0.weight": [30, 40],
                 "model/0.bias": [30],
                 "model/1.weight": [20, 30],
                 "model/1.bias": [20],
             }
         elif command == "verify":
-            assert found["ok"]
+            assert report["ok"]
         elif command == "diff":
-            assert (found["equal"], found["compared"]) == (True, 4)
+            assert (report["equal"], report["compared"]) == (True, 4)
         else:
-            assert Path(found["path"]).exists()
-            assert holdfast.open(found["path"])["model/0.weight"].shape == (30, 40)
+            assert Path(report["path"]).exists()
+            assert holdfast.open(report["path"])["model/0.weight"].shape == (30, 40)
 
     def test_cut_off_it_is_told_in_two_lines_and_nothing_is_left(
         self, made: Path, tmp_path: Path, kind: str, command: str

@@ -131,23 +131,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sections(text: str) -> list[tuple[str, int]]:
     """What each call wrote, and its exit code."""
-    found = re.split(r"\nexit (\d+)\n", text)
-    return list(zip(found[::2], map(int, found[1::2]), strict=False))
+    actual = re.split(r"\nexit (\d+)\n", text)
+    return list(zip(actual[::2], map(int, actual[1::2]), strict=False))
 
 
 class TestOnATerminal:
     def test_every_command_fits_80_columns_has_colour_and_no_traceback(self, made: Path) -> None:
-        run, one, two = made / "run", made / "run/step_1", made / "run/step_2"
+        run, left, right = made / "run", made / "run/step_1", made / "run/step_2"
         calls = [
             ["ls", run],
             ["show", run],
             ["verify", run],
-            ["diff", one, two],
+            ["diff", left, right],
             ["prune", run, "--keep", "1", "--dry-run"],
         ]
         calls += [
-            ["convert", one, made / "x.pt", "--to", "torch"],
-            ["consolidate", one, "--output_file", made / "y.pt"],
+            ["convert", left, made / "x.pt", "--to", "torch"],
+            ["consolidate", left, "--output_file", made / "y.pt"],
         ]
         calls += [
             ["ls", made / "empty"],
@@ -157,15 +157,15 @@ class TestOnATerminal:
         ]
         terminal = Terminal("-c", CALLS, json.dumps([[str(arg) for arg in args] for args in calls]))
         terminal.end()
-        found = sections(terminal.text)
-        assert [code for _, code in found] == [0, 0, 0, 1, 0, 0, 0, 1, 2, *[0] * (1 + len(COMMANDS))][: len(found)]
-        assert len(found) == len(calls)
+        actual = sections(terminal.text)
+        assert [code for _, code in actual] == [0, 0, 0, 1, 0, 0, 0, 1, 2, *[0] * (1 + len(COMMANDS))][: len(actual)]
+        assert len(actual) == len(calls)
         assert "\x1b[1;32mcomplete (latest)" in terminal.raw
         assert "Traceback" not in terminal.text
-        for text, _ in found:
+        for text, _ in actual:
             lines = [line for line in text.splitlines() if str(made) not in line]
             assert max(map(len, lines), default=0) <= 80, max(lines, key=len)
-        for (text, _), name in zip(found[-len(COMMANDS) :], COMMANDS, strict=True):
+        for (text, _), name in zip(actual[-len(COMMANDS) :], COMMANDS, strict=True):
             assert f"Example: holdfast {name} " in re.sub(r"\s+", " ", text)
             assert "Usage: holdfast" in text
 

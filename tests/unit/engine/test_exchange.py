@@ -161,13 +161,13 @@ class Outcome(NamedTuple):
 def outcomes(size: int, work: Callable[[int, FakeWire], T]) -> list[Outcome]:
     """What ranks return or raise that work at the same time. Raises where one waits in vain."""
     post = Post(size)
-    found = [Outcome(error=StuckError(f"rank {rank} goes on without an end")) for rank in range(size)]
+    actual = [Outcome(error=StuckError(f"rank {rank} goes on without an end")) for rank in range(size)]
 
     def run(rank: int) -> None:
         try:
-            found[rank] = Outcome(work(rank, FakeWire(rank, post)))
+            actual[rank] = Outcome(work(rank, FakeWire(rank, post)))
         except BaseException as error:  # noqa: BLE001 - looked at by the test
-            found[rank] = Outcome(error=error)
+            actual[rank] = Outcome(error=error)
         post.leave(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -175,19 +175,19 @@ def outcomes(size: int, work: Callable[[int, FakeWire], T]) -> list[Outcome]:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    errors = [outcome.error for outcome in found if outcome.error is not None]
+    errors = [outcome.error for outcome in actual if outcome.error is not None]
     if any(isinstance(error, StuckError) for error in errors):
         raise min(errors, key=lambda error: isinstance(error, StuckError))
-    return found
+    return actual
 
 
 def together(size: int, work: Callable[[int, FakeWire], T]) -> list[T]:
     """What ranks return that work at the same time."""
-    found = outcomes(size, work)
-    for outcome in found:
+    actual = outcomes(size, work)
+    for outcome in actual:
         if outcome.error is not None:
             raise outcome.error
-    return [outcome.value for outcome in found]
+    return [outcome.value for outcome in actual]
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,8 +212,8 @@ def write_all(
     paths: Sequence[Path], plan: SavePlan, part_of: Callable[[int], TensorBytes], wire: FakeWire
 ) -> Fragments:
     """A rank's share of a save, as ``saving.py`` does it."""
-    found = write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, wire) if plan.needs_exchange else {}
-    return found | write.write_file_ranges(paths, plan.file_ranges, part_of)
+    actual = write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, wire) if plan.needs_exchange else {}
+    return actual | write.write_file_ranges(paths, plan.file_ranges, part_of)
 
 
 @dataclass
@@ -235,24 +235,24 @@ class Saved:
 
             return write_all(saved.paths, plans[rank], part_of, wire)
 
-        for found in together(len(plans), work):
-            for tensor, fragments in found.items():
+        for actual in together(len(plans), work):
+            for tensor, fragments in actual.items():
                 saved.fragments[saved.plan.tensors[tensor]] += fragments
         return saved
 
     def extents(self) -> dict[Key, list[FileExtent]]:
         """Where each tensor lies."""
-        found = {}
+        result = {}
         names = iter(self.plan.tensors)
         for path, file in zip(self.paths, self.plan.files, strict=True):
             for entry in file.entries.values():
                 start, stop = entry.data_offsets
-                found[next(names)] = [FileExtent(path, file.data_start + start, 0, stop - start)]
-        return found
+                result[next(names)] = [FileExtent(path, file.data_start + start, 0, stop - start)]
+        return result
 
     def bytes_of(self, key: Key) -> bytes:
         return b"".join(
-            one.file.read_bytes()[one.offset : one.offset + one.stop - one.start] for one in self.extents()[key]
+            item.file.read_bytes()[item.offset : item.offset + item.stop - item.start] for item in self.extents()[key]
         )
 
 
@@ -283,9 +283,9 @@ def test_what_ranks_save_together_is_read_by_the_safetensors_library(tmp_path_fa
         own = list(itertools.islice(keys, len(file.entries)))
         crcs = [blocks.assemble_crcs(saved.fragments[key], file.entries[key[1]].nbytes) for key in own]
         path.write_bytes(file.build_header(itertools.chain(*crcs)) + path.read_bytes()[file.data_start :])
-        found = load_file(path)
-        loaded |= {key: found[key[1]] for key in own}
-        assert len(found) == len(own)
+        actual = load_file(path)
+        loaded |= {key: actual[key[1]] for key in own}
+        assert len(actual) == len(own)
     assert loaded.keys() == job.tensors.keys()
     for key, tensor in job.tensors.items():
         assert loaded[key].dtype == tensor.dtype
@@ -299,18 +299,18 @@ class Stored:
     def __init__(self, extents: Mapping[Key, Sequence[FileExtent]], tensors: Mapping[Key, torch.Tensor]) -> None:
         self._extents = extents
         self.numbered = sorted(tensors)
-        self.infos = {key: TensorInfo(NAMES[one.dtype], tuple(one.shape)) for key, one in tensors.items()}
+        self.infos = {key: TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()}
         self.groups: dict[str, dict[str, TensorInfo]] = {}
         for (group, name), info in self.infos.items():
             self.groups.setdefault(group, {})[name] = info
 
     def find_extents(self, group: str, name: str, start: int, stop: int) -> list[FileExtent]:
-        found = []
+        result = []
         for file, offset, first, last in self._extents[group, name]:
             low, high = max(start, first), min(stop, last)
             if low < high:
-                found.append(FileExtent(file, offset + low - first, low, high))
-        return found
+                result.append(FileExtent(file, offset + low - first, low, high))
+        return result
 
 
 @dataclass
@@ -337,7 +337,7 @@ class Loading:
     def plan(self, rank: int) -> tuple[load_plan.LoadPlan, list[Path]]:
         """As ``reading.py`` makes it: files have the numbers that it gives them."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
-        held = {numbers[one.group, one.name]: one for one in self.job.membership().iter_tensors()}
+        held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
         files = read_plan._FileIndex(self.stored, self.stored.numbered, held)
         plan = load_plan.plan_load(held, rank, files.locate_tensor, exchange=self.exchange)
         return plan, list(files.numbers)
@@ -350,19 +350,19 @@ class Loading:
             key = self.stored.numbered[tensor]
             return TensorBytes(self.targets[rank][key], DTYPES[self.stored.infos[key].dtype])
 
-        found = read_shared.read_shared(files, plan.exchanged, sink_of, wire) if self.exchange else {}
+        actual = read_shared.read_shared(files, plan.exchanged, sink_of, wire) if self.exchange else {}
         assert self.exchange or not plan.exchanged
-        found |= read_shared.read_stripes(files, plan.local_stripes, rank, sink_of)
-        found |= read.read_host_shared(files, plan.host_shared, rank, sink_of)
-        return found | read.read_file_ranges(files, plan.file_ranges, sink_of)
+        actual |= read_shared.read_stripes(files, plan.local_stripes, rank, sink_of)
+        actual |= read.read_host_shared(files, plan.host_shared, rank, sink_of)
+        return actual | read.read_file_ranges(files, plan.file_ranges, sink_of)
 
     def run_all(self) -> dict[Key, list]:
         """What all ranks hashed of each tensor."""
-        found: dict[Key, list] = defaultdict(list)
-        for one in together(len(self.targets), self.run):
-            for tensor, fragments in one.items():
-                found[self.stored.numbered[tensor]] += fragments
-        return found
+        result: dict[Key, list] = defaultdict(list)
+        for item in together(len(self.targets), self.run):
+            for tensor, fragments in item.items():
+                result[self.stored.numbered[tensor]] += fragments
+        return result
 
     def assert_filled(self, rank: int) -> None:
         """Its targets are what torch's chunking gives the rank of every tensor."""
@@ -390,16 +390,16 @@ def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
 
 def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Path) -> None:
     """Else it could not be written past the page cache."""
-    found = []
+    result = []
 
     def seen(_: DirectWriter, offset: int, data: memoryview) -> None:
-        found.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR_BYTES, offset % SECTOR_BYTES))
+        result.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR_BYTES, offset % SECTOR_BYTES))
 
     job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     with mock.patch.object(DirectWriter, "write", seen):
         Saved.of(tmp_path, job, limit=2**40)
-    assert sorted(offset for _, offset in found) == sorted(64 * number % SECTOR_BYTES for number in range(80))
-    assert all(address == offset for address, offset in found)
+    assert sorted(offset for _, offset in result) == sorted(64 * number % SECTOR_BYTES for number in range(80))
+    assert all(address == offset for address, offset in result)
 
 
 #: Ranges of files, as path, start and stop.
@@ -409,15 +409,15 @@ Ranges = list[tuple[Path, int, int]]
 @contextmanager
 def counted_reads() -> Iterator[Ranges]:
     """All that any rank reads."""
-    found: Ranges = []
+    result: Ranges = []
     whole = BufferedReader._read_buffered
 
     def counted(reader: BufferedReader, offset: int, into: memoryview) -> None:
-        found.append((reader._path, offset, offset + len(into)))
+        result.append((reader._path, offset, offset + len(into)))
         whole(reader, offset, into)
 
     with mock.patch.object(BufferedReader, "_read_buffered", counted):
-        yield found
+        yield result
 
 
 def each_byte(ranges: Ranges) -> list[tuple[Path, int]]:
@@ -426,7 +426,7 @@ def each_byte(ranges: Ranges) -> list[tuple[Path, int]]:
 
 def wanted(stored: Stored, job: Job) -> Ranges:
     """Where every tensor of a job lies."""
-    extents = [one for key, tensor in job.tensors.items() for one in stored.find_extents(*key, 0, tensor.nbytes)]
+    extents = [item for key, tensor in job.tensors.items() for item in stored.find_extents(*key, 0, tensor.nbytes)]
     return [(file, offset, offset + stop - start) for file, offset, start, stop in extents]
 
 
@@ -446,11 +446,11 @@ def test_what_is_saved_in_any_layout_is_loaded_in_any_other(
     before, after = case
     saved = Saved.of(tmp_path_factory.mktemp("save"), before, limit=200)
     loading = Loading(Stored(saved.extents(), before.tensors), after, exchange, in_place)
-    found = loading.run_all()
+    actual = loading.run_all()
     for rank in after.ranks:
         loading.assert_filled(rank)
     for key, tensor in after.tensors.items() if exchange else ():
-        assert_hashed(found[key], tensor)
+        assert_hashed(actual[key], tensor)
 
 
 @st.composite
@@ -487,12 +487,12 @@ def test_with_exchange_each_byte_is_read_once_by_all_ranks_together(tmp_path_fac
     stored = strew(tmp_path_factory.mktemp("load"), case)
     loading = Loading(stored, case[0], exchange=True, in_place=in_place)
     with counted_reads() as reads:
-        found = loading.run_all()
+        actual = loading.run_all()
     assert each_byte(reads) == each_byte(wanted(stored, case[0]))
     for rank in loading.job.ranks:
         loading.assert_filled(rank)
     for key, tensor in loading.job.tensors.items():
-        assert_hashed(found[key], tensor)
+        assert_hashed(actual[key], tensor)
 
 
 @given(strewn(), st.booleans())
@@ -627,12 +627,12 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
         part = TensorBytes(job.part(("model", "w"), rank))
         return write_stripes.write_stripes(seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, wire)
 
-    found = outcomes(4, work)
-    assert [type(outcome.error) for outcome in found] == [
+    actual = outcomes(4, work)
+    assert [type(outcome.error) for outcome in actual] == [
         StorageError if rank == broken else type(None) for rank in range(4)
     ]
     raw, expected = paths[0].read_bytes()[plans[0].files[0].data_start :], tensor_bytes(job.tensors["model", "w"])
-    written = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
+    written = [fragment for outcome in actual if outcome.value for fragment in outcome.value[0]]
     assert sum(fragment.stop - fragment.start for fragment in written) == 3 * len(expected) // 4
     for start, stop, crc in written:
         assert raw[start:stop] == expected[start:stop]
@@ -654,12 +654,12 @@ def test_a_rank_that_cannot_read_still_passes_on_something(
         target = TensorBytes(loading.targets[rank]["model", "w"])
         return read_shared.read_shared(seen_by(rank, broken, files), plan.exchanged, lambda _: target, wire)
 
-    found = outcomes(4, work)
-    assert [type(outcome.error) for outcome in found] == [
+    actual = outcomes(4, work)
+    assert [type(outcome.error) for outcome in actual] == [
         CorruptCheckpointError if rank == broken else type(None) for rank in range(4)
     ]
     raw = tensor_bytes(job.tensors["model", "w"])
-    read_well = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
+    read_well = [fragment for outcome in actual if outcome.value for fragment in outcome.value[0]]
     assert all(blocks.crc64(raw[start:stop]) == crc for start, stop, crc in read_well)
     assert 0 < sum(fragment.stop - fragment.start for fragment in read_well) < len(raw)
 

@@ -43,15 +43,15 @@ def small() -> None:
 @st.composite
 def some_pieces(draw: st.DrawFn) -> list[FileRange]:
     """Pieces of several tensors in two files, with and without gaps, ordered by file and offset."""
-    found = []
+    result = []
     for file in range(2):
         offset = draw(st.integers(0, 3 * CHUNK))
         for tensor in range(draw(st.integers(0, 5))):
             start, size = draw(st.integers(0, 2 * BLOCK)), draw(st.integers(1, 3 * BLOCK))
             local = draw(st.integers(0, 100))
-            found.append(FileRange(10 * file + tensor, start, start + size, local, file, offset))
+            result.append(FileRange(10 * file + tensor, start, start + size, local, file, offset))
             offset += size + draw(st.sampled_from([0, 0, 0, 1, CHUNK]))
-    return found
+    return result
 
 
 def each_byte(pieces: list[FileRange]) -> list[tuple[int, ...]]:
@@ -96,10 +96,10 @@ def test_chunks_for_reading_are_the_pieces_cut_where_the_tensor_is_aligned(piece
 
 @given(some_pieces())
 def test_neighbours_that_fit_share_a_chunk(pieces: list[FileRange]) -> None:
-    for one, following in itertools.pairwise(tensor_chunks(pieces)):
-        neighbours = (one.file, one.offset + one.size) == (following.file, following.offset)
+    for chunk, following in itertools.pairwise(tensor_chunks(pieces)):
+        neighbours = (chunk.file, chunk.offset + chunk.size) == (following.file, following.offset)
         first = following.file_ranges[0]
-        assert not neighbours or one.size + first.stop - first.start > CHUNK
+        assert not neighbours or chunk.size + first.stop - first.start > CHUNK
 
 
 @given(st.integers(0, 200), st.integers(0, 10_000))
@@ -134,9 +134,9 @@ def test_gathered_fragments_have_the_crcs_of_their_bytes_and_are_as_few_as_can_b
     data: bytes, cuts: list[int], random
 ) -> None:
     edges = sorted({0, len(data), *range(0, len(data), BLOCK), *(cut for cut in cuts if cut < len(data))})
-    found = [(7, Fragment(low, high, crc64(data[low:high]))) for low, high in itertools.pairwise(edges)]
-    random.shuffle(found)
-    gathered = merge_fragments([found[: len(found) // 2], found[len(found) // 2 :]])
+    actual = [(7, Fragment(low, high, crc64(data[low:high]))) for low, high in itertools.pairwise(edges)]
+    random.shuffle(actual)
+    gathered = merge_fragments([actual[: len(actual) // 2], actual[len(actual) // 2 :]])
     expected = [
         Fragment(start, stop, crc64(data[start:stop]))
         for start, stop in (blocks.block_range(block, len(data)) for block in range(blocks.count_blocks(len(data))))
@@ -148,9 +148,9 @@ def test_gathered_fragments_have_the_crcs_of_their_bytes_and_are_as_few_as_can_b
 @given(st.binary(min_size=1, max_size=3 * BLOCK), st.sets(st.integers(0, 3 * BLOCK), max_size=8), st.data())
 def test_a_gap_between_fragments_stays_a_gap(data: bytes, cuts: set[int], drawn) -> None:
     edges = sorted({0, len(data), *range(0, len(data), BLOCK), *(cut for cut in cuts if cut < len(data))})
-    found = [(0, Fragment(low, high, crc64(data[low:high]))) for low, high in itertools.pairwise(edges)]
-    lost = found.pop(drawn.draw(st.integers(0, len(found) - 1)))[1]
-    assembled = blocks.assemble_crcs(merge_fragments([found]).get(0, []), len(data))
+    actual = [(0, Fragment(low, high, crc64(data[low:high]))) for low, high in itertools.pairwise(edges)]
+    lost = actual.pop(drawn.draw(st.integers(0, len(actual) - 1)))[1]
+    assembled = blocks.assemble_crcs(merge_fragments([actual]).get(0, []), len(data))
     assert [block for block, crc in enumerate(assembled) if crc is None] == [lost.start // BLOCK]
 
 
@@ -198,13 +198,13 @@ def test_every_thread_has_one_page_aligned_buffer_of_its_own() -> None:
 
     def work(_: int) -> tuple[int, int, int]:
         gate.wait(10)
-        found = buffers.get().ctypes.data, buffers.get().ctypes.data, len(buffers.get())
+        actual = buffers.get().ctypes.data, buffers.get().ctypes.data, len(buffers.get())
         gate.wait(10)  # a thread that ends lets go of its buffer
-        return found
+        return actual
 
-    found = run_in_threads(work, range(4))
-    assert len({first for first, _, _ in found}) == 4
-    assert all(first == again and first % SECTOR_BYTES == 0 and size == CHUNK for first, again, size in found)
+    actual = run_in_threads(work, range(4))
+    assert len({first for first, _, _ in actual}) == 4
+    assert all(first == again and first % SECTOR_BYTES == 0 and size == CHUNK for first, again, size in actual)
 
 
 @st.composite
@@ -239,10 +239,10 @@ def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_pa
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             assert raw[piece.offset : piece.offset + len(flat)] == flat
         back = [torch.zeros_like(tensor) for tensor in tensors]
-        found = read_some([file], pieces, lambda n: TensorBytes(back[n]))
-    assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True))
-    assert found == written
+        actual = read_some([file], pieces, lambda n: TensorBytes(back[n]))
+    assert all(torch.equal(left, other) for left, other in zip(tensors, back, strict=True))
+    assert actual == written
     for number, tensor in enumerate(tensors):
         flat = np.frombuffer(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), np.uint8)
         expected = [crc64(flat[start : start + BLOCK]) for start in range(0, len(flat), BLOCK)]
-        assert blocks.assemble_crcs(found[number], len(flat)) == expected
+        assert blocks.assemble_crcs(actual[number], len(flat)) == expected

@@ -31,17 +31,17 @@ def small() -> Iterable[None]:
         yield
 
 
-def assembled(found: Fragments, sizes: dict[int, int]) -> dict[int, list[int | None]]:
-    return {tensor: blocks.assemble_crcs(found.get(tensor, []), nbytes) for tensor, nbytes in sizes.items()}
+def assembled(actual: Fragments, sizes: dict[int, int]) -> dict[int, list[int | None]]:
+    return {tensor: blocks.assemble_crcs(actual.get(tensor, []), nbytes) for tensor, nbytes in sizes.items()}
 
 
 def at_once(reports: list[Fragments]) -> Fragments:
     """All fragments, as they were told."""
-    found: Fragments = {}
+    result: Fragments = {}
     for own in reports:
         for tensor, fragments in own.items():
-            found.setdefault(tensor, []).extend(fragments)
-    return found
+            result.setdefault(tensor, []).extend(fragments)
+    return result
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 16 * 2**20)), max_size=20))
@@ -55,8 +55,8 @@ def test_many_crcs_are_moved_as_few_are() -> None:
     random = np.random.default_rng(0)
     crcs, distances = random.integers(2**64, size=20_000, dtype=np.uint64), random.integers(2**24, size=20_000)
     moved = extend_crcs(crcs, distances.astype(np.uint64))
-    for one in range(0, len(crcs), 997):
-        assert int(moved[one]) == blocks.combine(int(crcs[one]), 0, int(distances[one]))
+    for item in range(0, len(crcs), 997):
+        assert int(moved[item]) == blocks.combine(int(crcs[item]), 0, int(distances[item]))
 
 
 @st.composite
@@ -80,29 +80,29 @@ def shared_out(draw: st.DrawFn) -> tuple[list[Fragments], dict[int, list[int]]]:
 def test_folded_in_groups_all_give_the_crc_of_each_block(case, many: int) -> None:
     ranks, crcs = case
     groups = [[encode_fragments(own) for own in ranks[low : low + many]] for low in range(0, len(ranks), many)]
-    found = decode_fragments(
+    actual = decode_fragments(
         fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups
     )
-    assert {tensor: [one.crc for one in found.get(tensor, [])] for tensor in crcs} == crcs
-    assert all(one.start % BLOCK == 0 for fragments in found.values() for one in fragments)
+    assert {tensor: [item.crc for item in actual.get(tensor, [])] for tensor in crcs} == crcs
+    assert all(item.start % BLOCK == 0 for fragments in actual.values() for item in fragments)
 
 
 @given(shared_out(), st.integers(1, 9), st.data())
 def test_a_fragment_that_nobody_told_is_missed_in_its_block_alone(case, many: int, drawn: st.DataObject) -> None:
     ranks, crcs = case
-    told = [(own, tensor) for own in ranks for tensor in own]
-    if not told:
+    reported = [(own, tensor) for own in ranks for tensor in own]
+    if not reported:
         return
-    own, tensor = drawn.draw(st.sampled_from(told))
+    own, tensor = drawn.draw(st.sampled_from(reported))
     lost = own[tensor].pop(drawn.draw(st.integers(0, len(own[tensor]) - 1)))
     groups = [[encode_fragments(own) for own in ranks[low : low + many]] for low in range(0, len(ranks), many)]
-    found = decode_fragments(
+    actual = decode_fragments(
         fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups
     )
     expected: dict[int, list[int | None]] = {**crcs}
     expected[tensor] = [None if block == lost.start // BLOCK else crc for block, crc in enumerate(crcs[tensor])]
-    sizes = {tensor: max(one.stop for own in [*ranks, {tensor: [lost]}] for one in own.get(tensor, []))}
-    assert assembled(found, sizes)[tensor] == expected[tensor][: blocks.count_blocks(sizes[tensor])]
+    sizes = {tensor: max(event.stop for own in [*ranks, {tensor: [lost]}] for event in own.get(tensor, []))}
+    assert assembled(actual, sizes)[tensor] == expected[tensor][: blocks.count_blocks(sizes[tensor])]
 
 
 @st.composite
@@ -124,8 +124,8 @@ def anything(draw: st.DrawFn) -> list[Fragments]:
 @given(anything())
 def test_what_does_not_fit_together_assembles_folded_as_it_does_at_once(reports: list[Fragments]) -> None:
     sizes = {0: 3 * BLOCK, 1: 3 * BLOCK}
-    found = decode_fragments(map(encode_fragments, reports))
-    assert assembled(found, sizes) == assembled(at_once(reports), sizes)
+    actual = decode_fragments(map(encode_fragments, reports))
+    assert assembled(actual, sizes) == assembled(at_once(reports), sizes)
 
 
 @given(anything(), st.integers(1, 4))
@@ -133,12 +133,12 @@ def test_in_groups_nothing_assembles_that_does_not_at_once(reports: list[Fragmen
     """A group cannot know that another has hashed the same bytes, cut otherwise: such a block has no CRC then."""
     sizes = {0: 3 * BLOCK, 1: 3 * BLOCK}
     groups = [map(encode_fragments, reports[low : low + many]) for low in range(0, len(reports), many)]
-    found = assembled(
+    actual = assembled(
         decode_fragments(fold.merge_adjacent_fragments(FragmentTable.from_bytes(group)).to_bytes() for group in groups),
         sizes,
     )
     whole = assembled(at_once(reports), sizes)
-    for tensor, crcs in found.items():
+    for tensor, crcs in actual.items():
         assert all(crc in {None, expected} for crc, expected in zip(crcs, whole[tensor], strict=True))
 
 
@@ -146,9 +146,9 @@ def test_in_groups_nothing_assembles_that_does_not_at_once(reports: list[Fragmen
 def test_ranges_with_two_crcs_are_told_as_they_are(reports: list[Fragments]) -> None:
     """A load tells damage by them."""
 
-    def twice(found: Fragments) -> set[tuple[int, int, int]]:
-        every = {(tensor, *one) for tensor, fragments in found.items() for one in fragments}
-        return {one for one in every if any(one[:3] == other[:3] and one != other for other in every)}
+    def twice(actual: Fragments) -> set[tuple[int, int, int]]:
+        every = {(tensor, *item) for tensor, fragments in actual.items() for item in fragments}
+        return {item for item in every if any(item[:3] == other[:3] and item != other for other in every)}
 
     assert twice(decode_fragments(map(encode_fragments, reports))) == twice(at_once(reports))
 
@@ -159,7 +159,7 @@ def test_ranks_fold_what_they_report_as_they_gather_it(case) -> None:
     ranks, _ = case
     with mock.patch.object(requests, "BLOCK_BYTES", BLOCK):
         gathered = requests.merge_fragments(
-            [(tensor, one) for tensor, found in own.items() for one in found] for own in ranks
+            [(tensor, item) for tensor, actual in own.items() for item in actual] for own in ranks
         )
     assert decode_fragments(map(encode_fragments, ranks)) == gathered
 
@@ -170,6 +170,6 @@ def test_nothing_told_is_nothing() -> None:
 
 
 def test_a_fragment_is_told_in_28_bytes() -> None:
-    found = {3: [Fragment(0, 5, 2**64 - 1)], 2**32 - 1: [Fragment(2**40, 2**40 + 7, 0)]}
-    assert len(encode_fragments(found)) == 56
-    assert decode_fragments([encode_fragments(found)]) == found
+    actual = {3: [Fragment(0, 5, 2**64 - 1)], 2**32 - 1: [Fragment(2**40, 2**40 + 7, 0)]}
+    assert len(encode_fragments(actual)) == 56
+    assert decode_fragments([encode_fragments(actual)]) == actual

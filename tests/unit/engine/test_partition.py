@@ -28,13 +28,13 @@ def small() -> Iterator[None]:
 @st.composite
 def neighbours(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> list[FileRange]:
     """Pieces one after another in a file, some with gaps between them."""
-    found, offset = [], 4096
+    actual, offset = [], 4096
     for tensor, size in enumerate(draw(st.lists(sizes, max_size=8))):
         offset += draw(st.sampled_from([0, 0, 8, 808]))
         start, local = draw(st.integers(0, 100)) * 8, draw(st.integers(0, 100)) * 8
-        found.append(FileRange(tensor, start, start + size, local, 0, offset))
+        actual.append(FileRange(tensor, start, start + size, local, 0, offset))
         offset += size
-    return found
+    return actual
 
 
 some_pieces = neighbours(st.one_of(st.integers(0, 40), st.integers(0, 600)).map(lambda n: 8 * n))
@@ -48,18 +48,18 @@ def shares(whole: list[FileRange], parts: int) -> list[Sequence[FileRange]]:
 
 def joined(pieces: Sequence[FileRange]) -> list[FileRange]:
     """Pieces that go on where the one before ends, as one; empty ones left out."""
-    found: list[FileRange] = []
+    result: list[FileRange] = []
     for piece in pieces:
         if piece.start == piece.stop:
             continue
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last and (last.tensor, last.stop) == (piece.tensor, piece.start):
             size = last.stop - last.start
             assert (piece.local, piece.offset) == (last.local + size, last.offset + size)
-            found[-1] = last._replace(stop=piece.stop)
+            result[-1] = last._replace(stop=piece.stop)
         else:
-            found.append(piece)
-    return found
+            result.append(piece)
+    return result
 
 
 @given(some_pieces, parts_of)

@@ -23,13 +23,13 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 @settings(max_examples=200)
 def test_boxes_are_the_elements_of_a_run_in_their_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    found = list(boxes_of_range(shape, start, stop))
+    actual = list(boxes_of_range(shape, start, stop))
     parts = [
         index_tensor(shape)[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
-        for box in found
+        for box in actual
     ]
     assert [index for part in parts for index in part.flatten().tolist()] == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(actual) <= max(1, 2 * len(shape) - 1)
 
 
 def test_an_empty_run_has_no_boxes_even_in_an_empty_tensor() -> None:
@@ -45,6 +45,6 @@ def test_boxes_of_a_tensor_of_terabytes_cost_nothing() -> None:
 @given(st.lists(st.integers(0, 40), max_size=10).map(sorted), st.data())
 def test_merged_runs_are_the_same_bytes_with_gaps_between_them(edges: list[int], drawn: st.DataObject) -> None:
     runs = [ElementRange(low, high) for low, high in itertools.pairwise(edges) if drawn.draw(st.booleans())]
-    found = list(merge_ranges(runs))
-    assert [byte for run in found for byte in range(*run)] == [byte for run in runs for byte in range(*run)]
-    assert all(low < high for low, high in itertools.pairwise(edge for run in found for edge in run))
+    actual = list(merge_ranges(runs))
+    assert [byte for run in actual for byte in range(*run)] == [byte for run in runs for byte in range(*run)]
+    assert all(low < high for low, high in itertools.pairwise(edge for run in actual for edge in run))

@@ -28,13 +28,13 @@ def of(sizes: list[int]) -> list[ReplicatedShard]:
 
 def bytes_in(ranges: list[SampledRange]) -> Counter[tuple[int, int]]:
     """How often each 16 bytes of each tensor are in the ranges."""
-    return Counter((one.tensor, at) for one in ranges for at in range(one.start, one.stop, 16))
+    return Counter((item.tensor, at) for item in ranges for at in range(item.start, item.stop, 16))
 
 
 @given(sizes, st.integers(1, 2000))
 def test_stretches_come_over_every_byte_in_turn(sizes: list[int], budget: int) -> None:
     replicas = of(sizes)
-    turns = -(-sum(one.nbytes for one in replicas) // (16 * budget))
+    turns = -(-sum(item.nbytes for item in replicas) // (16 * budget))
     firsts = [16 * budget * turn for turn in range(turns)]
     seen = [bytes_in(list(sampling._sample_window(replicas, first, first + 16 * budget))) for first in firsts]
     assert sum(seen, Counter()) == bytes_in(list(sample_everything(replicas)))
@@ -43,16 +43,16 @@ def test_stretches_come_over_every_byte_in_turn(sizes: list[int], budget: int) -
 @given(sizes, st.integers(1, 10_000))
 def test_every_tensor_has_a_sample_at_every_save(sizes: list[int], save: int) -> None:
     replicas = of(sizes)
-    found = list(sampling._sample_each(replicas, save))
-    assert [one.tensor for one in found] == [one.tensor for one in replicas]
-    for one, replica in zip(found, replicas, strict=True):
-        assert one.start % SAMPLE == 0
-        assert one.stop == min(one.start + SAMPLE, replica.nbytes) > one.start
+    actual = list(sampling._sample_each(replicas, save))
+    assert [item.tensor for item in actual] == [item.tensor for item in replicas]
+    for item, replica in zip(actual, replicas, strict=True):
+        assert item.start % SAMPLE == 0
+        assert item.stop == min(item.start + SAMPLE, replica.nbytes) > item.start
 
 
 def test_samples_of_later_saves_are_elsewhere_and_come_over_the_whole_tensor() -> None:
     replicas = [ReplicatedShard(0, 100 * SAMPLE), ReplicatedShard(1, 100 * SAMPLE)]
-    starts = [[one.start for one in sampling._sample_each(replicas, save)] for save in range(1, 300)]
+    starts = [[item.start for item in sampling._sample_each(replicas, save)] for save in range(1, 300)]
     first, second = zip(*starts, strict=True)
     assert set(first) == set(second) == set(range(0, 100 * SAMPLE, SAMPLE))
     assert first != second
@@ -63,7 +63,8 @@ def test_what_fits_into_the_budget_is_compared_whole() -> None:
     replicas = [ReplicatedShard(0, BUDGET // 2), ReplicatedShard(1, BUDGET // 2)]
     assert list(sample_some(replicas, 5)) == list(sample_everything(replicas))
     assert (
-        sum(one.stop - one.start for one in sample_some([*replicas, ReplicatedShard(2, 16)], 5)) <= BUDGET + 3 * SAMPLE
+        sum(item.stop - item.start for item in sample_some([*replicas, ReplicatedShard(2, 16)], 5))
+        <= BUDGET + 3 * SAMPLE
     )
 
 

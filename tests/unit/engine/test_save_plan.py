@@ -141,10 +141,10 @@ def test_all_ranks_go_through_stripes_in_one_order(small: None, job: Job) -> Non
     """So the oldest stripe in flight never waits for a younger one."""
     for plan in job.plans():
         places = [
-            (one.file_ranges[0].tensor, one.file_ranges[0].start)
-            if isinstance(one, OwnedStripe)
-            else (one.tensor, one.start)
-            for one in plan.stripe_tasks
+            (item.file_ranges[0].tensor, item.file_ranges[0].start)
+            if isinstance(item, OwnedStripe)
+            else (item.tensor, item.start)
+            for item in plan.stripe_tasks
         ]
         assert places == sorted(set(places))
         assert plan.needs_exchange or not places
@@ -156,12 +156,12 @@ def test_what_several_ranks_hold_and_share_is_to_be_proven_equal_by_all_of_them(
     plans = job.plans()
     numbers = {key: number for number, key in enumerate(plans[0].tensors)}
     for rank, plan in enumerate(plans):
-        found = {
+        actual = {
             (holders, replica.tensor, replica.nbytes)
             for holders, replicas in plan.replicas.items()
             for replica in replicas
         }
-        assert found == {
+        assert actual == {
             (tuple(ranks), numbers[key], len(part) * job.tensors[key].element_size())
             for key in job.tensors.keys() - job.buffers
             for part, ranks in job.holders(key).items()
@@ -249,11 +249,11 @@ def test_a_flat_shard_is_written_by_the_rank_that_holds_it_as_it_lies() -> None:
 def test_columns_are_put_together_in_large_stripes_by_all_their_holders_in_turn(small: None) -> None:
     plans = make_job(torch.zeros(16, 8), 4, PlacementLayout(make_mesh(4), (Sharded(1),))).plans(2**40)
     assert all(plan.needs_exchange and not plan.file_ranges for plan in plans)
-    stripes = sorted((one.file_ranges[0].start, one.file_ranges[0].stop) for plan in plans for one in owned(plan))
+    stripes = sorted((item.file_ranges[0].start, item.file_ranges[0].stop) for plan in plans for item in owned(plan))
     assert stripes == [(start, start + 64) for start in range(0, 512, 64)]
     assert [len(owned(plan)) for plan in plans] == [2, 2, 2, 2]
-    for one in itertools.chain(*map(owned, plans)):
-        assert [cut.holders for cut, _ in one.contributions] == [(0,), (1,), (2,), (3,)]
+    for item in itertools.chain(*map(owned, plans)):
+        assert [cut.holders for cut, _ in item.contributions] == [(0,), (1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("kept", [1, 3, 4])
@@ -266,7 +266,7 @@ def test_tensors_of_few_stripes_are_shared_out_over_all_their_holders_too(small:
         key = ("model", f"w{number:03}")
         job.tensors[key] = torch.zeros(4, 4, dtype=torch.float32)
         job.held[key] = dict.fromkeys(range(4), wide if number % kept else layout)
-    written = [count_bytes([piece for one in owned(plan) for piece in one.file_ranges]) for plan in job.plans(2**40)]
+    written = [count_bytes([piece for item in owned(plan) for piece in item.file_ranges]) for plan in job.plans(2**40)]
     assert sum(written) == 40 * 64
     assert max(written) <= 1.5 * min(written)
 
@@ -284,7 +284,7 @@ def test_of_several_holders_the_nearest_to_the_owner_of_a_stripe_gives_it(small:
 def test_replicas_of_a_shard_are_proven_by_its_holders() -> None:
     layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(1)))
     plans = make_job(torch.zeros(2, 4), 4, layout).plans(2**40)
-    assert {holders: [replica.nbytes for replica in found] for holders, found in plans[3].replicas.items()} == {
+    assert {holders: [replica.nbytes for replica in actual] for holders, actual in plans[3].replicas.items()} == {
         (1, 3): [16]
     }
 

@@ -82,12 +82,12 @@ def test_shape_and_offset_agree_with_those_that_torch_computes(case: tuple[Tenso
             mesh_coordinate(layout.mesh, rank),
             [torch_placement(placement) for placement in layout.placements],
         )
-        found = bytes_in(held(info, layout, rank))
+        actual = bytes_in(held(info, layout, rank))
         size = dtype_width(info.dtype)
-        assert len(found) == math.prod(local) * size
-        if found:
+        assert len(actual) == math.prod(local) * size
+        if actual:
             strides = index_tensor(info.shape).stride()
-            assert found[0] == sum(at * stride for at, stride in zip(offset, strides, strict=True)) * size
+            assert actual[0] == sum(at * stride for at, stride in zip(offset, strides, strict=True)) * size
 
 
 @given(tensor_layouts())
@@ -95,9 +95,9 @@ def test_every_rank_of_the_mesh_holds_one_part_and_holders_hold_the_same(
     case: tuple[TensorInfo, PlacementLayout],
 ) -> None:
     info, layout = case
-    found = ranks_by_coordinate(layout)
-    assert sorted(itertools.chain(*found.values())) == sorted(layout.mesh.ranks)
-    for coordinate, ranks in found.items():
+    actual = ranks_by_coordinate(layout)
+    assert sorted(itertools.chain(*actual.values())) == sorted(layout.mesh.ranks)
+    for coordinate, ranks in actual.items():
         assert list(ranks) == sorted(ranks)
         assert all(coordinate_of_rank(layout, rank) == coordinate for rank in ranks)
         assert len({tuple(bytes_by_torch(info, layout, rank)) for rank in ranks}) == 1
@@ -124,10 +124,10 @@ def test_before_a_byte_lie_those_of_the_part_that_are_less(case: tuple[TensorInf
     info, layout = case
     for rank in layout.mesh.ranks[:3]:
         mine = held(info, layout, rank)
-        found = bytes_in(mine)
+        actual = bytes_in(mine)
         step = max(1, info.nbytes // 200)
         for position in {*range(0, info.nbytes, step), info.nbytes}:
-            assert mine.bytes_before(position) == bisect.bisect_left(found, position)
+            assert mine.bytes_before(position) == bisect.bisect_left(actual, position)
 
 
 @given(tensor_layouts())

@@ -61,10 +61,10 @@ def test_any_range_of_any_boxes_in_any_order(tmp_path: Path, array: np.ndarray, 
     woven = written(tmp_path / "data", array, boxes, [tuple(order) for order in orders])
     start = draw(st.integers(0, array.size - 1))
     stop = draw(st.integers(start + 1, array.size))
-    found = bytearray((stop - start) * array.itemsize)
+    buffer = bytearray((stop - start) * array.itemsize)
     with SourceReader([woven]) as opened:
-        opened.read(0, start * array.itemsize, memoryview(found))
-    assert found == array.reshape(-1)[start:stop].tobytes()
+        opened.read(0, start * array.itemsize, memoryview(buffer))
+    assert buffer == array.reshape(-1)[start:stop].tobytes()
 
 
 @pytest.mark.parametrize("limits", [(8, 1, 1), (64, 4, 4), (2**20, 16, 2)])
@@ -75,10 +75,10 @@ def test_however_little_is_read_at_once(
         monkeypatch.setattr(engine, name, limit)
     array = np.arange(7 * 5 * 6, dtype="u4").reshape(7, 5, 6)
     woven = written(tmp_path / "data", array, [IndexBox((0, 0, 0), array.shape)], [(2, 0, 1)])
-    found = bytearray(array.nbytes)
+    buffer = bytearray(array.nbytes)
     with SourceReader([woven]) as opened:
-        opened.read(0, 0, memoryview(found))
-    assert found == array.tobytes()
+        opened.read(0, 0, memoryview(buffer))
+    assert buffer == array.tobytes()
 
 
 def test_of_a_box_beside_others_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,18 +91,18 @@ def test_of_a_box_beside_others_only_what_is_wanted_is_read(tmp_path: Path, monk
     monkeypatch.setattr(
         BufferedReader, "read", lambda self, offset, into: (sizes.append(len(into)), plain(self, offset, into))[1]
     )
-    found = bytearray(100 * 2000 * 4)
+    buffer = bytearray(100 * 2000 * 4)
     with SourceReader([woven]) as opened:
-        opened.read(0, 300 * 2000 * 4, memoryview(found))
-    assert found == array[300:400].tobytes()
+        opened.read(0, 300 * 2000 * 4, memoryview(buffer))
+    assert buffer == array[300:400].tobytes()
     assert sizes == [100 * 1000 * 4] * 2
 
 
 def test_bytes_that_are_here_already() -> None:
-    found = bytearray(3)
+    buffer = bytearray(3)
     with SourceReader([InMemorySource(b"abcdef")]) as opened:
-        opened.read(0, 2, memoryview(found))
-    assert found == b"cde"
+        opened.read(0, 2, memoryview(buffer))
+    assert buffer == b"cde"
 
 
 def test_more_files_than_a_process_may_have_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_more_files_than_a_process_may_have_open(tmp_path: Path, monkeypatch: py
     with SourceReader(paths) as opened:
         for _ in range(2):
             for number in range(10):
-                found = bytearray(1)
-                opened.read(number, 0, memoryview(found))
-                assert found == bytes([number])
+                buffer = bytearray(1)
+                opened.read(number, 0, memoryview(buffer))
+                assert buffer == bytes([number])
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 

@@ -58,9 +58,9 @@ def cuts(mine: LocalShard, memory: Bytes) -> Iterator[tuple[ElementRange, Bytes]
 @settings(max_examples=200)
 def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int, ...], size: int) -> None:
     with mock.patch.object(striping, "STRIPE", size):
-        found = list(split_into_stripes(shape))
+        actual = list(split_into_stripes(shape))
     reached = 0
-    for start, stop in found:
+    for start, stop in actual:
         assert start == reached
         assert 0 < stop - start <= size
         reached = stop
@@ -71,8 +71,8 @@ def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int
 def test_stripes_are_no_crumbs(shape: tuple[int, ...], size: int) -> None:
     """Only where a row ends is one less than half full, and its neighbour is not."""
     with mock.patch.object(striping, "STRIPE", size):
-        found = [stop - start for start, stop in split_into_stripes(shape)]
-    assert all(one + other > size / 2 for one, other in itertools.pairwise(found))
+        actual = [stop - start for start, stop in split_into_stripes(shape)]
+    assert all(left + other > size / 2 for left, other in itertools.pairwise(actual))
 
 
 def test_stripes_are_rows_while_a_row_fits_and_pieces_of_rows_where_not() -> None:

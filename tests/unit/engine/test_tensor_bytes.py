@@ -27,7 +27,7 @@ def read(part: TensorBytes, start: int, stop: int) -> bytes:
 def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors of 12 elements or so, seen in every way that is not a plain row of memory."""
     base = random_tensor((4, 6), dtype, seed=1)
-    found = {
+    actual = {
         "plain": base[1:3].clone(),
         "inside of another": base[1:3],
         "transposed": base[:2].T,
@@ -39,10 +39,10 @@ def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "empty inside": base[2:2, ::2],
     }
     if dtype.is_complex:
-        found["conjugate"] = base[1:3].conj()
-        found["conjugate transposed"] = base[:2].T.conj()
-        found["negative"] = base[:2].conj().imag
-    return found
+        actual["conjugate"] = base[1:3].conj()
+        actual["conjugate transposed"] = base[:2].T.conj()
+        actual["negative"] = base[:2].conj().imag
+    return actual
 
 
 KINDS = sorted(views(torch.complex64))

@@ -32,8 +32,8 @@ def call(*args: object, code: int = 0) -> Any:
 
 
 def verdict(path: Path, code: int = 0) -> dict[str, Any]:
-    (found,) = json.loads(call("verify", path, "--json", code=code).stdout)["checkpoints"]
-    return dict(found)
+    (actual,) = json.loads(call("verify", path, "--json", code=code).stdout)["checkpoints"]
+    return dict(actual)
 
 
 def corrupt(file: Path, tensor: torch.Tensor) -> None:
@@ -59,8 +59,8 @@ def convert_file(source: Path, final: Path) -> None:
 class TestFilesOfTorchSave:
     def test_a_sound_one_is_verified(self, tmp_path: Path) -> None:
         torch.save({"model": MODEL, "step": 3}, tmp_path / "x.pt")
-        found = verdict(tmp_path / "x.pt")
-        assert (found["status"], found["tensors"], found["checksummed"]) == ("verified", 4, 4)
+        actual = verdict(tmp_path / "x.pt")
+        assert (actual["status"], actual["tensors"], actual["checksummed"]) == ("verified", 4, 4)
         text = call("verify", tmp_path / "x.pt").stdout
         assert "verified" in text
         assert "no checksums" not in text
@@ -75,9 +75,9 @@ class TestFilesOfTorchSave:
             bad = opened.testzip()
         assert bad is not None
         problems = verdict(file, code=1)["problems"]
-        assert sorted(one.split("'")[1] for one in problems) == ["other", "turned", "whole"]
-        assert all("do not match their CRC-32" in one and str(file) in one for one in problems)
-        assert any(bad in one for one in problems)
+        assert sorted(item.split("'")[1] for item in problems) == ["other", "turned", "whole"]
+        assert all("do not match their CRC-32" in item and str(file) in item for item in problems)
+        assert any(bad in item for item in problems)
 
     def test_an_entry_without_tensors_is_looked_at_too(self, tmp_path: Path) -> None:
         file = tmp_path / "x.pt"
@@ -110,7 +110,7 @@ class TestFilesOfTorchSave:
         for key, name in weight_map.items():
             corrupt(tmp_path / name, MODEL[key])
         problems = verdict(tmp_path, code=1)["problems"]
-        assert [name in one for name, one in zip(names, problems, strict=True)] == [True] * 2
+        assert [name in item for name, item in zip(names, problems, strict=True)] == [True] * 2
 
     @pytest.mark.parametrize("to", ["lightning", "lightning-folder", "dcp", "nxd", "colossalai"])
     def test_of_what_holdfast_writes_nothing_is_called_damaged(self, tmp_path: Path, to: str) -> None:
@@ -135,7 +135,9 @@ class TestDistributedCheckpoints:
         for key in ("layer.0", "layer.2"):
             corrupt(file, MODEL[key])
         problems = verdict(path, code=1)["problems"]
-        assert [key in one and "CRC-32" in one for key, one in zip(("layer.0", "layer.2"), problems, strict=True)] == [
+        assert [
+            key in item and "CRC-32" in item for key, item in zip(("layer.0", "layer.2"), problems, strict=True)
+        ] == [
             True,
             True,
         ]
@@ -151,8 +153,8 @@ class TestDistributedCheckpoints:
         with pytest.raises(dcp.api.CheckpointException):
             dcp.load({"model": dict(MODEL)}, storage_reader=FileSystemReader(paths[0]), no_dist=True)
         problems = verdict(paths[0], code=1)["problems"]
-        assert [name for name in MODEL if any(f"'{name}'" in one for one in problems)] == list(MODEL)[:3]
-        assert all("CRC-64" in one for one in problems[:3])
+        assert [name for name in MODEL if any(f"'{name}'" in item for item in problems)] == list(MODEL)[:3]
+        assert all("CRC-64" in item for item in problems[:3])
         with pytest.raises(CorruptCheckpointError, match="CRC-64"):
             holdfast.convert(paths[0], tmp_path / "out", to="safetensors")
 
@@ -167,8 +169,8 @@ class TestDistributedCheckpoints:
         file.write_bytes(raw)
         corrupt(file, MODEL["layer.1"])
         problems = verdict(path, code=1)["problems"]
-        assert len([one for one in problems if "/data.pkl'" in one]) >= 2
-        assert len([one for one in problems if "/data/0'" in one]) == 1
+        assert len([item for item in problems if "/data.pkl'" in item]) >= 2
+        assert len([item for item in problems if "/data/0'" in item]) == 1
 
 
 class TestConversions:
@@ -222,7 +224,7 @@ class TestOurOwn:
         flip_tensor_bit(others[1], tensor)
         problems = verdict(saved, code=1)["problems"]
         for file in (shards[0], others[0], saved / "state.json", saved / "ranks.json", others[1]):
-            assert [str(file) in one for one in problems].count(True) == 1, problems
+            assert [str(file) in item for item in problems].count(True) == 1, problems
         assert len(problems) == 5
 
     def test_weights_that_no_manifest_names_are_told(self, tmp_path: Path) -> None:
@@ -234,8 +236,8 @@ class TestOurOwn:
         for name in ("model.safetensors", "adapter_config.json", "pytorch_model.bin"):
             (folder / name).write_bytes(b"x")
         notes = verdict(tmp_path)["notes"]
-        assert [one.split()[0] for one in notes] == [
+        assert [item.split()[0] for item in notes] == [
             str(folder / name) for name in ("adapter_config.json", "model.safetensors", "pytorch_model.bin")
         ]
-        assert ["transformers loads it instead" in one for one in notes] == [True, True, False]
+        assert ["transformers loads it instead" in item for item in notes] == [True, True, False]
         assert "its manifest does not name it" in call("verify", tmp_path).stdout

@@ -79,16 +79,16 @@ def test_also_from_the_protocol_of_torch(leaf: Any, protocol: int) -> None:
 def test_what_is_shared_stays_shared_and_loops_stay_loops() -> None:
     shared: list[Any] = [1]
     shared.append(shared)
-    found = read(pickle.dumps({"a": shared, "b": shared}, 4))
-    assert found["a"] is found["b"] is found["a"][1]
+    actual = read(pickle.dumps({"a": shared, "b": shared}, 4))
+    assert actual["a"] is actual["b"] is actual["a"][1]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_default_dict_is_a_dict(protocol: int) -> None:
     table = collections.defaultdict(list, {"a": [1]})
-    found = read(pickle.dumps(table, protocol))
-    assert type(found) is dict
-    assert found == {"a": [1]}
+    actual = read(pickle.dumps(table, protocol))
+    assert type(actual) is dict
+    assert actual == {"a": [1]}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -74,41 +74,41 @@ def test_no_bytes_have_no_block() -> None:
 def test_fragments_of_several_ranks_assemble_to_the_crc_of_each_block(data: bytes, cuts: list, random) -> None:
     """Each block is hashed in fragments by one rank; some ranks hash the same ones."""
     ways = [fragments_of(data, places) for places in cuts]
-    found = []
+    result = []
     for block in range(-(-len(data) // SMALL_BLOCK)):
         mine = [fragment for fragment in random.choice(ways) if fragment.start // SMALL_BLOCK == block]
-        found += mine * random.choice([1, 1, 3])
-    random.shuffle(found)
+        result += mine * random.choice([1, 1, 3])
+    random.shuffle(result)
     with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK):
-        assert blocks.assemble_crcs(found, len(data)) == crcs_of_blocks(data)
+        assert blocks.assemble_crcs(result, len(data)) == crcs_of_blocks(data)
 
 
 def damaged(data: bytes, break_one) -> list[int | None]:
     """What assembles after one fragment in the middle of block 1 was replaced."""
-    found = fragments_of(data, [80, 90, 100])
-    at = next(i for i, fragment in enumerate(found) if fragment.start == 80)
-    found[at : at + 1] = break_one(found[at])
+    actual = fragments_of(data, [80, 90, 100])
+    at = next(i for i, fragment in enumerate(actual) if fragment.start == 80)
+    actual[at : at + 1] = break_one(actual[at])
     with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK):
-        return blocks.assemble_crcs(found, len(data))
+        return blocks.assemble_crcs(actual, len(data))
 
 
 @pytest.mark.parametrize(
     "break_one",
     [
         pytest.param(lambda _: [], id="gap"),
-        pytest.param(lambda one: [one._replace(stop=one.stop - 1)], id="gap-of-one-byte"),
-        pytest.param(lambda one: [one._replace(stop=one.stop + 1)], id="overlap"),
-        pytest.param(lambda one: [one, one._replace(crc=one.crc ^ 1)], id="two-ranks-say-otherwise"),
-        pytest.param(lambda one: [one, one._replace(stop=one.stop - 1)], id="part-hashed-twice"),
-        pytest.param(lambda one: [one._replace(stop=200)], id="beyond-its-block"),
+        pytest.param(lambda case: [case._replace(stop=case.stop - 1)], id="gap-of-one-byte"),
+        pytest.param(lambda case: [case._replace(stop=case.stop + 1)], id="overlap"),
+        pytest.param(lambda case: [case, case._replace(crc=case.crc ^ 1)], id="two-ranks-say-otherwise"),
+        pytest.param(lambda case: [case, case._replace(stop=case.stop - 1)], id="part-hashed-twice"),
+        pytest.param(lambda case: [case._replace(stop=200)], id="beyond-its-block"),
     ],
 )
 def test_a_block_that_is_not_tiled_exactly_has_no_crc_and_leaves_the_others_theirs(break_one) -> None:
     data = bytes(range(200))
     expected = crcs_of_blocks(data)
-    found = damaged(data, break_one)
-    assert found[1] is None
-    assert [found[0], *found[2:]] == [expected[0], *expected[2:]]
+    actual = damaged(data, break_one)
+    assert actual[1] is None
+    assert [actual[0], *actual[2:]] == [expected[0], *expected[2:]]
 
 
 def test_a_block_without_fragments_has_no_crc() -> None:

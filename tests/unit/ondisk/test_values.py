@@ -138,17 +138,17 @@ def test_the_same_set_has_the_same_bytes_in_every_process() -> None:
 
 def test_tensors_are_named_by_their_place_and_no_name_comes_twice() -> None:
     out = ArrayEncoder()
-    one = torch.zeros(1)
-    values.dump_values({"a": {"b": one, 1: [one, (one,)]}, "a.b": one, "\ud800": one}, out, "7/")
+    item = torch.zeros(1)
+    values.dump_values({"a": {"b": item, 1: [item, (item,)]}, "a.b": item, "\ud800": item}, out, "7/")
     assert list(out.tensors) == ["7/a.b", "7/a.1.0", "7/a.1.1.0", "7/a.b#2", "7/\\ud800"]
 
 
 def test_a_tensor_is_stored_as_it_is_seen() -> None:
     base = torch.randn(2, 3, dtype=torch.complex64)
-    found = there_and_back({"conj": base.conj(), "transposed": base.T, "parameter": torch.nn.Parameter(base)})
-    assert torch.equal(found["conj"], base.conj().resolve_conj())
-    assert torch.equal(found["transposed"], base.T)
-    assert torch.equal(found["parameter"], base)
+    actual = there_and_back({"conj": base.conj(), "transposed": base.T, "parameter": torch.nn.Parameter(base)})
+    assert torch.equal(actual["conj"], base.conj().resolve_conj())
+    assert torch.equal(actual["transposed"], base.T)
+    assert torch.equal(actual["parameter"], base)
 
 
 def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_path: pathlib.Path) -> None:
@@ -156,16 +156,16 @@ def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_p
     plain = torch.zeros(1)
     content = {"w": nn.Parameter(torch.arange(3.0)), "frozen": frozen, "x@parameter": plain, "x": nn.Parameter(plain)}
     holdfast.save_checkpoint(tmp_path, "s", user_content=content, per_rank_content=[content["w"]])
-    found = holdfast.restore(tmp_path)
-    kinds = {name: (type(one), one.requires_grad) for name, one in found.user_content.items()}
+    restored = holdfast.restore(tmp_path)
+    kinds = {name: (type(value), value.requires_grad) for name, value in restored.user_content.items()}
     assert kinds == {
         "w": (nn.Parameter, True),
         "frozen": (nn.Parameter, False),
         "x@parameter": (torch.Tensor, False),
         "x": (nn.Parameter, True),
     }
-    assert all(torch.equal(one, content[name]) for name, one in found.user_content.items())
-    assert type(found.per_rank_content[0]) is nn.Parameter
+    assert all(torch.equal(value, content[name]) for name, value in restored.user_content.items())
+    assert type(restored.per_rank_content[0]) is nn.Parameter
     opened = holdfast.open(tmp_path).values["user_content"]
     assert type(opened["w"]) is nn.Parameter
     assert torch.equal(opened["w"], content["w"])
@@ -300,11 +300,11 @@ def test_a_tag_inside_of_a_name_is_no_tag() -> None:
 @given(st.binary(max_size=60))
 def test_noise_is_refused(noise: bytes) -> None:
     try:
-        found = values.load_values(noise, ArrayDecoder({}), FILE)
+        actual = values.load_values(noise, ArrayDecoder({}), FILE)
     except CorruptCheckpointError as error:
         assert FILE in str(error)
     else:
-        assert fingerprint(found) == fingerprint(json.loads(noise))
+        assert fingerprint(actual) == fingerprint(json.loads(noise))
 
 
 tags = st.sampled_from(sorted({*values._DECODERS, "$numpy", "$dtype", "$device", "$size", "$tensor", "$array", "$x"}))
@@ -324,8 +324,8 @@ junk = st.recursive(
 def test_forged_json_is_refused_by_name_or_is_some_value(tree: Any) -> None:
     infos = {"": TensorInfo("F32", (2,))}
     try:
-        found = values.load_values(json.dumps(tree).encode(), ArrayDecoder(infos), FILE)
+        actual = values.load_values(json.dumps(tree).encode(), ArrayDecoder(infos), FILE)
     except CorruptCheckpointError as error:
         assert FILE in str(error)
     else:
-        assert isinstance(fingerprint(found), tuple)
+        assert isinstance(fingerprint(actual), tuple)
