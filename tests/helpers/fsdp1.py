@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -195,3 +196,6 @@ def check_everything(build: Callable[..., FullyShardedDataParallel], options: di
 
 def make_single(**options: Any) -> FullyShardedDataParallel:
     return wrap_fsdp1(make_net(), **options)
+
+
+ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
