@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from tests.helpers.optimizer_runs import KINDS, check, layouts_of
+from tests.helpers.optimizer_runs import KINDS, check_optimizer, layouts_of
 from tests.helpers.pool import Ranks
 
 
@@ -41,7 +41,7 @@ def _check_pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, E
     for writer, reader in product(layouts_of(kind), repeat=2):
         name = f"{kind}: {writer} to {reader}"
         try:
-            check(ranks, folder / reader, kind, writer, [reader])
+            check_optimizer(ranks, folder / reader, kind, writer, [reader])
         except Exception as error:  # noqa: BLE001 - reported by the campaign
             yield name, error
         else:

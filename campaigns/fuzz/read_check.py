@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import holdfast
 from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
-from tests.hostile.test_hostile import little_memory
+from tests.helpers.bounded_reads import limit_memory
 
 #: Audit events of Python that show that external code could run.
 _FORBIDDEN_EVENTS = frozenset(
@@ -45,7 +45,7 @@ class ReadChecker:
         """Read a checkpoint. Return the problem with its handling, if any."""
         start, self._event, self._is_reading = time.process_time(), "", True
         try:
-            with little_memory():
+            with limit_memory():
                 _read_everything(path)
             self.read += 1
         except HoldfastError as error:

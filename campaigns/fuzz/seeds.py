@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
 def create_seeds(folder: Path) -> dict[str, Path]:
@@ -31,7 +31,7 @@ def create_seeds(folder: Path) -> dict[str, Path]:
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()
-        tree = {**_build_state(), "evil": EVIL["a shell"]} if name == "evil" else _build_state()
+        tree = {**_build_state(), "evil": UNSAFE_OBJECTS["a shell"]} if name == "evil" else _build_state()
         torch.save(tree, made[name], **options)
     return made
 

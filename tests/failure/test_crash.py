@@ -66,8 +66,14 @@ def history(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> History:
 )
 def test_one_sync_less_is_found(history: History, name: str) -> None:
     """Of a file's bytes, or of the names in a folder."""
-    nodes = {one.node for one in history.operations if isinstance(one, Create) and one.name.endswith(name)}
-    less = [one for one in history.operations if not (isinstance(one, Sync) and one.node in nodes)]
+    nodes = {
+        operation.node
+        for operation in history.operations
+        if isinstance(operation, Create) and operation.name.endswith(name)
+    }
+    less = [
+        operation for operation in history.operations if not (isinstance(operation, Sync) and operation.node in nodes)
+    ]
     assert len(less) < len(history.operations)
     assert check_states(MODELS, replace(history, operations=tuple(less)), 3).violations
 

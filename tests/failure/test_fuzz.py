@@ -48,6 +48,6 @@ def fail(error: BaseException) -> Callable[[Path], None]:
 )
 def test_what_the_campaign_calls_wrong(use: Any, problem: str | None) -> None:
     with mock.patch("campaigns.fuzz.read_check._read_everything", use):
-        found = ReadChecker().find_problem(Path("/case/c.pt"))
-    assert (found is None) == (problem is None)
-    assert (problem or "") in (found or "")
+        actual = ReadChecker().find_problem(Path("/case/c.pt"))
+    assert (actual is None) == (problem is None)
+    assert (problem or "") in (actual or "")

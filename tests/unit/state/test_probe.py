@@ -166,14 +166,14 @@ def compared(kinds: dict[str, tuple[Any, dict[str, Any]]], layouts: tuple[str, .
             parameter = parameters[shape, layout]
             make = functools.partial(kind, [parameter], **options)
             try:
-                found: Any = probe_states(make(), parameter)
+                actual: Any = probe_states(make(), parameter)
             except OptimizerMismatchError as error:
-                found = str(error)
+                actual = str(error)
             made = stepped(make, parameter)
             if isinstance(made, str) and name in NOT_ON_SHARDS:
                 continue
-            if found != made:
-                wrong.append(f"{name}, {layout}, {shape}: told {found}, made {made}")
+            if actual != made:
+                wrong.append(f"{name}, {layout}, {shape}: told {actual}, made {made}")
     return wrong
 
 
@@ -191,12 +191,12 @@ def test_a_dtensors_states_are_those_of_a_real_step(ranks: Any, size: int, names
 
 def emptied(kind: Any, layout: str, shape: tuple[int, ...]) -> list[bool]:
     parameter = laid_out(shape, layout)
-    found = probe_states(kind([parameter]), parameter)
+    actual = probe_states(kind([parameter]), parameter)
     dist.barrier()  # a rank that leaves before the others have connected breaks their pool
     return [
-        told(one.make_empty()) == one and not isinstance(one.make_empty(), nn.Parameter)
-        for one in found.values()
-        if one
+        told(value.make_empty()) == value and not isinstance(value.make_empty(), nn.Parameter)
+        for value in actual.values()
+        if value
     ]
 
 
@@ -208,8 +208,8 @@ def test_an_empty_one_is_like_it(ranks: Any, layout: str) -> None:
 
 def test_adafactor_keeps_rows_and_columns() -> None:
     parameter = nn.Parameter(torch.ones(7, 5))
-    found = probe_states(torch.optim.Adafactor([parameter]), parameter)
-    assert {name: one.shape for name, one in found.items()} == {"step": (), "row_var": (7, 1), "col_var": (1, 5)}
+    actual = probe_states(torch.optim.Adafactor([parameter]), parameter)
+    assert {name: value.shape for name, value in actual.items()} == {"step": (), "row_var": (7, 1), "col_var": (1, 5)}
 
 
 def snapshot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
@@ -368,6 +368,6 @@ def test_a_step_that_torch_cannot_take_is_refused(ranks: Any) -> None:
 
 
 def test_a_parameter_of_another_optimizer_is_refused() -> None:
-    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    left, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(OptimizerMismatchError, match="in none of its groups"):
-        probe_states(torch.optim.AdamW([one]), other)
+        probe_states(torch.optim.AdamW([left]), other)
