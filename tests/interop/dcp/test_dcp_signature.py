@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import holdfast.dcp as ours
 from holdfast.errors import InvalidArgumentError
+from holdfast.torch_versions import SerializationFormat
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
