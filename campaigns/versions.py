@@ -158,7 +158,7 @@ def _pinned_packages() -> Iterator[str]:
 
 
 def _run_tests(python: Path, tests: Sequence[str], workers: int, results: Path) -> Outcome:
-    command = [
+    command: list[str | Path] = [
         python,
         "-m",
         "pytest",
