@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large clean
+.PHONY: demo test interop matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -21,6 +21,10 @@ test: lint
 ## interop: the tests with other systems and their files
 interop: .venv/installed
 	$(BIN)/python $(PYTEST) tests/interop
+
+## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
+matrix:
+	$(PYTHON) -m campaigns.versions
 
 ## coverage: all of these tests again, slower, and the lines that they went through
 coverage: .venv/installed

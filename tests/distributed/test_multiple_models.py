@@ -22,6 +22,7 @@ from holdfast.errors import (
     StateError,
 )
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import HAS_MUON
 
 
 def net(seed: int = 0, *sizes: int) -> nn.Sequential:
@@ -93,7 +94,7 @@ def test_an_optimizer_of_several_models_names_their_parameters_apart(tmp_path: P
 def muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     return [
-        torch.optim.Muon(matrices, lr=0.1),
+        (torch.optim.Muon if HAS_MUON else torch.optim.NAdam)(matrices, lr=0.1),
         torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.2),
     ]
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import HAS_MUON
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,8 +36,9 @@ KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "adadelta": optim.Adadelta,
     "sgd nesterov": functools.partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adafactor": functools.partial(optim.Adafactor, lr=0.1),
-    "muon": functools.partial(optim.Muon, lr=0.1),
 }
+if HAS_MUON:
+    KINDS["muon"] = functools.partial(optim.Muon, lr=0.1)
 #: Numbers of ranks.
 LAYOUTS = {"plain": 1, "ddp": 2, "fsdp": 3, "tp": 2, "fsdp_tp": 4}
 

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 
 import holdfast.dcp as ours
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.dcp import checksums
+from holdfast.torch_versions import DCP_VERSION, SerializationFormat
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
@@ -153,7 +153,7 @@ def test_saves_and_loads_have_ids(tmp_path: Path, writer: type, reader: type) ->
 
 
 @pytest.mark.parametrize("writer", PAIRS[0])
-@pytest.mark.parametrize("version", [CURRENT_DCP_VERSION, None])
+@pytest.mark.parametrize("version", [DCP_VERSION, None])
 def test_planners_are_told_the_version_of_the_format(tmp_path: Path, writer: type, version: str | None) -> None:
     """Releases of torch that wrote no version left the field out."""
     dcp.save(state(1), storage_writer=writer(tmp_path / "a"), no_dist=True)
