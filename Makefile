@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop coverage test-colossalai lint docs bench bench-full crash jobs kill faults fuzz large clean
+.PHONY: demo test interop matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -21,6 +21,10 @@ test: lint
 ## interop: the tests with other systems and their files
 interop: .venv/installed
 	$(BIN)/python $(PYTEST) tests/interop
+
+## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
+matrix:
+	$(PYTHON) -m campaigns.versions
 
 ## coverage: all of these tests again, slower, and the lines that they went through
 coverage: .venv/installed
@@ -54,6 +58,13 @@ bench: .venv/installed
 
 bench-full: .venv/installed
 	$(BIN)/python -m benchmarks
+
+#: The commit to compare the working tree with.
+REF ?= HEAD
+
+## bench-compare: time the main cases of the commit REF and of the working tree in turn, and say what is outside noise
+bench-compare: .venv/installed
+	$(BIN)/python -m benchmarks.compare $(REF)
 
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed

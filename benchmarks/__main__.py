@@ -15,7 +15,6 @@ from benchmarks import (
     conversion,
     dcp_planning,
     footprint,
-    handed_out,
     loop,
     machine,
     nxd,
@@ -23,6 +22,7 @@ from benchmarks import (
     planning,
     report,
     single,
+    split_tensor,
     stall,
     start,
 )
@@ -30,24 +30,24 @@ from benchmarks.measure import Table
 from benchmarks.setting import Setting
 
 CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
-    "large": single.large,
-    "huge": single.huge,
-    "small": single.small,
-    "memory-disk": single.memory_disk,
-    "layouts": parallel.layouts,
-    "resharded": parallel.resharded,
-    "handed-out": handed_out.handed_out,
-    "small-2-ranks": parallel.small,
-    "stall": stall.stall,
-    "memory": footprint.memory,
-    "conversion": conversion.conversion,
-    "nxd": nxd.nxd,
-    "colossalai": booster.colossalai,
-    "loop": loop.loop,
-    "amplification": amplification.amplification,
-    "planning": planning.planning,
-    "planning-dcp": dcp_planning.dcp_planning,
-    "start": start.start,
+    "large": single.measure_large,
+    "huge": single.measure_huge,
+    "small": single.measure_small,
+    "memory-disk": single.measure_memory_disk,
+    "layouts": parallel.measure_layouts,
+    "resharded": parallel.measure_resharding,
+    "split-tensor": split_tensor.measure_split_tensor,
+    "small-2-ranks": parallel.measure_small,
+    "stall": stall.measure_stall,
+    "memory": footprint.measure_memory,
+    "conversion": conversion.measure_conversion,
+    "nxd": nxd.measure_nxd,
+    "colossalai": booster.measure_colossalai,
+    "loop": loop.measure_loop,
+    "amplification": amplification.measure_amplification,
+    "planning": planning.measure_planning,
+    "planning-dcp": dcp_planning.measure_dcp_planning,
+    "start": start.measure_start,
 }
 
 
@@ -67,8 +67,8 @@ def main() -> None:
     for name in options.cases or CASES:
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder, ignore_cleanup_errors=True) as folder:
             for table in CASES[name](replace(setting, folder=Path(folder))):
-                print("\n".join(report.rows(table)), "\n", flush=True)
-                report.keep([table], options.results, machine.heading(setting, options.cases))
+                print("\n".join(report.format_table(table)), "\n", flush=True)
+                report.store_tables([table], options.results, machine.describe_machine(setting, options.cases))
 
 
 if __name__ == "__main__":

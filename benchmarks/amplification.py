@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import holdfast
 from benchmarks import raw
 from benchmarks.measure import Figure, Table
-from benchmarks.parallel import on_ranks
+from benchmarks.parallel import run_on_ranks
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
@@ -41,16 +41,16 @@ Load = Callable[[State], object]
 Target = Callable[[], State]
 
 
-def amplification(setting: Setting) -> Iterator[Table]:
+def measure_amplification(setting: Setting) -> Iterator[Table]:
     """Measure each case with a quarter of the size, because each rank may hold all of it several times."""
     for case in CASES:
-        yield from on_ranks(RANKS, setting, partial(_tables, case))
-        raw.empty(setting.folder)
+        yield from run_on_ranks(RANKS, setting, partial(_measure_case, case))
+        raw.empty_directory(setting.folder)
 
 
-def _tables(case: str, setting: Setting) -> list[Table]:
+def _measure_case(case: str, setting: Setting) -> list[Table]:
     saved, loaded = CASES[case]
-    state = partial(_state, _shape(setting.nbytes // 4))
+    state = partial(_build_state, _compute_shape(setting.nbytes // 4))
     ours, theirs = setting.folder / OURS, setting.folder / DCP
     holdfast.save_checkpoint(ours, "s", state(saved))
     dcp.save(state(saved), checkpoint_id=theirs)
@@ -65,24 +65,26 @@ def _tables(case: str, setting: Setting) -> list[Table]:
     target = partial(state, loaded)
     of = f"each byte of a load, {case}, {RANKS} ranks"
     return [
-        _table(f"bytes asked for, for {of}", {name: _asked(load, target) for name, load in asked.items()}),
-        _table(
+        _build_table(
+            f"bytes asked for, for {of}", {name: _measure_requested(load, target) for name, load in asked.items()}
+        ),
+        _build_table(
             f"bytes delivered, for {of}",
-            {name: _delivered(load, target, setting.folder) for name, load in delivered.items()},
+            {name: _measure_delivered(load, target, setting.folder) for name, load in delivered.items()},
         ),
     ]
 
 
-def _table(title: str, found: dict[str, float]) -> Table:
-    return Table(title, "bytes", {name: Figure((figure,)) for name, figure in found.items()})
+def _build_table(title: str, figures: dict[str, float]) -> Table:
+    return Table(title, "bytes", {name: Figure((figure,)) for name, figure in figures.items()})
 
 
-def _shape(nbytes: int) -> tuple[int, int]:
+def _compute_shape(nbytes: int) -> tuple[int, int]:
     """Return the shape of one tensor, whose rows the ranks divide evenly."""
     return max(1, nbytes // 4 // TENSORS // COLUMNS // RANKS) * RANKS, COLUMNS
 
 
-def _state(shape: tuple[int, int], placement: Placement) -> State:
+def _build_state(shape: tuple[int, int], placement: Placement) -> State:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = list(shape)
     if isinstance(placement, Shard):
@@ -93,40 +95,40 @@ def _state(shape: tuple[int, int], placement: Placement) -> State:
     }
 
 
-def _asked(load: Load, target: Target) -> float:
+def _measure_requested(load: Load, target: Target) -> float:
     """Return the bytes that all ranks request, for each byte of the state."""
     load(target())  # files that Python reads at first use
     state = target()
-    before = _rchar()
+    before = _read_rchar()
     load(state)
-    total = torch.tensor([_rchar() - before])
+    total = torch.tensor([_read_rchar() - before])
     dist.all_reduce(total)
-    return float(total) / _nbytes(state)
+    return float(total) / _count_bytes(state)
 
 
-def _delivered(load: Load, target: Target, path: Path) -> float:
+def _measure_delivered(load: Load, target: Target, path: Path) -> float:
     """Return the bytes that the disk delivers, for each byte of the state."""
     state = target()
     dist.barrier()
     if dist.get_rank() == 0:
-        raw.forget(path)
+        raw.evict_from_cache(path)
     dist.barrier()
-    before = _device_bytes(path)
+    before = _read_device_bytes(path)
     dist.barrier()
     load(state)
     dist.barrier()
-    return (_device_bytes(path) - before) / _nbytes(state)
+    return (_read_device_bytes(path) - before) / _count_bytes(state)
 
 
-def _nbytes(state: State) -> int:
+def _count_bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-def _rchar() -> int:
+def _read_rchar() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def _device_bytes(path: Path) -> int:
+def _read_device_bytes(path: Path) -> int:
     """Return the bytes that the disk of a path has delivered since the machine started."""
     device = path.stat().st_dev
     for line in Path("/proc/diskstats").read_text().splitlines():

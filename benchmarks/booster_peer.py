@@ -22,9 +22,9 @@ from benchmarks import raw, states  # noqa: E402
 def main() -> None:
     """Answer requests until the input ends."""
     torch.manual_seed(0)
-    booster, model = Booster(), states.weights(int(sys.argv[1]))
+    booster, model = Booster(), states.build_weights(int(sys.argv[1]))
     works: dict[str, Callable[[str], object]] = {
-        "save": partial(_save, booster, model),
+        "save": partial(_save_model, booster, model),
         "load": partial(booster.load_model, model),
     }
     print("ready", file=answers, flush=True)
@@ -35,9 +35,9 @@ def main() -> None:
         print(time.perf_counter() - started, file=answers, flush=True)
 
 
-def _save(booster: Booster, model: torch.nn.Module, folder: str) -> None:
+def _save_model(booster: Booster, model: torch.nn.Module, folder: str) -> None:
     booster.save_model(model, folder, shard=True, use_safetensors=True)
-    raw.sync(Path(folder))
+    raw.sync_tree(Path(folder))
 
 
 main()

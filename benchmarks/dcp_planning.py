@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 import holdfast
-from benchmarks.measure import Contender, Table, interleaved
+from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import DCP, OURS
-from benchmarks.planning import plan, sharded
+from benchmarks.planning import build_plan, build_sharded_specs
 from benchmarks.setting import Setting
 from holdfast.formats.native import NativeReader
 
@@ -31,67 +31,71 @@ from holdfast.formats.native import NativeReader
 TENSORS, RANKS = 1000, (64, 512)
 
 
-def dcp_planning(setting: Setting) -> Iterator[Table]:
+def measure_dcp_planning(setting: Setting) -> Iterator[Table]:
     """Measure both with the same tensors and ranks; DCP without its optional cache of plans."""
     warnings.simplefilter("ignore")
     contenders = {}
     for ranks in RANKS:
-        contenders[f"{OURS}, {ranks} ranks"] = Contender(partial(plan, *sharded(ranks, TENSORS)))
-        posted = [pickle.dumps(_told(rank, ranks)) for rank in range(ranks)]
-        contenders[f"{DCP}, {ranks} ranks"] = Contender(partial(_decide, posted, setting.folder))
-    yield interleaved(contenders, setting.rounds).table(f"plan of a save at rank 0, {TENSORS} sharded tensors")
-    readers = {OURS: Contender(partial(NativeReader, _ours(setting.folder)))}
+        contenders[f"{OURS}, {ranks} ranks"] = Contender(partial(build_plan, *build_sharded_specs(ranks, TENSORS)))
+        posted = [pickle.dumps(_build_rank_plan(rank, ranks)) for rank in range(ranks)]
+        contenders[f"{DCP}, {ranks} ranks"] = Contender(partial(_decide_globally, posted, setting.folder))
+    yield time_interleaved(contenders, setting.rounds).build_table(
+        f"plan of a save at rank 0, {TENSORS} sharded tensors"
+    )
+    readers = {OURS: Contender(partial(NativeReader, _save_holdfast(setting.folder)))}
     for ranks in RANKS:
-        path = _theirs(setting.folder / f"dcp{ranks}", ranks)
+        path = _write_dcp_metadata(setting.folder / f"dcp{ranks}", ranks)
         readers[f"{DCP}, {ranks} ranks"] = Contender(FileSystemReader(path).read_metadata)
-    yield interleaved(readers, setting.rounds).table(f"metadata read by each rank, {TENSORS} sharded tensors")
+    yield time_interleaved(readers, setting.rounds).build_table(
+        f"metadata read by each rank, {TENSORS} sharded tensors"
+    )
 
 
-def _told(rank: int, ranks: int) -> SavePlan:
+def _build_rank_plan(rank: int, ranks: int) -> SavePlan:
     """Return a rank's local plan, as DCP creates it from a ``DTensor``."""
     rows, columns = 8, 1024
     properties = TensorProperties(dtype=torch.float32)
-    whole, mine = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
+    whole, local = torch.Size([rows * ranks, columns]), torch.Size([rows, columns])
     start = torch.Size([rows * rank, 0])
     names = [f"layers.{number}.weight" for number in range(TENSORS)]
     items = [
         WriteItem(
             MetadataIndex(name, start),
             WriteItemType.SHARD,
-            tensor_data=TensorWriteData(ChunkStorageMetadata(start, mine), properties, whole),
+            tensor_data=TensorWriteData(ChunkStorageMetadata(start, local), properties, whole),
         )
         for name in names
     ]
     return SavePlan(items, planner_data={name: (name,) for name in names})
 
 
-def _decide(posted: list[bytes], folder: Path) -> list[bytes]:
+def _decide_globally(posted: list[bytes], folder: Path) -> list[bytes]:
     """Do the work of rank 0 between gathering the plans of all ranks and sending each its own."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder / "none")
     planner.set_up_planner({}, is_coordinator=True)
     plans, _ = planner.create_global_plan([pickle.loads(raw) for raw in posted])  # noqa: S301 - made above
-    return [pickle.dumps(one) for one in writer.prepare_global_plan(plans)]
+    return [pickle.dumps(rank_plan) for rank_plan in writer.prepare_global_plan(plans)]
 
 
-def _ours(folder: Path) -> Path:
+def _save_holdfast(folder: Path) -> Path:
     state = {f"layers.{number}.weight": torch.zeros(8, 4) for number in range(TENSORS)}
     holdfast.save_checkpoint(folder / "ours", "s", state, rng=False)
     return folder / "ours" / "s"
 
 
-def _theirs(folder: Path, ranks: int) -> Path:
+def _write_dcp_metadata(folder: Path, ranks: int) -> Path:
     """Return a directory with the metadata that rank 0 writes after all ranks have written their data."""
     folder.mkdir()
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
     planner.set_up_planner({}, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([_told(rank, ranks) for rank in range(ranks)])
+    plans, metadata = planner.create_global_plan([_build_rank_plan(rank, ranks) for rank in range(ranks)])
     writer.set_up_storage_writer(is_coordinator=True)
     results = [
         [
             WriteResult(item.index, 32768, _StorageInfo(f"__{rank}_0.distcp", 33000 * number, 33000))
-            for number, item in enumerate(one.items)
+            for number, item in enumerate(rank_plan.items)
         ]
-        for rank, one in enumerate(plans)
+        for rank, rank_plan in enumerate(plans)
     ]
     writer.finish(metadata, results)
     return folder

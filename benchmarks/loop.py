@@ -19,7 +19,7 @@ from torch import nn
 
 import holdfast
 from benchmarks import raw
-from benchmarks.measure import Contender, Table, Told, interleaved
+from benchmarks.measure import Contender, SelfTimed, Table, time_interleaved
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
@@ -41,7 +41,7 @@ class Saver:
     finish: Callable[[], object] = lambda: None
 
 
-def loop(setting: Setting) -> Iterator[Table]:
+def measure_loop(setting: Setting) -> Iterator[Table]:
     """Measure with and without free CPU cores."""
     layers = max(1, min(_MOST, setting.nbytes // _LAYER))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
@@ -50,39 +50,41 @@ def loop(setting: Setting) -> Iterator[Table]:
     before = torch.get_num_threads()
     for free, threads in (("one processor trains", 1), ("all processors train", os.cpu_count() or 1)):
         torch.set_num_threads(threads)
-        found = interleaved(_contenders(setting.folder, model, optimizer), setting.rounds)
-        yield found.table(f"loop of {STEPS} steps, a save every {EVERY}, {size}, {free}", (NO_SAVES,))
+        clock = time_interleaved(_build_contenders(setting.folder, model, optimizer), setting.rounds)
+        yield clock.build_table(f"loop of {STEPS} steps, a save every {EVERY}, {size}, {free}", (NO_SAVES,))
     torch.set_num_threads(before)
 
 
-def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Contender]:
-    peer = Dcp(model, optimizer)
+def _build_contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Contender]:
+    peer = DcpSaver(model, optimizer)
     savers = {
         NO_SAVES: Saver(lambda *_: None),
-        OURS: Saver(partial(_holdfast, model, optimizer, "eager"), holdfast.finalize),
-        f"{OURS}, overlapped": Saver(partial(_holdfast, model, optimizer, "overlapped"), holdfast.finalize),
+        OURS: Saver(partial(_save_holdfast, model, optimizer, "eager"), holdfast.finalize),
+        f"{OURS}, overlapped": Saver(partial(_save_holdfast, model, optimizer, "overlapped"), holdfast.finalize),
         DCP: Saver(peer.save, peer.finish),
     }
     return {
-        name: Contender(partial(_run, saver, folder / name, model, optimizer), partial(raw.remove, folder / name))
+        name: Contender(
+            partial(_time_steps, saver, folder / name, model, optimizer), partial(raw.remove_path, folder / name)
+        )
         for name, saver in savers.items()
     }
 
 
-def _run(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Told:
+def _time_steps(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> SelfTimed:
     """Time the steps, without waiting for the save after the last one."""
     started = time.perf_counter()
-    _steps(model, optimizer, partial(saver.save, folder))
-    told = Told(time.perf_counter() - started)
+    _train_steps(model, optimizer, partial(saver.save, folder))
+    timed = SelfTimed(time.perf_counter() - started)
     saver.finish()
-    return told
+    return timed
 
 
-def _holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:
+def _save_holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:
     holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, async_save=True, staging=staging)
 
 
-class Dcp:
+class DcpSaver:
     """``dcp.async_save``, whose caller waits for the previous save."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +104,7 @@ class Dcp:
             self._before.result()
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, save: Callable[[int], object]) -> None:
+def _train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, save: Callable[[int], object]) -> None:
     data = torch.ones(BATCH, WIDTH)
     for step in range(1, STEPS + 1):
         model(data).square().mean().backward()

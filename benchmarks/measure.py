@@ -14,7 +14,7 @@ REST = 1.0
 
 
 @dataclass(frozen=True)
-class Told:
+class SelfTimed:
     """The result of a run that timed itself, because only a part counts or another process ran it."""
 
     seconds: float
@@ -22,7 +22,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Contender:
-    """A function to time, which may return its own :class:`Told`; ``prepare`` runs before it, untimed."""
+    """A function to time, which may return its own :class:`SelfTimed`; ``prepare`` runs before it, untimed."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -67,52 +67,52 @@ class Clock:
     processor: dict[str, list[float]]
 
     @classmethod
-    def of(cls, contenders: Mapping[str, Contender]) -> Self:
+    def start(cls, contenders: Mapping[str, Contender]) -> Self:
         """Return a clock without measurements."""
         return cls({name: [] for name in contenders}, {name: [] for name in contenders})
 
-    def time(self, name: str, contender: Contender) -> None:
+    def time_contender(self, name: str, contender: Contender) -> None:
         """Run a contender once."""
         contender.prepare()
         time.sleep(REST)
         started, worked = time.perf_counter(), time.process_time()
-        found = contender.run()
+        result = contender.run()
         taken = time.perf_counter() - started
-        self.wall[name].append(found.seconds if isinstance(found, Told) else taken)
+        self.wall[name].append(result.seconds if isinstance(result, SelfTimed) else taken)
         self.processor[name].append(time.process_time() - worked)
 
-    def table(self, title: str, limits: tuple[str, ...] = (), note: str = "") -> Table:
+    def build_table(self, title: str, limits: tuple[str, ...] = (), note: str = "") -> Table:
         """Return the wall seconds of each contender, in the given order."""
-        return Table(title, "s", _figures(self.wall), limits, note)
+        return Table(title, "s", _build_figures(self.wall), limits, note)
 
-    def processor_table(self, title: str, gigabytes: float) -> Table:
+    def build_processor_table(self, title: str, gigabytes: float) -> Table:
         """Return the CPU seconds for each gigabyte."""
-        per_gigabyte = {name: [one / gigabytes for one in rounds] for name, rounds in self.processor.items()}
-        return Table(title, "CPU s/GB", _figures(per_gigabyte))
+        per_gigabyte = {name: [seconds / gigabytes for seconds in rounds] for name, rounds in self.processor.items()}
+        return Table(title, "CPU s/GB", _build_figures(per_gigabyte))
 
 
-def seconds(work: Callable[[], object], rounds: int = 5) -> float:
+def measure_seconds(work: Callable[[], object], rounds: int = 5) -> float:
     """Return the median time of a short function."""
-    found = []
+    times = []
     for _ in range(rounds):
         started = time.perf_counter()
         work()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
-def interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
+def time_interleaved(contenders: Mapping[str, Contender], rounds: int) -> Clock:
     """Time each contender once a round, in random order, because a disk is affected by the previous writer.
 
     A first round, with imports and allocations of the first use, does not count.
     """
     order = random.Random(0)
-    rehearsal, clock = Clock.of(contenders), Clock.of(contenders)
+    rehearsal, clock = Clock.start(contenders), Clock.start(contenders)
     for number in range(rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):
-            (clock if number else rehearsal).time(name, contenders[name])
+            (clock if number else rehearsal).time_contender(name, contenders[name])
     return clock
 
 
-def _figures(rounds: Mapping[str, list[float]]) -> dict[str, Figure]:
-    return {name: Figure(tuple(found)) for name, found in rounds.items()}
+def _build_figures(rounds: Mapping[str, list[float]]) -> dict[str, Figure]:
+    return {name: Figure(tuple(seconds)) for name, seconds in rounds.items()}

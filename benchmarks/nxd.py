@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import raw
-from benchmarks.apart import Apart, memory_table
 from benchmarks.conversion import CP
-from benchmarks.measure import Contender, Table, interleaved
+from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
+from benchmarks.process_timer import ProcessTimer, build_memory_table
 from benchmarks.setting import Setting
 from holdfast.compat.nxd.convert.torch_files import write_torch_files
 from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
@@ -34,37 +34,40 @@ ROWS, COLUMNS = 8190, 4096
 RANKS = f"{OURS}, 2 to 3 ranks"
 
 
-def nxd(setting: Setting) -> Iterator[Table]:
+def measure_nxd(setting: Setting) -> Iterator[Table]:
     """Measure with one file per tensor, and with one per rank."""
     for kind, xser in (("a file for each tensor", True), ("a file for each rank", False)):
-        make(setting.folder / "source", setting.nbytes, xser=xser)
-        yield from _compared(setting, f"NxD's ZeRO-1 states, {kind}, {setting.gigabytes}")
-        raw.empty(setting.folder)
+        create_source(setting.folder / "source", setting.nbytes, xser=xser)
+        yield from _measure_conversion(setting, f"NxD's ZeRO-1 states, {kind}, {setting.gigabytes}")
+        raw.empty_directory(setting.folder)
 
 
-def _compared(setting: Setting, what: str) -> Iterator[Table]:
+def _measure_conversion(setting: Setting, source_kind: str) -> Iterator[Table]:
     source, made = setting.folder / "source", setting.folder / "made"
-    clear = partial(_clear, made)
-    job = Apart(partial(convert_zero_checkpoints, ZeroRequest(source, made, 3)), _nothing, clear)
-    contenders = {RANKS: job.contender(), CP: Contender(partial(raw.copy, source, made), clear)}
-    yield interleaved(contenders, setting.rounds).table(f"conversion of {what}, from the page cache", (CP,))
-    yield memory_table(f"memory of that conversion of {what}", {RANKS: job})
+    clear = partial(_prepare, made)
+    job = ProcessTimer(partial(convert_zero_checkpoints, ZeroRequest(source, made, 3)), _do_nothing, clear)
+    contenders = {RANKS: job.build_contender(), CP: Contender(partial(raw.copy_durably, source, made), clear)}
+    yield time_interleaved(contenders, setting.rounds).build_table(
+        f"conversion of {source_kind}, from the page cache", (CP,)
+    )
+    yield build_memory_table(f"memory of that conversion of {source_kind}", {RANKS: job})
 
 
-def make(folder: Path, nbytes: int, *, xser: bool) -> None:
+def create_source(folder: Path, nbytes: int, *, xser: bool) -> None:
     """Create a checkpoint of 2 data-parallel ranks, with AdamW states and master weights."""
     number = max(1, round(nbytes / (3 * 4 * ROWS * COLUMNS)))
     data = folder.with_name("elements")
     data.write_bytes(torch.randn(ROWS, COLUMNS).numpy().tobytes())
-    whole, step = _tensor(data, (ROWS, COLUMNS)), _tensor(data, ())
+    whole, step = _build_tensor(data, (ROWS, COLUMNS)), _build_tensor(data, ())
     root = {
         "state": {},
         "param_groups": [{"lr": 0.1, "params": list(range(number))}],
         zero.BASE: {
-            pid: {"step": step, "exp_avg": _again(whole), "exp_avg_sq": _again(whole)} for pid in range(number)
+            pid: {"step": step, "exp_avg": _copy_reference(whole), "exp_avg_sq": _copy_reference(whole)}
+            for pid in range(number)
         },
         zero.SHAPES: {pid: [ROWS, COLUMNS] for pid in range(number)},
-        zero.MASTERS: {pid: _again(whole) for pid in range(number)},
+        zero.MASTERS: {pid: _copy_reference(whole) for pid in range(number)},
     }
     for rank, part in enumerate(zero.shard_zero_state(root, 2, folder)):
         name = f"optim/dp_rank_{rank:02}_tp_rank_00_pp_rank_00.pt"
@@ -73,21 +76,21 @@ def make(folder: Path, nbytes: int, *, xser: bool) -> None:
     data.unlink()
 
 
-def _tensor(file: Path, shape: tuple[int, ...]) -> JoinedTensor:
+def _build_tensor(file: Path, shape: tuple[int, ...]) -> JoinedTensor:
     place = StridedLocation(file, 0, row_major_strides(shape, 4))
     return JoinedTensor(
         TensorInfo("F32", shape), (SourceChunk(IndexBox((0,) * len(shape), shape), lambda: place, (file, 0)),)
     )
 
 
-def _again(one: JoinedTensor) -> JoinedTensor:
-    return JoinedTensor(one.info, one.chunks)
+def _copy_reference(tensor: JoinedTensor) -> JoinedTensor:
+    return JoinedTensor(tensor.info, tensor.chunks)
 
 
-def _clear(made: Path) -> None:
-    raw.remove(made)
+def _prepare(made: Path) -> None:
+    raw.remove_path(made)
     os.sync()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: all modules are imported already."""

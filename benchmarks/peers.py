@@ -31,31 +31,37 @@ logging.getLogger("torch_checkpointing").setLevel(logging.ERROR)
 State = Mapping[str, torch.Tensor]
 
 #: The names of the contenders in tables.
-OURS, DCP, TORCH, SAFETENSORS, PEER = "holdfast", "PyTorch DCP", "torch.save", "safetensors", "torch_checkpointing"
+OURS, DCP, TORCH, SAFETENSORS, TORCH_CHECKPOINTING = (
+    "holdfast",
+    "PyTorch DCP",
+    "torch.save",
+    "safetensors",
+    "torch_checkpointing",
+)
 
 #: The number of threads for DCP's writes, in addition to its default of one.
 THREADS = (2, 4)
 
 
-def dcp_saves(folder: Path, state: State) -> dict[str, Contender]:
+def build_dcp_saves(folder: Path, state: State) -> dict[str, Contender]:
     """Return DCP with one thread, and with more."""
     many = {f"{DCP}, {n} threads": partial(_save_dcp, state, n) for n in THREADS}
-    return {name: fresh(folder / name, run) for name, run in {DCP: partial(_save_dcp, state, 1), **many}.items()}
+    return {name: make_fresh(folder / name, run) for name, run in {DCP: partial(_save_dcp, state, 1), **many}.items()}
 
 
-def saves(folder: Path, state: State) -> dict[str, Contender]:
+def build_saves(folder: Path, state: State) -> dict[str, Contender]:
     """Return every system that can save the tensors of one process, each with a directory of its own."""
     every: dict[str, Callable[[Path], object]] = {
         OURS: lambda path: holdfast.save_checkpoint(path, "s", state, rng=False),
         TORCH: partial(_save_torch, state),
         SAFETENSORS: partial(_save_safetensors, state),
-        PEER: partial(_save_peer, state),
+        TORCH_CHECKPOINTING: partial(_save_torch_checkpointing, state),
     }
-    return {**{name: fresh(folder / name, run) for name, run in every.items()}, **dcp_saves(folder, state)}
+    return {**{name: make_fresh(folder / name, run) for name, run in every.items()}, **build_dcp_saves(folder, state)}
 
 
-def loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
-    """Return the loads of the files that :func:`saves` has saved. Only holdfast verifies the data."""
+def build_loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
+    """Return the loads of the files that :func:`build_saves` has saved. Only holdfast verifies the data."""
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     return {
         OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=target),
@@ -65,14 +71,14 @@ def loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
     }
 
 
-def cold(folder: Path, load: Callable[[], object]) -> Contender:
+def make_cold(folder: Path, load: Callable[[], object]) -> Contender:
     """Return a load of files that are not in the page cache."""
-    return Contender(load, lambda: raw.forget(folder))
+    return Contender(load, lambda: raw.evict_from_cache(folder))
 
 
-def fresh(path: Path, run: Callable[[Path], object]) -> Contender:
+def make_fresh(path: Path, run: Callable[[Path], object]) -> Contender:
     """Return a save to an unused path."""
-    return Contender(lambda: run(path), lambda: raw.remove(path))
+    return Contender(lambda: run(path), lambda: raw.remove_path(path))
 
 
 def _save_dcp(state: State, threads: int, path: Path) -> None:
@@ -88,16 +94,16 @@ def _save_torch(state: State, path: Path) -> None:
 
 def _save_safetensors(state: State, path: Path) -> None:
     save_file(dict(state), path)
-    raw.sync(path)
+    raw.sync_tree(path)
 
 
-def _save_peer(state: State, path: Path) -> None:
+def _save_torch_checkpointing(state: State, path: Path) -> None:
     manager = CheckpointManager.Config(
         save=SyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
     ).build()
     manager.save(str(path), {"model": dict(state)})
     manager.close()
-    raw.sync(path)
+    raw.sync_tree(path)
 
 
 def _load_torch(path: Path, target: State) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.measure import Contender, Figure, Table, interleaved
+from benchmarks.measure import Contender, Figure, Table, time_interleaved
 from benchmarks.setting import Setting
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from holdfast.engine.plan.global_spec import GlobalSpec
@@ -22,16 +22,16 @@ _RANKS = (8, 64, 512, 4096)
 _LIMIT = 5 * 10**9
 
 
-def planning(setting: Setting) -> Iterator[Table]:
+def measure_planning(setting: Setting) -> Iterator[Table]:
     """Measure rank 0 from receiving the specs of all ranks to its finished plan."""
-    plans = {f"holdfast, {ranks} ranks": Contender(partial(plan, *held(ranks))) for ranks in _RANKS}
-    clock = interleaved(plans, setting.rounds)
-    yield clock.table(f"plan of a save, {PARAMETERS} parameters with AdamW")
-    told = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
-    yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", told)
+    plans = {f"holdfast, {ranks} ranks": Contender(partial(build_plan, *build_shards(ranks))) for ranks in _RANKS}
+    clock = time_interleaved(plans, setting.rounds)
+    yield clock.build_table(f"plan of a save, {PARAMETERS} parameters with AdamW")
+    nbytes = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
+    yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", nbytes)
 
 
-def held(ranks: int) -> tuple[int, Spec, Meshes]:
+def build_shards(ranks: int) -> tuple[int, Spec, Meshes]:
     """Return the tensors of each rank."""
     shape = (8 * ranks, 1024)
     names = [f"layers.{number}.weight" for number in range(PARAMETERS)]
@@ -45,9 +45,9 @@ def held(ranks: int) -> tuple[int, Spec, Meshes]:
     )
 
 
-def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
+def build_sharded_specs(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
     """Return tensors of which each rank holds some rows."""
-    tensors = (TensorSpec("model", f"layers.{one}.weight", "F32", (8 * ranks, 1024), 0) for one in range(number))
+    tensors = (TensorSpec("model", f"layers.{layer}.weight", "F32", (8 * ranks, 1024), 0) for layer in range(number))
     return (
         ranks,
         Spec((LayoutSpec(0, (Sharded(0),)),), tuple(tensors)),
@@ -55,15 +55,15 @@ def sharded(ranks: int, number: int) -> tuple[int, Spec, Meshes]:
     )
 
 
-def plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
+def build_plan(ranks: int, spec: Spec, meshes: Meshes) -> None:
     posted = [SpecDigests(*digest_specs(spec, meshes))] * ranks
     census = SpecDirectory.from_digests(posted)
-    told = [census.encode_contribution(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
-    membership: GlobalSpec = census.build_global_spec(told, range(ranks))
+    contributions = [census.encode_contribution(0, spec, meshes), *[(b"", b"")] * (ranks - 1)]
+    membership: GlobalSpec = census.build_global_spec(contributions, range(ranks))
     plan_save(membership, ranks // 2, _LIMIT)
 
 
 def _told(ranks: int) -> int:
     """Return the bytes that a rank posts if nothing has changed since the previous save: digests."""
-    _, spec, meshes = held(ranks)
+    _, spec, meshes = build_shards(ranks)
     return sum(map(len, digest_specs(spec, meshes)))

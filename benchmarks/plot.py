@@ -24,7 +24,7 @@ _ROW, _FRAME, _WIDTH = 0.24, 0.55, 10
 Ratios = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
-def plot(tables: Sequence[Table], path: Path) -> None:
+def draw_plot(tables: Sequence[Table], path: Path) -> None:
     """Plot the fastest setting of each system, in panels with one scale."""
     import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
 
@@ -32,57 +32,57 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
 
-    found = ratios(tables)
-    if not found:
+    panels = compute_ratios(tables)
+    if not panels:
         return
-    heights = [_ROW * len(rows) + _FRAME for rows in found.values()]
-    colors = _colors(found, plt.get_cmap("tab10"))
-    chart, every = plt.subplots(
-        *(len(found), 1),
+    heights = [_ROW * len(rows) + _FRAME for rows in panels.values()]
+    colors = _choose_colors(panels, plt.get_cmap("tab10"))
+    chart, subplots = plt.subplots(
+        *(len(panels), 1),
         figsize=(_WIDTH, sum(heights) + 1),
         height_ratios=heights,
         sharex=True,
         squeeze=False,
         layout="constrained",
     )
-    for axes, (panel, rows) in zip(every[:, 0], found.items(), strict=True):
-        _draw(axes, panel, rows, colors)
-    scale = every[-1, 0].xaxis
+    for axes, (panel, rows) in zip(subplots[:, 0], panels.items(), strict=True):
+        _draw_panel(axes, panel, rows, colors)
+    scale = subplots[-1, 0].xaxis
     scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     scale.set_minor_formatter(NullFormatter())
-    every[-1, 0].set_xlabel("times as long as holdfast, each system at its fastest setting")
+    subplots[-1, 0].set_xlabel("times as long as holdfast, each system at its fastest setting")
     marks = [plt.Line2D([], [], marker="o", linestyle="", color=color, label=name) for name, color in colors.items()]
     chart.legend(handles=marks, fontsize=8, loc="outside lower center", ncols=4)
     chart.savefig(path, dpi=130)
     plt.close(chart)
 
 
-def ratios(tables: Sequence[Table]) -> Ratios:
+def compute_ratios(tables: Sequence[Table]) -> Ratios:
     """Return the time of each system's fastest setting relative to holdfast, by panel and table."""
-    rows = {table.title: _row(table) for table in tables if table.unit == "s" and OURS in table.figures}
+    rows = {table.title: _compute_row(table) for table in tables if table.unit == "s" and OURS in table.figures}
     panels = {
         panel: {title: row for title, row in rows.items() if title.startswith(beginnings) and row}
         for panel, beginnings in PANELS.items()
     }
-    return {panel: found for panel, found in panels.items() if found}
+    return {panel: ratios_by_table for panel, ratios_by_table in panels.items() if ratios_by_table}
 
 
-def _row(table: Table) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _compute_row(table: Table) -> dict[str, float]:
+    ratios: dict[str, float] = {}
     for name, figure in table.figures.items():
         system, ratio = name.split(",", 1)[0], figure.median / table.figures[OURS].median
         if name not in table.limits and system != OURS:
-            found[system] = min(ratio, found.get(system, ratio))
-    return found
+            ratios[system] = min(ratio, ratios.get(system, ratio))
+    return ratios
 
 
-def _colors(found: Ratios, colors: Any) -> dict[str, Any]:
-    systems = dict.fromkeys(system for rows in found.values() for row in rows.values() for system in row)
+def _choose_colors(panels: Ratios, colors: Any) -> dict[str, Any]:
+    systems = dict.fromkeys(system for rows in panels.values() for row in rows.values() for system in row)
     return {system: colors(number % colors.N) for number, system in enumerate(systems)}
 
 
-def _draw(axes: Any, panel: str, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, Any]) -> None:
+def _draw_panel(axes: Any, panel: str, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, Any]) -> None:
     for height, row in enumerate(rows.values()):
         for system, ratio in row.items():
             axes.scatter(ratio, height, s=32, color=colors[system], alpha=0.85)

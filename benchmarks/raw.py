@@ -32,15 +32,15 @@ def write_direct(path: Path, memory: Bytes, threads: int) -> None:
     """Write memory to a file past the page cache, and make it durable."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)
     os.ftruncate(fd, len(memory))
-    _in_threads(threads, len(memory), lambda _, at: os.pwrite(fd, memory[at : at + CHUNK].data, at))
+    _move_in_threads(threads, len(memory), lambda _, at: os.pwrite(fd, memory[at : at + CHUNK].data, at))
     os.fsync(fd)
     os.close(fd)
 
 
-def read(path: Path, threads: int, *, direct: bool) -> None:
+def read_file(path: Path, threads: int, *, direct: bool) -> None:
     """Read a whole file into reused buffers."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    _in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer.data], at))
+    _move_in_threads(threads, path.stat().st_size, lambda buffer, at: os.preadv(fd, [buffer.data], at))
     os.close(fd)
 
 
@@ -54,7 +54,7 @@ def read_share(files: Sequence[Path], part: int, parts: int, *, direct: bool) ->
         os.close(fd)
 
 
-def _in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -> None:
+def _move_in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -> None:
     """Move a file chunk by chunk; each thread takes the next chunk."""
     offsets = iter(range(0, size, CHUNK))
     lock = threading.Lock()
@@ -75,7 +75,7 @@ def _in_threads(threads: int, size: int, move: Callable[[Bytes, int], object]) -
         thread.join()
 
 
-def forget(folder: Path) -> None:
+def evict_from_cache(folder: Path) -> None:
     """Evict a file, or those of a directory, from the page cache."""
     os.sync()
     for path in [folder, *folder.rglob("*")]:
@@ -85,34 +85,34 @@ def forget(folder: Path) -> None:
             os.close(fd)
 
 
-def remember(folder: Path) -> None:
+def read_into_cache(folder: Path) -> None:
     """Read the files of a directory into the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
-            read(path, 1, direct=False)
+            read_file(path, 1, direct=False)
 
 
-def sync(path: Path) -> None:
+def sync_tree(path: Path) -> None:
     """Make a file, or a directory and its contents, durable."""
-    for one in [path, *path.rglob("*")]:
-        fd = os.open(one, os.O_RDONLY)
+    for entry in [path, *path.rglob("*")]:
+        fd = os.open(entry, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_durably(source: Path, target: Path) -> None:
     """Copy a file or a directory with ``cp`` and make it durable: the limit of conversions."""
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
-    sync(target)
+    sync_tree(target)
 
 
-def empty(folder: Path) -> None:
+def empty_directory(folder: Path) -> None:
     """Remove the contents of a directory."""
-    remove(folder)
+    remove_path(folder)
     folder.mkdir()
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, or a directory and its contents, if it exists."""
     if path.is_file():
         path.unlink()

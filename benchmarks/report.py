@@ -8,31 +8,31 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Table
 from benchmarks.peers import OURS
-from benchmarks.plot import plot
+from benchmarks.plot import draw_plot
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def keep(found: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
+def store_tables(tables: Sequence[Table], folder: Path, heading: Iterable[str]) -> None:
     """Merge tables with those of cases that were not run again, and write all of them."""
     folder.mkdir(exist_ok=True)
-    every = {table.title: table for table in (*_kept(folder / "figures.json"), *found)}
-    (folder / "figures.json").write_text(json.dumps([_plain(table) for table in every.values()], indent=1) + "\n")
-    (folder / "table.md").write_text("\n".join([*heading, *markdown(every.values())]) + "\n")
-    plot(list(every.values()), folder / "plot.png")
+    merged = {table.title: table for table in (*_read_stored(folder / "figures.json"), *tables)}
+    (folder / "figures.json").write_text(json.dumps([_to_plain(table) for table in merged.values()], indent=1) + "\n")
+    (folder / "table.md").write_text("\n".join([*heading, *format_report(merged.values())]) + "\n")
+    draw_plot(list(merged.values()), folder / "plot.png")
 
 
-def markdown(tables: Iterable[Table]) -> Iterator[str]:
+def format_report(tables: Iterable[Table]) -> Iterator[str]:
     """Return each contender's median and spread, relative to holdfast and to the best limit."""
     yield ""
     yield "Each figure is the median of the rounds ± half the range between the quartiles. *x holdfast*: how many times"
     yield "as much as holdfast; *of the limit*: the best raw figure divided by this one."
     for table in tables:
         yield ""
-        yield from rows(table)
+        yield from format_table(table)
 
 
-def rows(table: Table) -> Iterator[str]:
+def format_table(table: Table) -> Iterator[str]:
     """Return one table."""
     limit = min((table.figures[name].median for name in table.limits), default=None)
     ours = next(figure.median for name, figure in table.figures.items() if name.startswith(OURS))
@@ -40,25 +40,25 @@ def rows(table: Table) -> Iterator[str]:
     yield f"|---|---:|---:|{'---:|' if limit else ''}"
     for name, figure in table.figures.items():
         ratio = f"{figure.median / ours:.2f}" if ours > 0 else ""
-        rest = f" {limit / figure.median:.2f} |" if limit else ""
+        of_limit = f" {limit / figure.median:.2f} |" if limit else ""
         spread = f" ± {figure.spread:.0%}" if len(figure.rounds) > 1 else ""
-        yield f"| {name} | {_number(figure.median)}{spread} | {ratio} |{rest}"
+        yield f"| {name} | {_format_number(figure.median)}{spread} | {ratio} |{of_limit}"
     if table.note:
         yield f"\n{table.note}"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _kept(file: Path) -> Iterator[Table]:
+def _read_stored(file: Path) -> Iterator[Table]:
     """Return the stored tables: cases that are not run again keep their results."""
     for row in json.loads(file.read_text()) if file.is_file() else []:
         figures = {name: Figure(tuple(rounds)) for name, rounds in row["figures"].items()}
         yield Table(row["title"], row["unit"], figures, tuple(row["limits"]), row["note"])
 
 
-def _plain(table: Table) -> Mapping[str, object]:
+def _to_plain(table: Table) -> Mapping[str, object]:
     figures = {name: figure.rounds for name, figure in table.figures.items()}
     return {
         "title": table.title,

@@ -1,6 +1,6 @@
 """``python -m benchmarks.scale``: estimates of a save and a load on many ranks, from measured single operations.
 
-It measures votes over the key-value store, planning, and the merging of CRCs (``benchmarks/folding.py``) on this
+It measures votes over the key-value store, planning, and the merging of CRCs (``benchmarks/crc_merging.py``) on this
 machine, and takes the rest (disks, file system, network) from :data:`CLUSTER`. It prints a table for ``docs/scale.md``
 and draws its plot.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks import folding
-from benchmarks.measure import seconds
-from benchmarks.planning import PARAMETERS, held, plan
+from benchmarks import crc_merging
+from benchmarks.measure import measure_seconds
+from benchmarks.planning import PARAMETERS, build_plan, build_shards
 from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
 from holdfast.engine.integrity.fragments import FRAGMENT_BYTES
 from holdfast.ondisk.blocks import BLOCK_BYTES
@@ -53,7 +53,7 @@ class Costs:
 
     key: float
     plan: float
-    crc: folding.Costs
+    crc: crc_merging.Costs
 
 
 def main() -> None:
@@ -61,20 +61,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
     options = parser.parse_args()
-    costs = measure()
+    costs = measure_costs()
     print(f"measured: {costs.key * 1e6:.0f} us a key, {costs.plan:.2f} s a plan; a CRC: {costs.crc}\n")
-    terms = {ranks: save_terms(ranks, costs) for ranks in RANKS}
+    terms = {ranks: compute_save_terms(ranks, costs) for ranks in RANKS}
     names = list(next(iter(terms.values())))
     print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
     print("|---:|" + "---:|" * (len(names) + 2))
-    for ranks, found in terms.items():
+    for ranks, seconds in terms.items():
         stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
-        row = [f"{term:.2f}" for term in found.values()]
-        print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {waste(stall, ranks):.2%} |")
-    draw(terms, options.plot)
+        row = [f"{term:.2f}" for term in seconds.values()]
+        print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {compute_lost_share(stall, ranks):.2%} |")
+    draw_plot(terms, options.plot)
 
 
-def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
+def compute_save_terms(ranks: int, costs: Costs) -> dict[str, float]:
     """Return the seconds of each part of a background save, by name."""
     total, clients = STATE * ranks, max(1, ranks / CLUSTER.ranks_of_a_client)
     tensors = 4 * PARAMETERS
@@ -83,46 +83,48 @@ def save_terms(ranks: int, costs: Costs) -> dict[str, float]:
         "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * ranks * costs.key,
         "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
         "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
-        "CRCs told": told(ranks, tensors) * FRAGMENT_BYTES * costs.crc.byte,
-        "CRCs folded": folded(ranks, tensors, costs.crc),
+        "CRCs told": count_store_fragments(ranks, tensors) * FRAGMENT_BYTES * costs.crc.byte,
+        "CRCs folded": compute_merge_seconds(ranks, tensors, costs.crc),
     }
 
 
-def told(ranks: int, tensors: int) -> float:
+def count_store_fragments(ranks: int, tensors: int) -> float:
     """Return the fragments that go through the store: those of all ranks, and the merged ones of groups."""
-    by_groups = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else 0
+    by_groups = count_groups(ranks) * count_group_fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else 0
     return ranks * tensors + by_groups
 
 
-def folded(ranks: int, tensors: int, costs: folding.Costs) -> float:
+def compute_merge_seconds(ranks: int, tensors: int, costs: crc_merging.Costs) -> float:
     """Return the time to merge: the first ranks of all groups in parallel; then rank 0, to the CRCs of all blocks."""
     at_a_group = bucket_size(ranks) * tensors if ranks > MAX_FLAT_RANKS else 0
-    at_rank_0 = groups(ranks) * fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else ranks * tensors
+    at_rank_0 = (
+        count_groups(ranks) * count_group_fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else ranks * tensors
+    )
     return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK_BYTES) * costs.block
 
 
-def groups(ranks: int) -> int:
+def count_groups(ranks: int) -> int:
     """Return how many groups report to rank 0."""
     return -(-ranks // bucket_size(ranks))
 
 
-def fragments(ranks: int, tensors: int) -> float:
+def count_group_fragments(ranks: int, tensors: int) -> float:
     """Return a group's merged fragments: one for each tensor, and one for each further block that it spans."""
     return tensors + bucket_size(ranks) * STATE / BLOCK_BYTES
 
 
-def waste(stall: float, ranks: int) -> float:
+def compute_lost_share(stall: float, ranks: int) -> float:
     """Return the share of time lost to stalls and repeated work at the best interval (Young 1974, Daly 2006)."""
     between = FAILURES * 16384 / ranks
     return sqrt(2 * stall / between)
 
 
-def measure() -> Costs:
+def measure_costs() -> Costs:
     """Measure the costs of single operations on this machine."""
-    return Costs(_key(), seconds(lambda: plan(*held(4096))), folding.measure())
+    return Costs(_measure_key(), measure_seconds(lambda: build_plan(*build_shards(4096))), crc_merging.measure_costs())
 
 
-def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
+def draw_plot(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
     """Plot the stacked parts of a save by the number of ranks."""
     import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
 
@@ -131,7 +133,7 @@ def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
 
     chart, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name in next(iter(terms.values())):
-        axes.plot(list(terms), [found[name] for found in terms.values()], marker="o", label=name)
+        axes.plot(list(terms), [seconds[name] for seconds in terms.values()], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a background save")
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)
@@ -139,7 +141,7 @@ def draw(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
     plt.close(chart)
 
 
-def _key(number: int = 4096) -> float:
+def _measure_key(number: int = 4096) -> float:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     keys = [f"vote/{rank}" for rank in range(number)]
 
@@ -148,7 +150,7 @@ def _key(number: int = 4096) -> float:
             store.set(key, "0" * 64)
         store.multi_get(keys)
 
-    return seconds(vote) / number
+    return measure_seconds(vote) / number
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from benchmarks import raw, states
 from benchmarks.measure import Figure, Table
-from benchmarks.parallel import on_ranks
+from benchmarks.parallel import run_on_ranks
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 
@@ -39,29 +39,29 @@ CASES = {"plain": 1, "DDP": 2, "FSDP2": 2}
 Begin = Callable[[Path], Callable[[], object]]
 
 
-def stall(setting: Setting) -> Iterator[Table]:
+def measure_stall(setting: Setting) -> Iterator[Table]:
     """Measure each layout."""
     for layout, ranks in CASES.items():
-        yield from on_ranks(ranks, setting, partial(_layout, layout))
-        raw.empty(setting.folder)
+        yield from run_on_ranks(ranks, setting, partial(_measure_layout, layout))
+        raw.empty_directory(setting.folder)
 
 
-def _layout(layout: str, setting: Setting) -> list[Table]:
-    contenders = _contenders(*states.training(layout, setting.nbytes))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+def _measure_layout(layout: str, setting: Setting) -> list[Table]:
+    contenders = _build_contenders(*states.build_training(layout, setting.nbytes))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     order = random.Random(0)
     for number in range(setting.rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):
             path = setting.folder / name / f"step{number}"
             path.parent.mkdir(exist_ok=True)
             dist.barrier()
-            found[name].append(_time(contenders[name], path))
+            times[name].append(_time_save(contenders[name], path))
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path.parent)
     case = f"asynchronous save, {layout}, {dist.get_world_size()} ranks, {setting.gigabytes}"
     stalls, durable = (
-        {name: Figure(tuple(row[column] for row in rows[1:])) for name, rows in found.items()} for column in (0, 1)
+        {name: Figure(tuple(row[column] for row in rows[1:])) for name, rows in times.items()} for column in (0, 1)
     )
     return [
         Table(f"stall of an {case}", "s", stalls, (MEMCPY,)),
@@ -69,11 +69,11 @@ def _layout(layout: str, setting: Setting) -> list[Table]:
     ]
 
 
-def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Begin]:
-    state = states.tensors(model, optimizer)
+def _build_contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Begin]:
+    state = states.list_tensors(model, optimizer)
     # Under DDP the ranks divide the writing; under FSDP2 each writes its shards.
     shares = dist.get_world_size() if isinstance(model, DistributedDataParallel) else 1
-    parts = _first([part.numpy() for part in states.local_bytes(state)], shares)
+    parts = _take_first([part.numpy() for part in states.list_local_bytes(state)], shares)
     source = raw.aligned_copy(parts)
     copy = source.copy()
 
@@ -83,15 +83,15 @@ def _contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         ).wait
 
     return {
-        MEMCPY: partial(_memcpy, parts, copy),
-        LARGE: partial(_memcpy, [source], copy),
+        MEMCPY: partial(_copy_memory, parts, copy),
+        LARGE: partial(_copy_memory, [source], copy),
         OURS: partial(save, staging="eager"),
         f"{OURS}, overlapped": partial(save, staging="overlapped"),
-        DCP: lambda path: _dcp(state, path),
+        DCP: lambda path: _begin_dcp_save(state, path),
     }
 
 
-def _first(parts: Sequence[raw.Bytes], shares: int) -> list[raw.Bytes]:
+def _take_first(parts: Sequence[raw.Bytes], shares: int) -> list[raw.Bytes]:
     """Return the first of ``n`` equal shares of some arrays."""
     left, first = sum(map(len, parts)) // shares, []
     for part in parts:
@@ -100,7 +100,7 @@ def _first(parts: Sequence[raw.Bytes], shares: int) -> list[raw.Bytes]:
     return first
 
 
-def _memcpy(parts: Sequence[raw.Bytes], copy: raw.Bytes, path: Path) -> Callable[[], object]:
+def _copy_memory(parts: Sequence[raw.Bytes], copy: raw.Bytes, path: Path) -> Callable[[], object]:
     del path
     at = 0
     for part in parts:
@@ -109,14 +109,14 @@ def _memcpy(parts: Sequence[raw.Bytes], copy: raw.Bytes, path: Path) -> Callable
     return lambda: None
 
 
-def _dcp(state: dict[str, torch.Tensor], path: Path) -> Callable[[], object]:
+def _begin_dcp_save(state: dict[str, torch.Tensor], path: Path) -> Callable[[], object]:
     future = dcp.async_save(state, checkpoint_id=path)
     if not isinstance(future, Future):
         raise TypeError(f"dcp.async_save gave a {type(future).__name__}, not a Future")
     return future.result
 
 
-def _time(begin: Begin, path: Path) -> tuple[float, float]:
+def _time_save(begin: Begin, path: Path) -> tuple[float, float]:
     started = time.perf_counter()
     wait = begin(path)
     stall = time.perf_counter() - started

@@ -22,12 +22,12 @@ _BYTES = 12
 SMALL = 20_000
 
 
-def few(nbytes: int) -> dict[str, torch.Tensor]:
+def build_large_tensors(nbytes: int) -> dict[str, torch.Tensor]:
     """Return eight large tensors."""
     return {f"layer.{number}.weight": torch.randn(nbytes // 4 // 8) for number in range(8)}
 
 
-def many() -> dict[str, torch.Tensor]:
+def build_small_tensors() -> dict[str, torch.Tensor]:
     """Return very many tensors of 4 KiB."""
     return {f"tensor.{number:05d}": torch.full((1024,), float(number)) for number in range(SMALL)}
 
@@ -58,7 +58,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
 
-def weights(nbytes: int) -> Llama:
+def build_weights(nbytes: int) -> Llama:
     """Return a Llama-like model whose weights alone have about ``nbytes``."""
     return Llama(nbytes * _BYTES // 4)
 
@@ -69,21 +69,21 @@ _STYLES: dict[str, type[ParallelStyle]] = {
 }
 
 
-def _fsdp2(model: Llama) -> nn.Module:
+def _apply_fsdp2(model: Llama) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     return model
 
 
-def _tensor_parallel(model: Llama) -> nn.Module:
+def _apply_tensor_parallel(model: Llama) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         parallelize_module(layer, mesh, {name: style() for name, style in _STYLES.items()})
     return model
 
 
-def _two_dimensions(model: Llama) -> nn.Module:
+def _apply_both(model: Llama) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     for layer in model.layers:
         parallelize_module(layer, mesh["tensor"], {name: style() for name, style in _STYLES.items()})
@@ -95,13 +95,13 @@ def _two_dimensions(model: Llama) -> nn.Module:
 LAYOUTS: dict[str, Callable[[Llama], nn.Module]] = {
     "plain": lambda model: model,
     "DDP": DistributedDataParallel,
-    "FSDP2": _fsdp2,
-    "TP": _tensor_parallel,
-    "FSDP2 x TP": _two_dimensions,
+    "FSDP2": _apply_fsdp2,
+    "TP": _apply_tensor_parallel,
+    "FSDP2 x TP": _apply_both,
 }
 
 
-def training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a Llama-like model and its AdamW after a step, of about ``nbytes`` over all ranks."""
     torch.manual_seed(0)  # replicas must be equal
     model = LAYOUTS[layout](Llama(nbytes))
@@ -113,16 +113,16 @@ def training(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return all tensors of both by name, as they are in memory: the input of peers."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    found = dict(bare.state_dict())
+    tensors = dict(bare.state_dict())
     for name, parameter in bare.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return found
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return tensors
 
 
-def local_bytes(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def list_local_bytes(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's shard of each tensor, as bytes."""
-    mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
-    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in mine]
+    shards = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values())
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in shards]

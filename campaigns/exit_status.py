@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from campaigns.kit import table
+from campaigns.common import case_runner
 
-#: The script of a rank; ``{act}`` is its last action.
-_RANK = """
+#: The script of a rank; ``{action}`` is its last action.
+_SCRIPT = """
 import os, signal, sys
 import torch, torch.distributed as dist
 import holdfast, holdfast.save.shard_writer
@@ -37,7 +37,7 @@ def break_writing():
     holdfast.save.shard_writer.write_file_ranges = fail
 
 holdfast.save_checkpoint(path, "first", state)
-{act}
+{action}
 """
 
 _LOAD = "holdfast.load_checkpoint(path, model=state)"
@@ -50,7 +50,7 @@ class Ending:
     """The last action of all ranks, and its expected outcome."""
 
     name: str
-    act: str
+    action: str
     succeeds: bool = True
     saves: bool = False
 
@@ -90,18 +90,18 @@ ENDINGS = (
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobOutcome:
     """The outcome of one job."""
 
     status: int
     violation: str = ""
 
 
-def run_job(ending: Ending, ranks: int = 2) -> Ended:
+def run_job(ending: Ending, ranks: int = 2) -> JobOutcome:
     """Run a job under ``torchrun``. Return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
-        script.write_text(_RANK.format(act=ending.act))
+        script.write_text(_SCRIPT.format(action=ending.action))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*torchrun, str(script), f"{folder}/run"]
         job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
@@ -114,13 +114,13 @@ def run_job(ending: Ending, ranks: int = 2) -> Ended:
         if ending.saves and ending.succeeds and not (Path(folder) / "run/last/manifest.json").is_file():
             problems.append("the last checkpoint is missing")
         violation = f"{ending.name}: {', '.join(problems)}\n{job.stderr}" if problems else ""
-        return Ended(job.returncode, violation)
+        return JobOutcome(job.returncode, violation)
 
 
 @contextmanager
-def _busy(processes: int) -> Iterator[None]:
+def _keep_cpu_busy(processes: int) -> Iterator[None]:
     """Keep the CPU busy."""
-    busy = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(processes)]
+    busy = [multiprocessing.get_context("spawn").Process(target=_spin_forever, daemon=True) for _ in range(processes)]
     for process in busy:
         process.start()
     try:
@@ -131,7 +131,7 @@ def _busy(processes: int) -> Iterator[None]:
             process.join()
 
 
-def _spin() -> None:
+def _spin_forever() -> None:
     while True:
         pass
 
@@ -144,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=int, default=os.cpu_count() or 1, help="processes that keep the CPU busy")
     options = parser.parse_args(arguments)
     cases = [ending for ending in ENDINGS for _ in range(options.times)]
-    counts: dict[str, list[Ended]] = {}
-    with _busy(options.load):
-        for ending, ended in table.run(cases, lambda case: run_job(case, options.ranks), together=2):
+    counts: dict[str, list[JobOutcome]] = {}
+    with _keep_cpu_busy(options.load):
+        for ending, ended in case_runner.run_cases(cases, lambda case: run_job(case, options.ranks), workers=2):
             counts.setdefault(ending.name, []).append(ended)
     rows = [
         (
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, jobs in counts.items()
     ]
-    print(table.markdown(["last action of the ranks", "jobs", "exit status", "violations"], rows))
-    return table.verdict([job.violation for jobs in counts.values() for job in jobs if job.violation])
+    print(case_runner.format_table(["last action of the ranks", "jobs", "exit status", "violations"], rows))
+    return case_runner.report_violations([job.violation for jobs in counts.values() for job in jobs if job.violation])
 
 
 if __name__ == "__main__":

@@ -22,21 +22,21 @@ def main() -> int:
     parser.add_argument("--writer", action="append", help="only these layouts, such as fsdp_tp4 (default: all)")
     options = parser.parse_args()
     writers = [case for case in CASES if not options.writer or str(case) in options.writer]
-    wrong = done = 0
+    failed = done = 0
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for kind, writer in product(options.optimizer or OPTIMIZERS, writers):
-            for name, error in _loads(ranks, Path(folder), kind, writer):
+            for name, error in _load_everywhere(ranks, Path(folder), kind, writer):
                 done += 1
-                wrong += error is not None
+                failed += error is not None
                 if error is not None:
                     print(f"WRONG: {name}: {error!r}", flush=True)
-            print(f"{kind}, written by {writer}: {done} loads so far, {wrong} wrong", flush=True)
+            print(f"{kind}, written by {writer}: {done} loads so far, {failed} wrong", flush=True)
     ranks.close()
-    return int(bool(wrong))
+    return int(bool(failed))
 
 
-def _loads(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
+def _load_everywhere(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tuple[str, BaseException | None]]:
     """Load with every reader, in both directions."""
     seed = folder / f"{kind}.seed"
     if not seed.exists():
@@ -47,8 +47,8 @@ def _loads(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Iterator[tupl
     converted = holdfast.convert(ours, folder / f"{kind}-{writer}-dcp", to="dcp")
     for reader in CASES:
         for load, path in ((dcp_matrix.load_theirs, converted), (dcp_matrix.load_ours, theirs)):
-            found = ranks.outcomes(reader.ranks, load, str(path), reader.layout, kind)
-            errors = (one for one in found if isinstance(one, BaseException))
+            outcomes = ranks.outcomes(reader.ranks, load, str(path), reader.layout, kind)
+            errors = (outcome for outcome in outcomes if isinstance(outcome, BaseException))
             yield f"{kind}: {writer} to {reader}, {load.__name__}", next(errors, None)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from tests.helpers.optimizer_runs import KINDS, check, layouts_of
+from tests.helpers.optimizer_runs import KINDS, check_optimizer, layouts_of
 from tests.helpers.pool import Ranks
 
 
@@ -23,25 +23,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m campaigns.optimizers", description=__doc__)
     parser.add_argument("--kind", action="append", choices=KINDS, help="(default: all)")
     options = parser.parse_args()
-    wrong = done = 0
+    failed = done = 0
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for kind in options.kind or KINDS:
-            for name, error in _pairs(ranks, Path(folder) / kind, kind):
+            for name, error in _check_pairs(ranks, Path(folder) / kind, kind):
                 done += 1
                 if error is not None:
-                    wrong += 1
+                    failed += 1
                     print(f"WRONG: {name}: {error!r}", flush=True)
-            print(f"{kind}: {done} pairs so far, {wrong} wrong", flush=True)
+            print(f"{kind}: {done} pairs so far, {failed} wrong", flush=True)
     ranks.close()
-    return int(bool(wrong))
+    return int(bool(failed))
 
 
-def _pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Exception | None]]:
+def _check_pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, Exception | None]]:
     for writer, reader in product(layouts_of(kind), repeat=2):
         name = f"{kind}: {writer} to {reader}"
         try:
-            check(ranks, folder / reader, kind, writer, [reader])
+            check_optimizer(ranks, folder / reader, kind, writer, [reader])
         except Exception as error:  # noqa: BLE001 - reported by the campaign
             yield name, error
         else:

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from campaigns.kit import state, table, trial
-from campaigns.kit.job import End, Job, Rank
-from campaigns.kit.state import ViolationError
-from campaigns.kit.trial import PATIENCE, SLACK, TIMEOUT, Case
+from campaigns.common import case_runner, interruption, state
+from campaigns.common.interruption import MAX_SECONDS, SLACK, TIMEOUT, Case
+from campaigns.common.job import Job, Rank, RankOutcome
+from campaigns.common.state import ViolationError
 
 #: The step that another job saves meanwhile.
-OTHER = 5
+OTHER_STEP = 5
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopOutcome:
     """The outcome. ``seconds``: until the last other rank had ended; ``woken``: how the victim ended, and how fast."""
 
     reached: bool
@@ -39,65 +39,69 @@ class Stopped:
     violation: str = ""
 
 
-def at_point(case: Case, scratch: Path, *, meanwhile: bool) -> Stopped:
+def stop_at_point(case: Case, scratch: Path, *, meanwhile: bool) -> StopOutcome:
     """Stop a rank at a point, let another job continue if ``meanwhile``, wake the rank. Return the outcome."""
-    path = trial.make_run(scratch.parent / "template", scratch / "run")
+    path = interruption.create_run(scratch.parent / "template", scratch / "run")
     try:
-        return _at_point(case, scratch, path, meanwhile=meanwhile)
+        return _stop_and_check(case, scratch, path, meanwhile=meanwhile)
     except ViolationError as error:
-        return Stopped(True, violation=str(error))
+        return StopOutcome(True, violation=str(error))
 
 
-def _at_point(case: Case, scratch: Path, path: Path, *, meanwhile: bool) -> Stopped:
+def _stop_and_check(case: Case, scratch: Path, path: Path, *, meanwhile: bool) -> StopOutcome:
     victim = case.victim
-    with Job(case.size, case.store, scratch, trial.run, path, case, "stop", backend=case.backend) as job:
-        job.wait(lambda: job.is_over() or (job.is_over(victim) and (victim, "stopped") in job.told), PATIENCE)
-        stopped = job.told.get((victim, "stopped"))
+    with Job(
+        case.size, case.store, scratch, interruption.save_or_load, path, case, "stop_process", backend=case.backend
+    ) as job:
+        job.wait_until(
+            lambda: job.have_ended() or (job.have_ended(victim) and (victim, "stopped") in job.messages), MAX_SECONDS
+        )
+        stopped = job.messages.get((victim, "stopped"))
         if stopped is None:
-            return Stopped(False, violation=trial.missed(job, case))
-        seconds, ends = trial.check_survivors(job, case, stopped)
-        before = trial.check_disk(path, case, ends) if case.how else None
+            return StopOutcome(False, violation=interruption.describe_missed_point(job, case))
+        seconds, ends = interruption.check_survivors(job, case, stopped)
+        before = interruption.check_checkpoints(path, case, ends) if case.save_kind else None
         if meanwhile:
-            _let_another_go_on(path, scratch, case, 2 if before else 1)
-        woken = job.signal(victim, signal.SIGCONT)
-        if not job.wait(lambda: victim in job.ends, PATIENCE):
+            _run_other_job(path, scratch, case, 2 if before else 1)
+        woken = job.send_signal(victim, signal.SIGCONT)
+        if not job.wait_until(lambda: victim in job.outcomes, MAX_SECONDS):
             raise ViolationError(f"{case}: the woken rank hangs")
-        end = job.ends[victim]
-    if end.error and not end.typed:
+        end = job.outcomes[victim]
+    if end.error and not end.is_typed:
         raise ViolationError(f"{case}: the woken rank raised {end.error}: {end.message}")
-    if end.when - woken > TIMEOUT + SLACK:
-        raise ViolationError(f"{case}: the woken rank took {end.when - woken:.1f} s: {end.error} {end.message}")
-    committed = _check_disk(path, case, [*ends, end], meanwhile=meanwhile)
-    return Stopped(True, seconds, committed, end.error or "done", end.when - woken)
+    if end.time - woken > TIMEOUT + SLACK:
+        raise ViolationError(f"{case}: the woken rank took {end.time - woken:.1f} s: {end.error} {end.message}")
+    committed = _check_checkpoints(path, case, [*ends, end], meanwhile=meanwhile)
+    return StopOutcome(True, seconds, committed, end.error or "done", end.time - woken)
 
 
-def _let_another_go_on(path: Path, scratch: Path, case: Case, step: int) -> None:
+def _run_other_job(path: Path, scratch: Path, case: Case, step: int) -> None:
     """Let another job load, and replace the checkpoint that the stopped rank may be about to replace."""
-    with Job(2, "agent", scratch, go_on, path, case.how or "overwrite", step) as other:
-        other.wait(lambda: len(other.ends) == 2, PATIENCE)
-        wrong = [end for end in other.ends.values() if end.error]
-    if wrong or len(other.ends) != 2:
+    with Job(2, "agent", scratch, save_as_other_job, path, case.save_kind or "overwrite", step) as other:
+        other.wait_until(lambda: len(other.outcomes) == 2, MAX_SECONDS)
+        wrong = [end for end in other.outcomes.values() if end.error]
+    if wrong or len(other.outcomes) != 2:
         raise ViolationError(f"{case}: another job could not continue meanwhile: {wrong}")
 
 
-def go_on(rank: Rank, path: Path, how: str, step: int) -> None:
+def save_as_other_job(rank: Rank, path: Path, save_kind: str, step: int) -> None:
     """Load the latest checkpoint and save a later step in the same way, as one rank of the other job."""
     del rank
-    if trial.load(path) != step:
+    if interruption.load_latest(path) != step:
         raise ViolationError(f"{path} has another step than {step}")
-    trial.save(path, OTHER, how)
+    interruption.save_step(path, OTHER_STEP, save_kind)
 
 
-def _check_disk(path: Path, case: Case, ends: list[End], *, meanwhile: bool) -> bool:
+def _check_checkpoints(path: Path, case: Case, ends: list[RankOutcome], *, meanwhile: bool) -> bool:
     """Check that all checkpoints are whole and the other job's is the latest. Return whether the save is committed."""
-    if not case.how:
+    if not case.save_kind:
         return False
     if not meanwhile:
-        return trial.check_disk(path, case, ends, woken=True)
-    there = state.visible(path)
-    if OTHER not in there.values():
+        return interruption.check_checkpoints(path, case, ends, woken=True)
+    there = state.read_checkpoints(path)
+    if OTHER_STEP not in there.values():
         raise ViolationError(f"{case}: the checkpoint of another job is missing: {there}")
-    if (latest := trial.load(path)) != OTHER:
+    if (latest := interruption.load_latest(path)) != OTHER_STEP:
         raise ViolationError(f"{case}: the latest is step {latest}, not the one of another job: {there}")
     return 2 in there.values()
 
@@ -111,46 +115,53 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
-        trial.make_run(scratch / "template", scratch / "first")
+        interruption.create_run(scratch / "template", scratch / "first")
         started = time.monotonic()
-        results = table.run(list(trial.numbered(options.only)), partial(_numbered, scratch), options.together)
-        found = [(call, case, stopped) for (call, _, case), stopped in results]
-        report(found)
+        results = case_runner.run_cases(
+            list(interruption.select_cases(options.only)), partial(_run_numbered_case, scratch), options.together
+        )
+        stops = [(call, case, stopped) for (call, _, case), stopped in results]
+        print_report(stops)
         print(f"{time.monotonic() - started:.0f} s")
-        violations = trial.unreached((call, case, stopped.reached) for call, case, stopped in found)
-        return table.verdict(violations + [stopped.violation for *_, stopped in found if stopped.violation])
+        violations = interruption.find_unreached_points((call, case, stopped.reached) for call, case, stopped in stops)
+        return case_runner.report_violations(
+            violations + [stopped.violation for *_, stopped in stops if stopped.violation]
+        )
 
 
-def _numbered(scratch: Path, numbered: tuple[str, int, Case]) -> Stopped:
+def _run_numbered_case(scratch: Path, numbered: tuple[str, int, Case]) -> StopOutcome:
     call, number, case = numbered
     folder = scratch / f"{call}{number}"
     folder.mkdir()
-    return at_point(case, folder, meanwhile=number % 2 == 1)
+    return stop_at_point(case, folder, meanwhile=number % 2 == 1)
 
 
-def report(found: Iterable[tuple[str, Case, Stopped]]) -> None:
+def print_report(stops: Iterable[tuple[str, Case, StopOutcome]]) -> None:
     """Print the outcomes by point."""
-    rows: dict[tuple[str, str], list[Stopped]] = {}
-    for name, case, stopped in found:
+    rows: dict[tuple[str, str], list[StopOutcome]] = {}
+    for name, case, stopped in stops:
         rows.setdefault((name, case.point.name), []).append(stopped)
     body = []
-    for (name, point), all_ in rows.items():
-        reached = [one for one in all_ if one.reached]
-        woken = sorted({one.woken for one in reached if one.woken})
-        slowest = [f"{max((number(one) for one in reached), default=0):.2f}" for number in (_seconds, _woken_seconds)]
-        committed = sum(one.committed for one in reached)
+    for (name, point), outcomes in rows.items():
+        reached = [outcome for outcome in outcomes if outcome.reached]
+        woken = sorted({outcome.woken for outcome in reached if outcome.woken})
+        slowest = [
+            f"{max((number(outcome) for outcome in reached), default=0):.2f}"
+            for number in (_get_seconds, _get_woken_seconds)
+        ]
+        committed = sum(outcome.committed for outcome in reached)
         body.append((f"{name}: {point}", len(reached), committed, *slowest, ", ".join(woken)))
     head = ("stopped when", "stops", "committed", "others' error, s", "woken's end, s", "the woken rank's ends")
-    print(table.markdown(head, body))
-    print(f"\n{sum(one.reached for *_, one in found)} stops")
+    print(case_runner.format_table(head, body))
+    print(f"\n{sum(outcome.reached for *_, outcome in stops)} stops")
 
 
-def _seconds(one: Stopped) -> float:
-    return one.seconds
+def _get_seconds(outcome: StopOutcome) -> float:
+    return outcome.seconds
 
 
-def _woken_seconds(one: Stopped) -> float:
-    return one.woken_seconds
+def _get_woken_seconds(outcome: StopOutcome) -> float:
+    return outcome.woken_seconds
 
 
 if __name__ == "__main__":

@@ -84,42 +84,42 @@ class Job:
                 self.steps.append(Step(**json.loads(line)))
 
     @property
-    def at(self) -> int:
+    def last_step(self) -> int:
         """The last step that it has reported."""
         return self.steps[-1].step if self.steps else 0
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether any of its processes is alive. All of them hold the pipe, which ends with the last one."""
         return self._reader.is_alive()
 
     def kill(self) -> None:
         """Send SIGKILL, which no process can handle, to torchrun and every rank."""
-        for pid in descendants(self._process.pid):
+        for pid in list_descendants(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._reader.join(30)
-        if self.running():
+        if self.is_running():
             raise DemoError("a rank has survived SIGKILL")
         self._process.wait()
 
-    def must_have_begun(self, after: int) -> None:
+    def check_first_step(self, after: int) -> None:
         """Raise unless its first step directly follows the given one."""
         if not self.steps or self.steps[0].step != after + 1:
-            raise DemoError(f"the job did not go on after step {after}. {complaints()}")
+            raise DemoError(f"the job did not go on after step {after}. {read_errors()}")
 
-    def finish(self) -> None:
+    def wait_for_success(self) -> None:
         """Raise unless it ended by itself and successfully."""
         status = self._process.wait()
         if status != 0:
-            raise DemoError(f"the job ended with status {status}. {complaints()}")
+            raise DemoError(f"the job ended with status {status}. {read_errors()}")
 
 
-def complaints() -> str:
+def read_errors() -> str:
     """Return the start of the last job's stderr, where the first error is."""
     return "\n".join([f"{LOG} begins:", *LOG.read_text().splitlines()[:40]])
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return a process, its children, and their descendants.
 
     `torchrun` starts every rank in a session of its own, so no process group contains all of them.
@@ -128,98 +128,100 @@ def descendants(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:
-        found += [child for child, its_parent in parents.items() if its_parent == parent]
-    return found
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its_parent in parents.items() if its_parent == parent]
+    return pids
 
 
 @contextmanager
-def started(run: Path, ranks: int) -> Iterator[Job]:
+def start_job(run: Path, ranks: int) -> Iterator[Job]:
     """Start a job. None of its processes is left running at the end, even after an error."""
-    tell(f"[bold]$ torchrun --nproc-per-node {ranks} examples/train.py {run} --steps {STEPS}[/]")
+    print_text(f"[bold]$ torchrun --nproc-per-node {ranks} examples/train.py {run} --steps {STEPS}[/]")
     job = Job(run, ranks)
     try:
         yield job
     finally:
-        if job.running():
+        if job.is_running():
             job.kill()
 
 
-def follow(job: Job, until: Callable[[], bool] = lambda: False) -> None:
+def follow_job(job: Job, until: Callable[[], bool] = lambda: False) -> None:
     """Print a job's progress until it ends or ``until`` holds."""
     deadline = time.monotonic() + PATIENCE
-    told, going_on = 0, True
+    printed, going_on = 0, True
     while going_on:
         time.sleep(0.002)
-        going_on = job.running() and not until()
-        for step in job.steps[told:]:
-            told += 1
-            if told == 1 or step.step % 20 == 0:
-                tell(f"  step {step.step:3}   loss {step.loss:.4f}")
+        going_on = job.is_running() and not until()
+        for step in job.steps[printed:]:
+            printed += 1
+            if printed == 1 or step.step % 20 == 0:
+                print_text(f"  step {step.step:3}   loss {step.loss:.4f}")
         if time.monotonic() > deadline:
             raise DemoError(f"the job was not done after {PATIENCE:.0f} seconds")
 
 
-def undisturbed(run: Path) -> list[Step]:
+def train_uninterrupted(run: Path) -> list[Step]:
     """Train on four ranks from beginning to end."""
-    with started(run, 4) as job:
-        follow(job)
-        job.finish()
+    with start_job(run, 4) as job:
+        follow_job(job)
+        job.wait_for_success()
     return job.steps
 
 
-def disturbed(run: Path) -> list[list[Step]]:
+def train_interrupted(run: Path) -> list[list[Step]]:
     """Train in three jobs: killed at a random moment, killed in the middle of a save, and run to the end."""
     moment = random.randint(4 * SAVE_EVERY, 6 * SAVE_EVERY)
-    with started(run, 4) as first:
-        follow(first, until=lambda: first.at >= moment)
+    with start_job(run, 4) as first:
+        follow_job(first, until=lambda: first.last_step >= moment)
         time.sleep(random.uniform(0, 0.2))
-        saved = kill(first, run, known=set())
+        saved = kill_job(first, run, known=set())
 
-    known = partials(run)
-    with started(run, 2) as second:
-        follow(second, until=lambda: second.at >= moment + 2 * SAVE_EVERY and partials(run) > known)
-        second.must_have_begun(after=saved)
-        saved = kill(second, run, known)
+    known = list_staging_directories(run)
+    with start_job(run, 2) as second:
+        follow_job(
+            second, until=lambda: second.last_step >= moment + 2 * SAVE_EVERY and list_staging_directories(run) > known
+        )
+        second.check_first_step(after=saved)
+        saved = kill_job(second, run, known)
 
-    with started(run, 3) as third:
-        follow(third)
-        third.finish()
-        third.must_have_begun(after=saved)
+    with start_job(run, 3) as third:
+        follow_job(third)
+        third.wait_for_success()
+        third.check_first_step(after=saved)
     return [first.steps, second.steps, third.steps]
 
 
-def kill(job: Job, run: Path, known: set[str]) -> int:
+def kill_job(job: Job, run: Path, known: set[str]) -> int:
     """Kill a job, print what is left in the run's directory, and return the step of the newest checkpoint.
 
     ``known`` are the partial saves that were there before the job.
     """
     job.kill()
-    if not 0 < job.at < STEPS:
-        raise DemoError(f"the job was to be killed in the middle, and was at step {job.at}")
+    if not 0 < job.last_step < STEPS:
+        raise DemoError(f"the job was to be killed in the middle, and was at step {job.last_step}")
     newest = int(holdfast.list_checkpoints(run)[-1].step or 0)
-    tell(f"[red]kill -9[/] for torchrun and its {job.steps[0].ranks} ranks, after step {job.at}.")
-    for name in sorted(partials(run) - known):
-        tell(f"It was in the middle of a save, which left {name}: hidden, never listed, never loaded.")
-    lost = job.at - newest
+    print_text(f"[red]kill -9[/] for torchrun and its {job.steps[0].ranks} ranks, after step {job.last_step}.")
+    for name in sorted(list_staging_directories(run) - known):
+        print_text(f"It was in the middle of a save, which left {name}: hidden, never listed, never loaded.")
+    lost = job.last_step - newest
     cost = f"{lost} step{'s' * (lost > 1)} will be done again." if lost else "nothing is lost."
-    tell(f"The newest complete checkpoint is [bold]step_{newest}[/]; {cost}\n")
+    print_text(f"The newest complete checkpoint is [bold]step_{newest}[/]; {cost}\n")
     return newest
 
 
-def partials(run: Path) -> set[str]:
+def list_staging_directories(run: Path) -> set[str]:
     """Return the staging directories of saves in progress or of killed jobs."""
     return {folder.name for folder in run.glob(".*.partial")}
 
 
-def compare(reference: list[Step], jobs: list[list[Step]]) -> None:
+def compare_losses(reference: list[Step], jobs: list[list[Step]]) -> None:
     """Print the losses of both runs. Raises if they differ or steps are missing."""
     expected = {step.step: step.loss for step in reference}
     done = {step.step for steps in jobs for step in steps}
     if not done == expected.keys() == set(range(1, STEPS + 1)):
         raise DemoError("the losses of some steps are missing")
-    tell("Some of the steps. Each gap is a kill; the lost steps are done twice.")
+    print_text("Some of the steps. Each gap is a kill; the lost steps are done twice.")
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("step", "undisturbed, 4 ranks", "killed twice", "ranks", "difference"):
         table.add_column(heading, justify="right")
@@ -233,13 +235,13 @@ def compare(reference: list[Step], jobs: list[list[Step]]) -> None:
     console.print(table)
 
     apart = max(abs(step.loss - expected[step.step]) for steps in jobs for step in steps)
-    tell(f"Over all {STEPS} steps the losses differ by at most [bold]{apart:.1e}[/].")
+    print_text(f"Over all {STEPS} steps the losses differ by at most [bold]{apart:.1e}[/].")
     if apart > TOLERANCE:
         raise DemoError(f"that is more than rounding ({TOLERANCE:.0e}): the run did not resume where it was")
-    tell("This is rounding: other numbers of ranks sum gradients in another order.")
+    print_text("This is rounding: other numbers of ranks sum gradients in another order.")
 
 
-def generate(folder: Path) -> Text:
+def generate_text(folder: Path) -> Text:
     """Complete the start of a function with the model of a checkpoint. Nothing here uses holdfast."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -248,74 +250,74 @@ def generate(folder: Path) -> Text:
     tokens = model.generate(
         beginning, attention_mask=torch.ones_like(beginning), max_new_tokens=180, do_sample=True, temperature=0.6
     )
-    tell(f"Text that its {model.num_parameters():,} parameters generate after {STEPS} steps:")
+    print_text(f"Text that its {model.num_parameters():,} parameters generate after {STEPS} steps:")
     return Text(bytes(tokens[0].tolist()).decode(errors="replace").rstrip())
 
 
-def tree(folder: Path) -> Tree:
+def build_tree(folder: Path) -> Tree:
     """Return the files of a checkpoint with their sizes."""
     root = Tree(f"[bold]{folder}/[/]", guide_style="dim")
-    _grow(root, folder)
+    _add_entries(root, folder)
     return root
 
 
-def _grow(branch: Tree, folder: Path) -> None:
+def _add_entries(branch: Tree, folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)):
         if path.is_dir():
-            _grow(branch.add(f"[bold]{path.name}/[/]"), path)
+            _add_entries(branch.add(f"[bold]{path.name}/[/]"), path)
         else:
             branch.add(f"{path.name}  [dim]{decimal(path.stat().st_size)}[/]")
 
 
-def tell(text: str) -> None:
+def print_text(text: str) -> None:
     """Print a sentence or two."""
     console.print(text)
 
 
-def chapter(title: str) -> None:
+def print_heading(title: str) -> None:
     """Print the heading of a chapter."""
     console.print()
     console.rule(f"[bold]{title}[/]", align="left")
 
 
-def story() -> None:
+def run_demo() -> None:
     """Run the whole demo."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    tell(
+    print_text(
         "A small Llama learns to write Python from the sources of the standard library, on 4 ranks under FSDP2. "
         "Then the same training is killed twice, and each time resumes on another number of ranks. "
         "The losses must be the same."
     )
 
-    chapter("1. An undisturbed training")
-    reference = undisturbed(FOLDER / "undisturbed")
+    print_heading("1. An undisturbed training")
+    reference = train_uninterrupted(FOLDER / "undisturbed")
 
-    chapter("2. The same training: killed on 4 ranks, killed on 2, finished on 3")
+    print_heading("2. The same training: killed on 4 ranks, killed on 2, finished on 3")
     run = FOLDER / "killed"
-    jobs = disturbed(run)
+    jobs = train_interrupted(run)
 
-    chapter("3. The losses of both runs")
-    compare(reference, jobs)
+    print_heading("3. The losses of both runs")
+    compare_losses(reference, jobs)
 
     last = run / f"step_{STEPS}"
-    chapter("4. The model, loaded by transformers directly from the checkpoint")
-    tell(f'[bold]>>> AutoModelForCausalLM.from_pretrained("{last / "model"}")[/]')
-    console.print(Padding(generate(last / "model"), (1, 4, 0, 4)))
+    print_heading("4. The model, loaded by transformers directly from the checkpoint")
+    print_text(f'[bold]>>> AutoModelForCausalLM.from_pretrained("{last / "model"}")[/]')
+    console.print(Padding(generate_text(last / "model"), (1, 4, 0, 4)))
 
-    chapter("5. The files of that checkpoint")
-    console.print(tree(last))
+    print_heading("5. The files of that checkpoint")
+    console.print(build_tree(last))
 
 
 def main() -> int:
     """Run the demo. Return 1 if it fails."""
     begun = time.monotonic()
     try:
-        story()
+        run_demo()
     except DemoError as error:
         console.print(Text(f"The demo failed: {error}", style="red"), soft_wrap=True)
         return 1
-    tell(f"\nAll of this took {time.monotonic() - begun:.0f} seconds.")
+    print_text(f"\nAll of this took {time.monotonic() - begun:.0f} seconds.")
     return 0
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = LambdaLR(optimizer, lambda step: warmup_and_cosine(step, options.steps))
+    scheduler = LambdaLR(optimizer, lambda step: compute_lr_factor(step, options.steps))
     loader = holdfast.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
 
@@ -52,7 +52,7 @@ def main() -> None:
     epochs = chain.from_iterable(repeat(loader))
     with holdfast.preemption(signal.SIGTERM) as stop:
         for step, sequences in zip(range(start + 1, options.steps + 1), epochs, strict=False):
-            loss = train(model, optimizer, sequences)
+            loss = train_step(model, optimizer, sequences)
             scheduler.step()
             if dist.get_rank() == 0:
                 print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
@@ -122,7 +122,7 @@ class StandardLibrary(Dataset[torch.Tensor]):
         return self._text[start : start + LENGTH + 1].long()
 
 
-def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:
+def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:
     """Train one step. Return the loss, averaged over all ranks."""
     logits = model(sequences[:, :-1]).logits
     loss = cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
@@ -134,7 +134,7 @@ def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, sequences: 
     return mean.item()
 
 
-def warmup_and_cosine(step: int, steps: int) -> float:
+def compute_lr_factor(step: int, steps: int) -> float:
     """Return the learning-rate factor: a linear warm-up over the first tenth of the steps, then a cosine."""
     warmup = max(1, steps // 10)
     if step < warmup:

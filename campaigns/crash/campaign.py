@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from campaigns.crash.examination import Findings, examine_all, lay_out
 from campaigns.crash.operations import History
-from campaigns.crash.play import play
+from campaigns.crash.recording import record_scenario
 from campaigns.crash.scenarios import SCENARIOS, Scenario
-from campaigns.crash.states import explain
+from campaigns.crash.state_check import Findings, check_states, write_tree
+from campaigns.crash.states import describe_operations
 from tests.helpers.pool import Ranks
 
 #: The most violations of one history that are kept.
@@ -55,21 +55,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that examine states")
     parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="directory for violations")
     options = parser.parse_args()
-    chosen = [one for one in SCENARIOS if one.name in options.scenarios or not options.scenarios]
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in options.scenarios or not options.scenarios]
     if len(chosen) < len(options.scenarios):
-        parser.error(f"the scenarios are: {'; '.join(one.name for one in SCENARIOS)}")
+        parser.error(f"the scenarios are: {'; '.join(scenario.name for scenario in SCENARIOS)}")
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as workers:
-        cases = [(case, workers.submit(_examined, case, options.states, options.seed)) for case in _played(chosen)]
-        rows = [_row(case, future, options.kept) for case, future in cases]
+        cases = [
+            (case, workers.submit(_check_case, case, options.states, options.seed)) for case in _record_cases(chosen)
+        ]
+        rows = [_print_row(case, future, options.kept) for case, future in cases]
     print(f"| all | | {' | '.join(str(sum(column)) for column in zip(*rows, strict=True))} | |")
     print(f"\n{time.monotonic() - started:.0f} s; seed {options.seed}")
     if any(row[-1] for row in rows):
         sys.exit(f"the disks of the violations are in {options.kept.absolute()}")
 
 
-def _played(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
+def _record_cases(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
     """Record each scenario on every number of ranks."""
     print("| scenario | ranks | operations | states | old | new | none | violations | seconds |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
@@ -78,25 +80,27 @@ def _played(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
         for scenario in scenarios:
             for ranks in (1, 2, 4):
                 with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as folder:
-                    yield _Case(scenario, ranks, play(scenario, ranks, pool, Path(folder)))
+                    yield _Case(scenario, ranks, record_scenario(scenario, ranks, pool, Path(folder)))
     finally:
         pool.close()
 
 
-def _examined(case: _Case, limit: int, seed: int) -> tuple[Findings, float]:
+def _check_case(case: _Case, limit: int, seed: int) -> tuple[Findings, float]:
     started = time.monotonic()
-    return examine_all(case.scenario, case.history, limit, seed), time.monotonic() - started
+    return check_states(case.scenario, case.history, limit, seed), time.monotonic() - started
 
 
-def _row(case: _Case, future: Future[tuple[Findings, float]], kept: Path) -> tuple[int, ...]:
+def _print_row(case: _Case, future: Future[tuple[Findings, float]], kept: Path) -> tuple[int, ...]:
     """Print a line of the table. Return its numbers."""
     findings, seconds = future.result()
     for number, failed in enumerate(findings.violations[:_KEPT]):
         folder = kept / f"{case.name}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
-        lay_out(failed.state.tree, folder / "disk")
-        (folder / "why.txt").write_text(f"{failed.why}\n\n" + "\n".join(explain(case.history, failed.state)) + "\n")
+        write_tree(failed.state.tree, folder / "disk")
+        (folder / "why.txt").write_text(
+            f"{failed.reason}\n\n" + "\n".join(describe_operations(case.history, failed.state)) + "\n"
+        )
     outcomes = (findings.outcomes[kind] for kind in ("old", "new", "none"))
-    numbers = len(case.history.operations), findings.examined, *outcomes, len(findings.violations)
+    numbers = len(case.history.operations), findings.checked, *outcomes, len(findings.violations)
     print(f"| {case.scenario.name} | {case.ranks} | {' | '.join(map(str, numbers))} | {seconds:.1f} |", flush=True)
     return numbers

@@ -12,11 +12,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from campaigns.crash.image import WHOLE, Form, Image, Tree
-from campaigns.crash.operations import Exchange, History, Make, Move, Operation, Remove, Sync
+from campaigns.crash.image import WHOLE, DiskImage, SurvivingPart, Tree
+from campaigns.crash.operations import Create, Exchange, History, Operation, Remove, Rename, Sync
 
 #: The unsynced operations that survive, by their index in the history, each with the part that survives.
-Choice = Mapping[int, Form]
+Choice = Mapping[int, SurvivingPart]
 
 
 class Disk:
@@ -25,59 +25,59 @@ class Disk:
     def __init__(self, history: History) -> None:
         self.operations = history.operations
         self._syncs: dict[int, list[Sync]] = defaultdict(list)
-        for one in self.operations:
-            if isinstance(one, Sync):
-                self._syncs[one.node].append(one)
-        self._durable = [self._durable_from(one) for one in self.operations]
+        for operation in self.operations:
+            if isinstance(operation, Sync):
+                self._syncs[operation.node].append(operation)
+        self._durable = [self._find_durable_time(operation) for operation in self.operations]
 
-    def unsynced(self, moment: int) -> list[int]:
+    def list_unsynced(self, moment: int) -> list[int]:
         """Return the operations that were begun, but that no finished sync has made durable."""
         return [
             place
-            for place, one in enumerate(self.operations)
-            if one.begin <= moment < self._durable[place] and not isinstance(one, Sync)
+            for place, operation in enumerate(self.operations)
+            if operation.begin <= moment < self._durable[place] and not isinstance(operation, Sync)
         ]
 
-    def after(self, moment: int, choice: Choice) -> Tree:
+    def build_tree(self, moment: int, choice: Choice) -> Tree:
         """Return the tree after a crash at a moment: all durable operations, and the chosen unsynced ones."""
-        image = Image()
-        for place, one in enumerate(self.operations):
+        image = DiskImage()
+        for place, operation in enumerate(self.operations):
             if self._durable[place] <= moment:
-                image.apply(one, WHOLE)
+                image.apply(operation, WHOLE)
             elif place in choice:
-                image.apply(one, choice[place])
-        return image.tree()
+                image.apply(operation, choice[place])
+        return image.build_tree()
 
-    def needs(self, place: int) -> Iterator[int]:
+    def find_prerequisites(self, place: int) -> Iterator[int]:
         """Yield the operations that created the files and directories of an operation, and their parents."""
-        wanted = {self.operations[place].node, *_folders(self.operations[place])}
+        wanted = {self.operations[place].node, *_list_changed_directories(self.operations[place])}
         for earlier in range(place - 1, -1, -1):
-            one = self.operations[earlier]
-            if isinstance(one, Make) and one.node in wanted:
-                wanted.add(one.folder)
+            operation = self.operations[earlier]
+            if isinstance(operation, Create) and operation.node in wanted:
+                wanted.add(operation.folder)
                 yield earlier
 
-    def _durable_from(self, one: Operation) -> float:
+    def _find_durable_time(self, operation: Operation) -> float:
         """Return the end of the first sync that began after the operation; of both directories if there are two."""
-        objects = _folders(one) or {one.node}
-        return max(self._synced(node, one.end) for node in objects)
+        objects = _list_changed_directories(operation) or {operation.node}
+        return max(self._find_sync_end(node, operation.end) for node in objects)
 
-    def _synced(self, node: int, done: int) -> float:
+    def _find_sync_end(self, node: int, done: int) -> float:
         return min((sync.end for sync in self._syncs[node] if sync.begin >= done), default=math.inf)
 
 
-def replay(history: History) -> Tree:
+def replay_history(history: History) -> Tree:
     """Return the tree if no operation is lost."""
-    image = Image()
-    for one in history.operations:
-        image.apply(one, WHOLE)
-    return image.tree()
+    image = DiskImage()
+    for operation in history.operations:
+        image.apply(operation, WHOLE)
+    return image.build_tree()
 
 
-def _folders(one: Operation) -> set[int]:
+def _list_changed_directories(operation: Operation) -> set[int]:
     """Return the directories whose entries an operation changes."""
-    if isinstance(one, Make | Remove):
-        return {one.folder}
-    if isinstance(one, Move | Exchange):
-        return {one.folder, one.target_folder}
+    if isinstance(operation, Create | Remove):
+        return {operation.folder}
+    if isinstance(operation, Rename | Exchange):
+        return {operation.folder, operation.target_folder}
     return set()

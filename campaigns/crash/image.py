@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from campaigns.crash.operations import ROOT, Exchange, Make, Move, Operation, Remove, Resize, Sync, Write
+from campaigns.crash.operations import ROOT, Create, Exchange, Operation, Remove, Rename, Resize, Sync, Write
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SurvivingPart:
     """The part of a write that survives.
 
     ``zeros`` and ``noise``: the size is there, with zeros or random bytes as the data. ``torn``: some of the sectors of
@@ -23,98 +23,98 @@ class Form:
     seed: int = 0
 
 
-WHOLE = Form()
+WHOLE = SurvivingPart()
 
 #: ``{path: bytes}`` of files; ``None`` for a directory.
 Tree = dict[str, bytes | None]
 
 
-class Image:
+class DiskImage:
     """Directories and files by number. An operation changes an entry only if that is in the state it was applied to."""
 
     def __init__(self) -> None:
         self._folders: dict[int, dict[str, int]] = {ROOT: {}}
         self._files: dict[int, bytearray] = {}
 
-    def apply(self, one: Operation, form: Form) -> None:
-        """Apply an operation; of a write, the part that ``form`` says."""
-        match one:
-            case Make():
-                self._make(one)
+    def apply(self, operation: Operation, part: SurvivingPart) -> None:
+        """Apply an operation; of a write, the part that survives."""
+        match operation:
+            case Create():
+                self._create(operation)
             case Write():
-                _write(self._files.setdefault(one.node, bytearray()), one, form)
+                _apply_write(self._files.setdefault(operation.node, bytearray()), operation, part)
             case Resize():
-                _resize(self._files.setdefault(one.node, bytearray()), one.size)
+                _set_size(self._files.setdefault(operation.node, bytearray()), operation.size)
             case Remove():
-                if self._entries(one.folder).get(one.name) == one.node:
-                    del self._entries(one.folder)[one.name]
-            case Move():
-                self._move(one)
+                if self._entries(operation.folder).get(operation.name) == operation.node:
+                    del self._entries(operation.folder)[operation.name]
+            case Rename():
+                self._rename(operation)
             case Exchange():
-                self._exchange(one)
+                self._exchange(operation)
             case Sync():
                 pass
 
-    def tree(self) -> Tree:
+    def build_tree(self) -> Tree:
         """Return the files and directories that are reachable from the root."""
-        return dict(self._below(ROOT, ""))
+        return dict(self._walk(ROOT, ""))
 
-    def _make(self, one: Make) -> None:
-        if one.is_folder:
-            self._folders.setdefault(one.node, {})
+    def _create(self, operation: Create) -> None:
+        if operation.is_folder:
+            self._folders.setdefault(operation.node, {})
         else:
-            self._files.setdefault(one.node, bytearray())
-        self._entries(one.folder).setdefault(one.name, one.node)
+            self._files.setdefault(operation.node, bytearray())
+        self._entries(operation.folder).setdefault(operation.name, operation.node)
 
-    def _move(self, one: Move) -> None:
-        source, target = self._entries(one.folder), self._entries(one.target_folder)
-        if source.get(one.name) == one.node and one.target_name not in target:
-            target[one.target_name] = source.pop(one.name)
+    def _rename(self, operation: Rename) -> None:
+        source, target = self._entries(operation.folder), self._entries(operation.target_folder)
+        if source.get(operation.name) == operation.node and operation.target_name not in target:
+            target[operation.target_name] = source.pop(operation.name)
 
-    def _exchange(self, one: Exchange) -> None:
-        source, target = self._entries(one.folder), self._entries(one.target_folder)
-        if source.get(one.name) == one.node and target.get(one.target_name) == one.target_node:
-            source[one.name], target[one.target_name] = one.target_node, one.node
+    def _exchange(self, operation: Exchange) -> None:
+        source, target = self._entries(operation.folder), self._entries(operation.target_folder)
+        if source.get(operation.name) == operation.node and target.get(operation.target_name) == operation.target_node:
+            source[operation.name], target[operation.target_name] = operation.target_node, operation.node
 
     def _entries(self, folder: int) -> dict[str, int]:
         # If the entry of a directory is lost, its own entries stay, but they cannot be reached.
         return self._folders.setdefault(folder, {})
 
-    def _below(self, folder: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
+    def _walk(self, folder: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
         for name, node in self._folders[folder].items():
             if node in self._folders:
                 yield prefix + name, None
-                yield from self._below(node, f"{prefix}{name}/")
+                yield from self._walk(node, f"{prefix}{name}/")
             else:
                 yield prefix + name, bytes(self._files[node])
 
 
-def _resize(content: bytearray, size: int) -> None:
+def _set_size(content: bytearray, size: int) -> None:
     del content[size:]
     content.extend(bytes(size - len(content)))
 
 
-def _write(content: bytearray, one: Write, form: Form) -> None:
-    stop = one.offset + len(one.data)
-    source = random.Random(form.seed)
-    if form.kind == "cut":
-        sectors = range(one.offset // form.sector, -(-stop // form.sector))
-        stop = max(one.offset, min(stop, source.choice(sectors or [0]) * form.sector))
+def _apply_write(content: bytearray, operation: Write, part: SurvivingPart) -> None:
+    stop = operation.offset + len(operation.data)
+    source = random.Random(part.seed)
+    if part.kind == "cut":
+        sectors = range(operation.offset // part.sector, -(-stop // part.sector))
+        stop = max(operation.offset, min(stop, source.choice(sectors or [0]) * part.sector))
     if len(content) < stop:
-        _resize(content, stop)
-    data = one.data[: stop - one.offset]
-    match form.kind:
+        _set_size(content, stop)
+    data = operation.data[: stop - operation.offset]
+    match part.kind:
         case "whole" | "cut":
-            content[one.offset : stop] = data
+            content[operation.offset : stop] = data
         case "zeros":
-            content[one.offset : stop] = bytes(len(data))
+            content[operation.offset : stop] = bytes(len(data))
         case "noise":
-            content[one.offset : stop] = source.randbytes(len(data))
+            content[operation.offset : stop] = source.randbytes(len(data))
         case "torn":
-            _tear(content, one.offset, data, form.sector, source)
+            _tear_sectors(content, operation.offset, data, part.sector, source)
 
 
-def _tear(content: bytearray, offset: int, data: bytes, sector: int, source: random.Random) -> None:
+def _tear_sectors(content: bytearray, offset: int, data: bytes, sector: int, source: random.Random) -> None:
     """Choose for each sector between the old and the new bytes."""
     at = offset
     while at < offset + len(data):

@@ -13,7 +13,7 @@ ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class _TimedOperation:
     """A record with a start and an end, in nanoseconds of the host's monotonic clock, around the system call.
 
     Files and directories are numbers, independent of their names: inodes in a recorded log, unique numbers in a
@@ -25,7 +25,7 @@ class _Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Make(_Timed):
+class Create(_TimedOperation):
     """Creation of a file or directory, and of its entry."""
 
     folder: int
@@ -35,7 +35,7 @@ class Make(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class Write(_Timed):
+class Write(_TimedOperation):
     """A write of bytes to a file."""
 
     node: int
@@ -44,7 +44,7 @@ class Write(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class Resize(_Timed):
+class Resize(_TimedOperation):
     """A change of a file's size."""
 
     node: int
@@ -52,14 +52,14 @@ class Resize(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class Sync(_Timed):
+class Sync(_TimedOperation):
     """An ``fsync`` of a file or a directory."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
-class Move(_Timed):
+class Rename(_TimedOperation):
     """A rename of an entry to a new name."""
 
     folder: int
@@ -70,7 +70,7 @@ class Move(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(_Timed):
+class Exchange(_TimedOperation):
     """An exchange of the names of two entries."""
 
     folder: int
@@ -82,7 +82,7 @@ class Exchange(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class Remove(_Timed):
+class Remove(_TimedOperation):
     """The removal of an entry of a file or a directory."""
 
     folder: int
@@ -90,7 +90,7 @@ class Remove(_Timed):
     node: int
 
 
-Operation = Make | Write | Resize | Sync | Move | Exchange | Remove
+Operation = Create | Write | Resize | Sync | Rename | Exchange | Remove
 
 #: The fields that hold numbers of files and directories.
 _NODES = frozenset({"folder", "target_folder", "node", "target_node"})
@@ -118,23 +118,23 @@ class History:
     acknowledged: tuple[int, ...]
 
 
-def merge(logs: Sequence[Log]) -> History:
+def merge_logs(logs: Sequence[Log]) -> History:
     """Merge the logs of all ranks of one host into a history."""
-    ordered = sorted((one for log in logs for one in log.operations), key=operator.attrgetter("end"))
+    ordered = sorted((operation for log in logs for operation in log.operations), key=operator.attrgetter("end"))
     steps = sorted(logs[0].begun)
     return History(
-        _renumbered(ordered, logs[0].root),
+        _renumber_nodes(ordered, logs[0].root),
         tuple(min(log.begun[step] for log in logs if step in log.begun) for step in steps),
         tuple(min(log.ended[step] for log in logs if step in log.ended) for step in steps),
     )
 
 
-def _renumbered(operations: Sequence[Any], root: int) -> tuple[Operation, ...]:
+def _renumber_nodes(operations: Sequence[Any], root: int) -> tuple[Operation, ...]:
     """Give each file and directory a unique number, because inode numbers are reused."""
-    numbers, known, found = count(ROOT + 1), {root: ROOT}, []
-    for one in operations:
-        if isinstance(one, Make):
-            known[one.node] = next(numbers)
-        nodes = {each.name: known[getattr(one, each.name)] for each in fields(one) if each.name in _NODES}
-        found.append(replace(one, **nodes))
-    return tuple(found)
+    numbers, known, renumbered = count(ROOT + 1), {root: ROOT}, []
+    for operation in operations:
+        if isinstance(operation, Create):
+            known[operation.node] = next(numbers)
+        nodes = {each.name: known[getattr(operation, each.name)] for each in fields(operation) if each.name in _NODES}
+        renumbered.append(replace(operation, **nodes))
+    return tuple(renumbered)

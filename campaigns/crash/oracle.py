@@ -20,7 +20,7 @@ class Violation(AssertionError):  # noqa: N818 - of what is promised
     """A crash left a forbidden state."""
 
 
-def examine(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+def check_run(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
     """Load, list, save again and clean up. Return what was found: ``"old"``, ``"new"`` or ``"none"``.
 
     ``before`` and ``after`` are equal if the step was acknowledged. Raises :class:`Violation`.
@@ -29,72 +29,74 @@ def examine(run: Path, before: Listing, after: Listing, resumed: Save, training:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # a checkpoint that is skipped as corrupt is a violation, too
             warnings.filterwarnings("ignore", _NO_RANK_CONTENT, UserWarning)
-            return _examine(run, before, after, resumed, training)
+            return _check_run(run, before, after, resumed, training)
     except (HoldfastError, UserWarning) as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
 
 
-def _examine(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
-    _check(holdfast.has_checkpoint(run) or not before, "has_checkpoint tells of none")
-    latest = _latest(run, training)
-    listing = _listed(run, latest, training)
-    _check(not latest or latest == list(listing.items())[-1], f"{latest} is loaded, and not the last of {listing}")
+def _check_run(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+    _require(holdfast.has_checkpoint(run) or not before, "has_checkpoint tells of none")
+    latest = _load_latest(run, training)
+    listing = _load_all_listed(run, latest, training)
+    _require(not latest or latest == list(listing.items())[-1], f"{latest} is loaded, and not the last of {listing}")
     allowed = {*before.items(), *after.items()}
-    _check(set(listing.items()) <= allowed, f"{listing} are there, which is neither {before} nor {after}")
+    _require(set(listing.items()) <= allowed, f"{listing} are there, which is neither {before} nor {after}")
     is_new, is_old = (set(wanted.items()) <= set(listing.items()) for wanted in (after, before))
-    _check(is_new or is_old, f"{listing} are there, which is less than {before} and than {after}")
-    _check(before != after or listing == after, f"{listing} are there, and not {after}, which was acknowledged")
-    _go_on(run, listing, resumed, training)
+    _require(is_new or is_old, f"{listing} are there, which is less than {before} and than {after}")
+    _require(before != after or listing == after, f"{listing} are there, and not {after}, which was acknowledged")
+    _check_next_save(run, listing, resumed, training)
     return "none" if not listing else "old" if listing == before != after else "new"
 
 
-def _latest(run: Path, training: Training) -> tuple[str, int] | None:
+def _load_latest(run: Path, training: Training) -> tuple[str, int] | None:
     """Return the tag and the step that a resumed run loads; ``None`` if there is no checkpoint."""
     try:
-        return _loaded(run, None, training)
+        return _load_and_compare(run, None, training)
     except NoCheckpointError:
-        _check(not holdfast.has_checkpoint(run), "has_checkpoint tells of one that cannot be loaded")
+        _require(not holdfast.has_checkpoint(run), "has_checkpoint tells of one that cannot be loaded")
         return None
 
 
-def _listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
+def _load_all_listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
     """Return the step of each listed checkpoint. All of them, and the latest, must be loadable."""
-    found = holdfast.list_checkpoints(run)
-    for info in found:
-        _check(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
+    infos = holdfast.list_checkpoints(run)
+    for info in infos:
+        _require(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
     known = dict([latest] if latest else [])
-    return {info.tag: known.get(info.tag) or _loaded(run, info.tag, training)[1] for info in found}
+    return {info.tag: known.get(info.tag) or _load_and_compare(run, info.tag, training)[1] for info in infos}
 
 
-def _loaded(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
+def _load_and_compare(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
     """Load a checkpoint and compare every bit."""
-    training.become(0)
-    found = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
-    step = found.user_content["step"]
-    content = training.content(step)
-    wrong = training.differences(step)
-    if not found.user_content["curve"].equal(content["curve"]):
+    training.set_step(0)
+    restored = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
+    step = restored.user_content["step"]
+    content = training.build_user_content(step)
+    wrong = training.find_differences(step)
+    if not restored.user_content["curve"].equal(content["curve"]):
         wrong.append("user content")
-    if found.per_rank_content not in ({"step": step}, None):
+    if restored.per_rank_content not in ({"step": step}, None):
         wrong.append("rank content")
-    _check(not wrong, f"{found.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
-    return found.tag, step
+    _require(not wrong, f"{restored.tag} is of step {step}, but for {', '.join(wrong)}: a mixture")
+    return restored.tag, step
 
 
-def _go_on(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
+def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
     """Resume the run and save: leftovers must not be taken for checkpoints, and all of them must be removable."""
     resumed.run(run, training)
-    expected = resumed.after(listing)
-    _check(_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
-    found = {info.tag: info for info in holdfast.list_checkpoints(run)}
-    _check(list(found) == list(expected), f"after the next save {list(found)} are there, and not {list(expected)}")
-    mine = [folder.name for folder in list_hidden_directories(run) if found[resumed.tag].run in folder.name]
-    _check(not mine, f"the next save left {mine}")
+    expected = resumed.list_after(listing)
+    _require(_load_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
+    infos = {info.tag: info for info in holdfast.list_checkpoints(run)}
+    _require(list(infos) == list(expected), f"after the next save {list(infos)} are there, and not {list(expected)}")
+    leftovers = [folder.name for folder in list_hidden_directories(run) if infos[resumed.tag].run in folder.name]
+    _require(not leftovers, f"the next save left {leftovers}")
     clean_up(run, None)
-    _check(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
-    _check([info.tag for info in holdfast.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint")
+    _require(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
+    _require(
+        [info.tag for info in holdfast.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint"
+    )
 
 
-def _check(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise Violation(message)

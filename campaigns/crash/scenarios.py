@@ -29,45 +29,45 @@ class Save:
     step: int
     keep: int | None = None
     overwrite: bool = False
-    in_background: bool = False
+    asynchronous: bool = False
 
     def run(self, path: Path, training: Training) -> None:
         """Save, and wait until it is acknowledged."""
-        training.become(self.step)
+        training.set_step(self.step)
         holdfast.save_checkpoint(
             path,
             self.tag,
             training.model,
             training.optimizer,
-            user_content=training.content(self.step),
+            user_content=training.build_user_content(self.step),
             per_rank_content={"step": self.step},
             num_kept_ckpts=self.keep,
             overwrite=self.overwrite,
-            async_save=self.in_background,
+            async_save=self.asynchronous,
             max_shard_size=MAX_SHARD_SIZE,
         ).wait()
 
-    def after(self, before: Listing) -> Listing:
+    def list_after(self, before: Listing) -> Listing:
         """Return the checkpoints after the save."""
-        found = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
-        return dict(found[-self.keep :] if self.keep else found)
+        checkpoints = [*((tag, step) for tag, step in before.items() if tag != self.tag), (self.tag, self.step)]
+        return dict(checkpoints[-self.keep :] if self.keep else checkpoints)
 
 
-class Death(Exception):  # noqa: N818 - what happens to a process, not an error of it
+class SimulatedDeath(Exception):  # noqa: N818 - what happens to a process, not an error of it
     """The kill of the process at this point."""
 
 
-def before_it_is_published() -> AbstractContextManager[object]:
+def die_before_publishing() -> AbstractContextManager[object]:
     """Die when the staging directory is complete but not renamed yet."""
-    return mock.patch.object(StagingDirectory, "publish", side_effect=Death)
+    return mock.patch.object(StagingDirectory, "publish", side_effect=SimulatedDeath)
 
 
 @contextmanager
-def between_two_renames() -> Iterator[None]:
+def die_between_renames() -> Iterator[None]:
     """Die when the old checkpoint was renamed to make way. Only without an exchange of names."""
 
     def die(*_: object) -> None:
-        raise Death
+        raise SimulatedDeath
 
     def sync(folder: Path) -> None:
         next(steps)(folder)
@@ -78,19 +78,23 @@ def between_two_renames() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Dead:
+class KilledSave:
     """A save whose process is killed, so that nothing is cleaned up."""
 
     save: Save
-    where: Callable[[], AbstractContextManager[object]] = before_it_is_published
+    interrupt: Callable[[], AbstractContextManager[object]] = die_before_publishing
 
     def run(self, path: Path, training: Training) -> None:
         """Save until the process dies."""
-        with self.where(), mock.patch.object(StagingDirectory, "discard"), suppress(HoldfastError, Death):
+        with (
+            self.interrupt(),
+            mock.patch.object(StagingDirectory, "discard"),
+            suppress(HoldfastError, SimulatedDeath),
+        ):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
 
-    def after(self, before: Listing) -> Listing:
+    def list_after(self, before: Listing) -> Listing:
         """Return the checkpoints, unchanged."""
         return before
 
@@ -108,7 +112,7 @@ class Prune:
         if result.exit_code:
             raise RuntimeError(result.output)
 
-    def after(self, before: Listing) -> Listing:
+    def list_after(self, before: Listing) -> Listing:
         """Return the newest checkpoints."""
         return dict(list(before.items())[-self.keep :])
 
@@ -121,12 +125,12 @@ class Load:
         """Load the latest checkpoint."""
         holdfast.load_checkpoint(path, None, training.model, training.optimizer, rng=False)
 
-    def after(self, before: Listing) -> Listing:
+    def list_after(self, before: Listing) -> Listing:
         """Return the checkpoints, unchanged."""
         return before
 
 
-Step = Save | Dead | Prune | Load
+Step = Save | KilledSave | Prune | Load
 
 
 @dataclass(frozen=True)
@@ -142,14 +146,14 @@ class Scenario:
     models: tuple[str, ...] = ()
     can_exchange: bool = True
 
-    def listings(self) -> list[Listing]:
+    def list_checkpoints_by_step(self) -> list[Listing]:
         """Return the checkpoints before the first step and after each step."""
-        found: list[Listing] = [{}]
+        listings: list[Listing] = [{}]
         for step in self.steps:
-            found.append(step.after(found[-1]))
-        return found
+            listings.append(step.list_after(listings[-1]))
+        return listings
 
-    def file_system(self) -> AbstractContextManager[object]:
+    def emulate_file_system(self) -> AbstractContextManager[object]:
         """Return a context with the scenario's kind of file system."""
         return nullcontext() if self.can_exchange else mock.patch.object(directories, "_renameat2", return_value=False)
 
@@ -161,22 +165,22 @@ SCENARIOS = (
     Scenario("first save", (_FIRST,)),
     Scenario("first save, two models", (_FIRST,), models=("actor", "critic")),
     Scenario("second save", (_FIRST, _SECOND)),
-    Scenario("asynchronous save", (_FIRST, Save("step_2", 2, in_background=True)), Save("next", 9, in_background=True)),
+    Scenario("asynchronous save", (_FIRST, Save("step_2", 2, asynchronous=True)), Save("next", 9, asynchronous=True)),
     Scenario("retention", (_FIRST, Save("step_2", 2, keep=1)), Save("next", 9, keep=1)),
     Scenario("overwrite, exchange", (_LAST, _AGAIN), Save("last", 9, overwrite=True)),
     Scenario("overwrite, two renames", (_LAST, _AGAIN), Save("last", 9, overwrite=True), can_exchange=False),
-    Scenario("save after a dead one", (_FIRST, Dead(_SECOND), _SECOND)),
+    Scenario("save after a dead one", (_FIRST, KilledSave(_SECOND), _SECOND)),
     Scenario(
         "save after a dead overwrite",
-        (_LAST, Dead(_AGAIN, between_two_renames), Save("last", 3, overwrite=True)),
+        (_LAST, KilledSave(_AGAIN, die_between_renames), Save("last", 3, overwrite=True)),
         Save("last", 9, overwrite=True),
         can_exchange=False,
     ),
     Scenario(
         "load after a dead overwrite",
-        (_LAST, Dead(_AGAIN, between_two_renames), Load()),
+        (_LAST, KilledSave(_AGAIN, die_between_renames), Load()),
         Save("last", 9, overwrite=True),
         can_exchange=False,
     ),
-    Scenario("prune", (_FIRST, _SECOND, Save("step_3", 3), Dead(Save("step_4", 4)), Prune(1))),
+    Scenario("prune", (_FIRST, _SECOND, Save("step_3", 3), KilledSave(Save("step_4", 4)), Prune(1))),
 )

@@ -36,31 +36,35 @@ class Training:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         """Create separate models if there are names."""
-        self._nets = {name: _lay_out(Net()) for name in names or ("",)}
-        self._optimizers = {name: _optimizer(net) for name, net in self._nets.items()}
+        self._nets = {name: _shard_model(Net()) for name in names or ("",)}
+        self._optimizers = {name: _build_optimizer(net) for name, net in self._nets.items()}
         self.model: Any = dict(self._nets) if names else self._nets[""]
         self.optimizer: Any = dict(self._optimizers) if names else self._optimizers[""]
 
-    def content(self, step: int) -> dict[str, Any]:
+    def build_user_content(self, step: int) -> dict[str, Any]:
         """Return the user content of a step."""
-        return {"step": step, "curve": value(step, "curve", torch.Size([64]))}
+        return {"step": step, "curve": build_value(step, "curve", torch.Size([64]))}
 
-    def become(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set all values to those of a step."""
         with torch.no_grad():
-            for name, tensor in self._tensors():
-                _assign(tensor, value(step, name, tensor.shape))
+            for name, tensor in self._iterate_tensors():
+                _assign_values(tensor, build_value(step, name, tensor.shape))
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = float(step)
 
-    def differences(self, step: int) -> list[str]:
+    def find_differences(self, step: int) -> list[str]:
         """Return the names of values that differ, bit for bit, from those of a step."""
-        wrong = [name for name, tensor in self._tensors() if not torch.equal(tensor, value(step, name, tensor.shape))]
+        wrong = [
+            name
+            for name, tensor in self._iterate_tensors()
+            if not torch.equal(tensor, build_value(step, name, tensor.shape))
+        ]
         rates = {group["lr"] for optimizer in self._optimizers.values() for group in optimizer.param_groups}
         return wrong if rates == {float(step)} else [*wrong, "lr"]
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for net_name, net in self._nets.items():
             for name, parameter in net.named_parameters():
                 yield f"{net_name}/{name}", parameter
@@ -69,13 +73,13 @@ class Training:
 
 
 @functools.cache
-def value(step: int, name: str, shape: torch.Size) -> torch.Tensor:
+def build_value(step: int, name: str, shape: torch.Size) -> torch.Tensor:
     """Return the values that a tensor of this name has at a step, in any layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))
     return torch.rand(shape, generator=generator)
 
 
-def _lay_out(net: Net) -> nn.Module:
+def _shard_model(net: Net) -> nn.Module:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks < 2:
         return net
@@ -86,7 +90,7 @@ def _lay_out(net: Net) -> nn.Module:
     return net
 
 
-def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
+def _build_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     """Return an Adam optimizer with states as after a step."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
     for parameter in net.parameters():
@@ -95,7 +99,7 @@ def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def _assign_values(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.copy_(whole)

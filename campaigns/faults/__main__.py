@@ -19,45 +19,47 @@ import time
 from functools import partial
 from pathlib import Path
 
-from campaigns.faults.bench import Tally, tried
-from campaigns.faults.cases import SETTINGS, Setting
-from campaigns.kit import table
-from campaigns.kit.job import Job
+from campaigns.common import case_runner
+from campaigns.common.job import Job
+from campaigns.faults.cases import FAULTY_CALLS, FaultyCall
+from campaigns.faults.fault_trial import Tally, try_all_faults
 
-#: The time limit, in seconds, of all faults of one setting.
-PATIENCE = 1800.0
+#: The time limit, in seconds, of all faults of one save or load.
+MAX_SECONDS = 1800.0
 
 
-def tried_by_a_job(setting: Setting, scratch: Path, every: int = 1) -> Tally:
-    """Try all faults of one setting."""
-    with Job(setting.ranks, "agent", scratch, tried, scratch / str(abs(hash(setting))), setting, every) as job:
-        if not job.wait(lambda: len(job.ends) == setting.ranks, PATIENCE):
-            return Tally(violations=[f"{setting}: the ranks hang"])
-        tally: Tally = job.ends[0].result or Tally(
-            violations=[f"{end.error}: {end.message}" for end in job.ends.values()]
+def try_faults_in_job(faulty_call: FaultyCall, scratch: Path, every: int = 1) -> Tally:
+    """Try all faults of one save or load."""
+    with Job(
+        faulty_call.ranks, "agent", scratch, try_all_faults, scratch / str(abs(hash(faulty_call))), faulty_call, every
+    ) as job:
+        if not job.wait_until(lambda: len(job.outcomes) == faulty_call.ranks, MAX_SECONDS):
+            return Tally(violations=[f"{faulty_call}: the ranks hang"])
+        tally: Tally = job.outcomes[0].result or Tally(
+            violations=[f"{end.error}: {end.message}" for end in job.outcomes.values()]
         )
-    return Tally(tally.calls, tally.outcomes, [f"{setting}: {one}" for one in tally.violations])
+    return Tally(tally.calls, tally.outcomes, [f"{faulty_call}: {violation}" for violation in tally.violations])
 
 
 def main() -> int:
-    """Run all settings, and print a table."""
+    """Run all saves and loads, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.faults", description=__doc__)
     parser.add_argument("--scratch", type=Path, help="directory to save in (default: a temporary one)")
     parser.add_argument("--every", type=int, default=1, help="try only every n-th fault (default: 1)")
-    parser.add_argument("--only", default="", help="only settings whose names contain this text")
+    parser.add_argument("--only", default="", help="only saves and loads whose names contain this text")
     options = parser.parse_args()
-    chosen = [setting for setting in SETTINGS if options.only in str(setting)]
+    chosen = [faulty_call for faulty_call in FAULTY_CALLS if options.only in str(faulty_call)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        work = partial(tried_by_a_job, scratch=Path(folder), every=options.every)
-        found = list(table.run(chosen, work, 2))
+        work = partial(try_faults_in_job, scratch=Path(folder), every=options.every)
+        results = list(case_runner.run_cases(chosen, work, 2))
     rows = []
-    for setting, tally in found:
-        outcomes = ", ".join(f"{word} {count}" for word, count in tally.outcomes.most_common())
-        rows.append((setting, tally.calls, tally.outcomes.total() + len(tally.violations), outcomes))
-    print(table.markdown(("save or load; the faulty rank", "calls", "faults", "outcomes"), rows))
+    for faulty_call, tally in results:
+        outcomes = ", ".join(f"{outcome} {count}" for outcome, count in tally.outcomes.most_common())
+        rows.append((faulty_call, tally.calls, tally.outcomes.total() + len(tally.violations), outcomes))
+    print(case_runner.format_table(("save or load; the faulty rank", "calls", "faults", "outcomes"), rows))
     print(f"\n{sum(row[2] for row in rows)} faults, {time.monotonic() - started:.0f} s")
-    return table.verdict([one for _, tally in found for one in tally.violations])
+    return case_runner.report_violations([violation for _, tally in results for violation in tally.violations])
 
 
 if __name__ == "__main__":

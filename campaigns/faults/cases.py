@@ -5,36 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from campaigns.faults.faulty import ERRORS
+from campaigns.faults.faulty_file_system import ERRORS
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A kind of save, or a load if there is no ``how``, the number of ranks, and the rank with the faults."""
+class FaultyCall:
+    """A kind of save, or a load if there is no ``save_kind``, the number of ranks, and the rank with the faults."""
 
-    how: str
-    background: bool
+    save_kind: str
+    asynchronous: bool
     ranks: int
     victim: int
 
     def __str__(self) -> str:
-        call = f"{self.how}, {'asynchronous' if self.background else 'synchronous'}" if self.how else "load"
+        call = (
+            f"{self.save_kind}, {'asynchronous' if self.asynchronous else 'synchronous'}" if self.save_kind else "load"
+        )
         return f"{call}; rank {self.victim} of {self.ranks}"
 
 
-SETTINGS = (
-    Setting("new", background=False, ranks=1, victim=0),
-    Setting("new", background=True, ranks=1, victim=0),
-    Setting("overwrite", background=False, ranks=1, victim=0),
-    Setting("two renames", background=False, ranks=1, victim=0),
-    Setting("retention", background=True, ranks=1, victim=0),
-    Setting("new", background=False, ranks=3, victim=0),
-    Setting("new", background=False, ranks=3, victim=1),
-    Setting("overwrite", background=True, ranks=3, victim=0),
-    Setting("overwrite", background=True, ranks=3, victim=1),
-    Setting("", background=False, ranks=1, victim=0),
-    Setting("", background=False, ranks=3, victim=0),
-    Setting("", background=False, ranks=3, victim=1),
+FAULTY_CALLS = (
+    FaultyCall("new", asynchronous=False, ranks=1, victim=0),
+    FaultyCall("new", asynchronous=True, ranks=1, victim=0),
+    FaultyCall("overwrite", asynchronous=False, ranks=1, victim=0),
+    FaultyCall("two renames", asynchronous=False, ranks=1, victim=0),
+    FaultyCall("retention", asynchronous=True, ranks=1, victim=0),
+    FaultyCall("new", asynchronous=False, ranks=3, victim=0),
+    FaultyCall("new", asynchronous=False, ranks=3, victim=1),
+    FaultyCall("overwrite", asynchronous=True, ranks=3, victim=0),
+    FaultyCall("overwrite", asynchronous=True, ranks=3, victim=1),
+    FaultyCall("", asynchronous=False, ranks=1, victim=0),
+    FaultyCall("", asynchronous=False, ranks=3, victim=0),
+    FaultyCall("", asynchronous=False, ranks=3, victim=1),
 )
 
 
@@ -51,9 +53,9 @@ class Fault:
         return f"{self.kind}{' from then on' if self.forever else ''} at call {self.nth}, {self.call}"
 
 
-def faults(calls: Sequence[str], setting: Setting) -> Iterator[Fault]:
+def generate_faults(calls: Sequence[str], faulty_call: FaultyCall) -> Iterator[Fault]:
     """Yield every fault of every call."""
-    removed = ("run", "draft") if setting.how else ("run", "checkpoint", "file")
+    removed = ("run", "staging directory") if faulty_call.save_kind else ("run", "checkpoint", "file")
     for nth, call in enumerate(calls):
         yield from (Fault(nth, call, kind) for kind in ERRORS[call])
         yield Fault(nth, call, "EIO", forever=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from campaigns.fuzz import seeds
-from campaigns.fuzz.judge import Judge
-from campaigns.fuzz.metadata import edited
-from campaigns.fuzz.mutations import mutated
-from tests.hostile.test_hostile import reseal
+from campaigns.fuzz.dcp_metadata import edit_metadata
+from campaigns.fuzz.mutations import mutate_file
+from campaigns.fuzz.read_check import ReadChecker
+from tests.helpers.sealed_checkpoints import reseal_checkpoint
 
 
 class Violation(NamedTuple):
@@ -32,36 +32,36 @@ class Fuzzer:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
-        self.sound: Mapping[str, Path] = seeds.make(folder / "seeds")
-        self.judge = Judge()
+        self.seeds: Mapping[str, Path] = seeds.create_seeds(folder / "seeds")
+        self.checker = ReadChecker()
 
-    def case(self, kind: str, number: int) -> tuple[Path, Violation | None]:
-        """Create a case and judge it. Return its path."""
+    def run_case(self, kind: str, number: int) -> tuple[Path, Violation | None]:
+        """Create a case and check it. Return its path."""
         chance = random.Random(f"{self._seed}/{kind}/{number}")
-        path = self._copy(kind)
+        path = self._copy_seed(kind)
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         file = chance.choice(files)
         raw = file.read_bytes()
         by_class = file.name == ".metadata" and chance.random() < 0.6
-        file.write_bytes(edited(raw, chance) if by_class else mutated(raw, file.name, chance))
+        file.write_bytes(edit_metadata(raw, chance) if by_class else mutate_file(raw, file.name, chance))
         if kind == "native" and file.name != "manifest.json" and chance.random() < 0.7:
-            reseal(path)
-        problem = self.judge.problem(path)
+            reseal_checkpoint(path)
+        problem = self.checker.find_problem(path)
         return path, Violation(kind, f"{self._seed}/{number} {file.name}", problem) if problem else None
 
-    def _copy(self, kind: str) -> Path:
-        sound = self.sound[kind]
+    def _copy_seed(self, kind: str) -> Path:
+        seed = self.seeds[kind]
         place = self._folder / "case"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        copied = shutil.copytree if sound.is_dir() else shutil.copy
-        return Path(copied(sound, place / sound.name))
+        copied = shutil.copytree if seed.is_dir() else shutil.copy
+        return Path(copied(seed, place / seed.name))
 
-    def cases(self, first: int, kinds: list[str] | None = None) -> Iterator[tuple[Path, Violation | None]]:
+    def run_cases(self, first: int, kinds: list[str] | None = None) -> Iterator[tuple[Path, Violation | None]]:
         """Yield cases of all kinds in turn, without end."""
         for number in count(first):
-            for kind in kinds or list(self.sound):
-                yield self.case(kind, number)
+            for kind in kinds or list(self.seeds):
+                yield self.run_case(kind, number)
 
 
 def main() -> int:
@@ -72,21 +72,22 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case (default: 0)")
     parser.add_argument("--kind", action="append", help="only checkpoints of this kind; may be repeated")
     options = parser.parse_args()
-    ends, wrong, done = time.monotonic() + 60 * options.minutes, 0, 0
+    ends, violations, done = time.monotonic() + 60 * options.minutes, 0, 0
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder), options.seed)
-        for path, violation in fuzzer.cases(options.first, options.kind):
+        for path, violation in fuzzer.run_cases(options.first, options.kind):
             done += 1
             if violation is not None:
-                wrong += 1
+                violations += 1
                 print(f"WRONG: {violation.kind} {violation.case}: {violation.problem}", flush=True)
-                _keep(path, Path("fuzz_violations") / f"{wrong}")
+                _keep_case(path, Path("fuzz_violations") / f"{violations}")
             if time.monotonic() > ends:
                 break
-    print(f"{done} checkpoints: {fuzzer.judge.read} read, {fuzzer.judge.refused} refused, {wrong} handled wrongly")
-    return int(bool(wrong))
+    checker = fuzzer.checker
+    print(f"{done} checkpoints: {checker.read} read, {checker.refused} refused, {violations} handled wrongly")
+    return int(bool(violations))
 
 
-def _keep(path: Path, place: Path) -> None:
+def _keep_case(path: Path, place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(path.parent, place)

@@ -32,92 +32,92 @@ _VALUES: tuple[Any, ...] = (
     *({"$inline": ["F32", [2**40], ""]}, {"$type": "os.system"}, *_NUMBERS),
 )
 
-Bytes = Callable[[bytearray, random.Random], bytearray]
+Mutation = Callable[[bytearray, random.Random], bytearray]
 
 
-def _flip(raw: bytearray, chance: random.Random) -> bytearray:
+def _flip_bit(raw: bytearray, chance: random.Random) -> bytearray:
     raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
     return raw
 
 
-def _put(raw: bytearray, chance: random.Random) -> bytearray:
+def _set_byte(raw: bytearray, chance: random.Random) -> bytearray:
     raw[chance.randrange(len(raw))] = chance.choice((0, 1, 0x2E, 0x52, 0x63, 0x7F, 0x80, 0x93, 0xFF))
     return raw
 
 
-def _number(raw: bytearray, chance: random.Random) -> bytearray:
+def _set_number(raw: bytearray, chance: random.Random) -> bytearray:
     size, at = chance.choice((1, 2, 4, 8)), chance.randrange(len(raw))
     raw[at : at + size] = (chance.choice(_NUMBERS) % 256**size).to_bytes(size, "little")
     return raw
 
 
-def _truncate(raw: bytearray, chance: random.Random) -> bytearray:
+def _truncate_bytes(raw: bytearray, chance: random.Random) -> bytearray:
     return raw[: chance.randrange(len(raw))]
 
 
-def _cut(raw: bytearray, chance: random.Random) -> bytearray:
+def _delete_range(raw: bytearray, chance: random.Random) -> bytearray:
     start = chance.randrange(len(raw))
     del raw[start : start + chance.randint(1, 64)]
     return raw
 
 
-def _repeat(raw: bytearray, chance: random.Random) -> bytearray:
+def _repeat_range(raw: bytearray, chance: random.Random) -> bytearray:
     start, at = chance.randrange(len(raw)), chance.randrange(len(raw))
     raw[at:at] = raw[start : start + chance.randint(1, 256)] * chance.randint(1, 20)
     return raw
 
 
-def _copy(raw: bytearray, chance: random.Random) -> bytearray:
+def _copy_range(raw: bytearray, chance: random.Random) -> bytearray:
     size, start, at = chance.randint(1, 64), chance.randrange(len(raw)), chance.randrange(len(raw))
     raw[at : at + size] = raw[start : start + size]
     return raw
 
 
-def _zero(raw: bytearray, chance: random.Random) -> bytearray:
+def _zero_range(raw: bytearray, chance: random.Random) -> bytearray:
     start, size = chance.randrange(len(raw)), chance.randint(1, 512)
     raw[start : start + size] = bytes(len(raw[start : start + size]))
     return raw
 
 
-def _append(raw: bytearray, chance: random.Random) -> bytearray:
+def _append_bytes(raw: bytearray, chance: random.Random) -> bytearray:
     return raw + chance.randbytes(chance.randint(1, 300))
 
 
-_BYTES: tuple[Bytes, ...] = (
+_MUTATIONS: tuple[Mutation, ...] = (
     *(
-        _flip,
-        _flip,
-        _flip,
-        _put,
-        _put,
-        _number,
-        _number,
-        _number,
-        _copy,
-        _copy,
-        _zero,
-        _truncate,
-        _cut,
-        _repeat,
-        _append,
+        _flip_bit,
+        _flip_bit,
+        _flip_bit,
+        _set_byte,
+        _set_byte,
+        _set_number,
+        _set_number,
+        _set_number,
+        _copy_range,
+        _copy_range,
+        _zero_range,
+        _truncate_bytes,
+        _delete_range,
+        _repeat_range,
+        _append_bytes,
     ),
 )
 
 
-def mutated(raw: bytes, name: str, chance: random.Random) -> bytes:
+def mutate_file(raw: bytes, name: str, chance: random.Random) -> bytes:
     """Return the contents of a file, changed in one to three places."""
     if name.endswith((".json", ".safetensors")) and chance.random() < 0.6:
-        changed = _json(raw, chance) if name.endswith(".json") else _header(raw, chance)
+        changed = _mutate_json(raw, chance) if name.endswith(".json") else _mutate_header(raw, chance)
         if changed is not None:
             return changed
-    found = bytearray(raw)
+    content = bytearray(raw)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        if found:
-            found = chance.choice(_BYTES)(found, chance)
-    return _without_crcs(found) if chance.random() < 0.5 else bytes(found)
+        if content:
+            content = chance.choice(_MUTATIONS)(content, chance)
+    return _clear_crcs(content) if chance.random() < 0.5 else bytes(content)
 
 
-def _without_crcs(raw: bytearray) -> bytes:
+def _clear_crcs(raw: bytearray) -> bytes:
     """Set the CRCs in zip directories to 0, which means that there is none."""
     at = raw.find(b"PK\1\2")
     while at >= 0:
@@ -126,23 +126,23 @@ def _without_crcs(raw: bytearray) -> bytes:
     return bytes(raw)
 
 
-def _json(raw: bytes, chance: random.Random) -> bytes | None:
+def _mutate_json(raw: bytes, chance: random.Random) -> bytes | None:
     try:
         tree = json.loads(raw)
     except ValueError:
         return None
     for _ in range(chance.randint(1, 3)):
-        tree = _changed(tree, chance)
+        tree = _mutate_tree(tree, chance)
     return json.dumps(tree).encode("utf-8", "surrogatepass")
 
 
-def _header(raw: bytes, chance: random.Random) -> bytes | None:
+def _mutate_header(raw: bytes, chance: random.Random) -> bytes | None:
     size = int.from_bytes(raw[:8], "little") + 8
-    changed = _json(raw[8:size], chance)
+    changed = _mutate_json(raw[8:size], chance)
     return None if changed is None else len(changed).to_bytes(8, "little") + changed + raw[size:]
 
 
-def _changed(tree: Any, chance: random.Random) -> Any:
+def _mutate_tree(tree: Any, chance: random.Random) -> Any:
     """Return the tree with one node replaced, removed or renamed."""
     if not isinstance(tree, dict | list) or not tree or chance.random() < 0.15:
         return copy.deepcopy(chance.choice(_VALUES))
@@ -154,5 +154,5 @@ def _changed(tree: Any, chance: random.Random) -> Any:
     elif action < 0.3 and isinstance(tree, dict):
         tree[chance.choice([*keys, "x", "../x", ""])] = tree.pop(key)
     else:
-        tree[key] = _changed(tree[key], chance)
+        tree[key] = _mutate_tree(tree[key], chance)
     return tree

@@ -12,26 +12,26 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
-def make(folder: Path) -> dict[str, Path]:
+def create_seeds(folder: Path) -> dict[str, Path]:
     """Create one checkpoint of each kind. Return their paths by kind."""
     warnings.filterwarnings("ignore")
-    native = _native(folder / "run")
+    native = _save_native(folder / "run")
     made = {"native": native}
     for to, options in CONVERTED.items():
         name = "c.safetensors" if to == "safetensors" else "c.ckpt"
         made[to] = holdfast.convert(native, folder / to / name, to=to, **options)
     made["dcp+checksums"] = folder / "dcp+checksums/c"
-    dcp.save(_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
+    dcp.save(_build_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
     made["safetensors shards"] = folder / "shards/c"
     writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
-    dcp.save({name: tensor for name, tensor in _state()["model"].items() if tensor.ndim}, storage_writer=writer)
+    dcp.save({name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}, storage_writer=writer)
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()
-        tree = {**_state(), "evil": EVIL["a shell"]} if name == "evil" else _state()
+        tree = {**_build_state(), "evil": UNSAFE_OBJECTS["a shell"]} if name == "evil" else _build_state()
         torch.save(tree, made[name], **options)
     return made
 
@@ -48,7 +48,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
 }
 
 
-def _native(run: Path) -> Path:
+def _save_native(run: Path) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -60,6 +60,6 @@ def _native(run: Path) -> Path:
     return run / "s"
 
 
-def _state() -> dict[str, Any]:
+def _build_state() -> dict[str, Any]:
     tensors = {"w": torch.arange(35.0).view(7, 5), "b": torch.ones(7).bfloat16(), "n": torch.tensor(3)}
     return {"model": tensors, "step": 3, "list": [1, {"a": torch.ones(2)}], "pair": (torch.arange(9), "x")}

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from campaigns.large.ranks import SLACK, Job, loaded, saved, size_of_model, start
-from campaigns.large.tensor import round_trip
+from campaigns.large.ranks import SLACK, Task, compute_model_size, load_and_measure_memory, run_rank, save_model
+from campaigns.large.tensor import check_round_trip
 
 RANKS = 4
 
@@ -26,16 +26,16 @@ def main() -> None:
     nbytes = int(given.gigabytes * 1e9)
     try:
         with mp.Manager() as manager:
-            found = manager.list([0] * RANKS)
-            for work in (saved, loaded):
-                mp.spawn(start, (Job(work, RANKS, folder, nbytes), found), nprocs=RANKS)
-            for rank, grown in enumerate(found):
-                over = grown - size_of_model(nbytes) // RANKS
+            growths = manager.list([0] * RANKS)
+            for work in (save_model, load_and_measure_memory):
+                mp.spawn(run_rank, (Task(work, RANKS, folder, nbytes), growths), nprocs=RANKS)
+            for rank, grown in enumerate(growths):
+                over = grown - compute_model_size(nbytes) // RANKS
                 print(f"rank {rank}: peak memory is its shard and {over / 2**20:.0f} MiB")
                 if over > SLACK:
                     raise SystemExit(f"that is more than {SLACK / 2**20:.0f} MiB")
         shutil.rmtree(folder / "model")
-        round_trip(folder, nbytes)
+        check_round_trip(folder, nbytes)
         print(f"a tensor of {nbytes:,} bytes was restored from a safetensors file and from a torch.save file")
     finally:
         shutil.rmtree(folder)

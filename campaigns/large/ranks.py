@@ -24,7 +24,7 @@ _LAYER = _WIDTH * _WIDTH * 4
 Work = Callable[[Path, int], int]
 
 
-class Job(NamedTuple):
+class Task(NamedTuple):
     """The work of ``ranks`` ranks with a model of about ``nbytes`` in a directory."""
 
     work: Work
@@ -33,58 +33,60 @@ class Job(NamedTuple):
     nbytes: int
 
 
-def start(rank: int, job: Job, found: MutableSequence[int]) -> None:
-    """Run one rank in a process group. ``found`` receives the result."""
+def run_rank(rank: int, task: Task, results: MutableSequence[int]) -> None:
+    """Run one rank in a process group. ``results`` receives the result."""
     torch.set_num_threads(1)
-    store = job.folder / f"store.{job.work.__name__}"
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks)
-    found[rank] = job.work(job.folder / "model", job.nbytes)
+    store = task.folder / f"store.{task.work.__name__}"
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), task.ranks), rank=rank, world_size=task.ranks)
+    results[rank] = task.work(task.folder / "model", task.nbytes)
     dist.destroy_process_group()
 
 
-def size_of_model(nbytes: int) -> int:
+def compute_model_size(nbytes: int) -> int:
     """Return the bytes of the smallest model of at least ``nbytes``: whole layers."""
     return -(-nbytes // _LAYER) * _LAYER
 
 
-def model_on_meta(nbytes: int) -> nn.Module:
+def build_meta_model(nbytes: int) -> nn.Module:
     """Build a sharded float32 model of at least ``nbytes`` on the meta device."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(size_of_model(nbytes) // _LAYER)))
+        model = nn.Sequential(
+            *(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(compute_model_size(nbytes) // _LAYER))
+        )
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     return model
 
 
-def saved(folder: Path, nbytes: int) -> int:
+def save_model(folder: Path, nbytes: int) -> int:
     """Save a model whose layers are filled with their index."""
-    model = model_on_meta(nbytes).to_empty(device="cpu")
-    for number, part in enumerate(_parts(model)):
+    model = build_meta_model(nbytes).to_empty(device="cpu")
+    for number, part in enumerate(_list_shards(model)):
         part.fill_(number)
     holdfast.save_model(model, folder, shard=True)
     return 0
 
 
-def loaded(folder: Path, nbytes: int) -> int:
+def load_and_measure_memory(folder: Path, nbytes: int) -> int:
     """Load it. Return by how many bytes the peak resident memory grew."""
-    model = model_on_meta(nbytes)
+    model = build_meta_model(nbytes)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _peak()
+    before = _read_peak_memory()
     holdfast.load_model(model, folder)
-    grown = _peak() - before
-    for number, part in enumerate(_parts(model)):
+    grown = _read_peak_memory() - before
+    for number, part in enumerate(_list_shards(model)):
         if not bool((part == number).all()):
             raise SystemExit(f"layer {number} is not what was saved")
     return grown
 
 
-def _parts(model: nn.Module) -> list[torch.Tensor]:
+def _list_shards(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    return [one.to_local().detach() for one in parameters if isinstance(one, DTensor)]
+    return [parameter.to_local().detach() for parameter in parameters if isinstance(parameter, DTensor)]
 
 
-def _peak() -> int:
+def _read_peak_memory() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

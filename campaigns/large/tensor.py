@@ -10,7 +10,7 @@ from torch import nn
 import holdfast
 
 
-def round_trip(folder: Path, nbytes: int) -> None:
+def check_round_trip(folder: Path, nbytes: int) -> None:
     """Save and load it in both formats. Raises ``SystemExit`` if it differs."""
     numbers = torch.arange(nbytes // 4, dtype=torch.int32)
     for name in ("one.safetensors", "one.pt"):

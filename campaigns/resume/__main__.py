@@ -12,8 +12,8 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
-from campaigns.resume.rounds import Outcome, other_sizes, same_size
-from campaigns.resume.training import Plan
+from campaigns.resume.interruptions import Outcome, interrupt_on_changing_ranks, interrupt_on_same_ranks
+from campaigns.resume.training import TrainingConfig
 
 
 def main() -> int:
@@ -23,27 +23,29 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--ranks", type=int, default=4, help="the most ranks of a training (default: 4)")
     options = parser.parse_args()
-    wrong = 0
+    failed = 0
     for number in range(options.rounds):
         for kind in ("same size", "other sizes"):
             moments = random.Random(f"{options.seed}/{number}/{kind}")
             with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-                outcome = _training(Path(folder), kind, options.ranks, moments)
-            _tell(f"{number} {kind}", outcome)
-            wrong += bool(outcome.problems)
-    print(f"{wrong} of {2 * options.rounds} trainings had problems")
-    return int(bool(wrong))
+                outcome = _interrupt_training(Path(folder), kind, options.ranks, moments)
+            _print_outcome(f"{number} {kind}", outcome)
+            failed += bool(outcome.problems)
+    print(f"{failed} of {2 * options.rounds} trainings had problems")
+    return int(bool(failed))
 
 
-def _training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
-    plan = Plan(folder / "disturbed", workers=moments.choice([0, 2]))
+def _interrupt_training(folder: Path, kind: str, ranks: int, moments: random.Random) -> Outcome:
+    plan = TrainingConfig(folder / "disturbed", workers=moments.choice([0, 2]))
     if kind == "same size":
-        return same_size(plan, moments.randint(1, ranks), moments)
-    return other_sizes(plan, (moments.randint(1, ranks) for _ in count()), moments)
+        return interrupt_on_same_ranks(plan, moments.randint(1, ranks), moments)
+    return interrupt_on_changing_ranks(plan, (moments.randint(1, ranks) for _ in count()), moments)
 
 
-def _tell(name: str, outcome: Outcome) -> None:
-    path = ", ".join(f"{one.size} rank{'s' * (one.size > 1)} {one.end} at {one.step}" for one in outcome.attempts)
+def _print_outcome(name: str, outcome: Outcome) -> None:
+    path = ", ".join(
+        f"{attempt.size} rank{'s' * (attempt.size > 1)} {attempt.end} at {attempt.step}" for attempt in outcome.attempts
+    )
     print(f"{name}: {path}", *(f"  WRONG: {problem}" for problem in outcome.problems), sep="\n", flush=True)
 
 

@@ -14,33 +14,33 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
-from campaigns.resume.training import Plan, train
+from campaigns.common.fork_server import CONTEXT
+from campaigns.resume.training import TrainingConfig, train_model
 
 #: The time limit of a job in seconds.
-PATIENCE = 300.0
+MAX_SECONDS = 300.0
 
 
 class Job:
     """An attempt at a training on some ranks. This process hosts the key-value store, as torchrun does."""
 
-    def __init__(self, plan: Plan, attempt: int, size: int) -> None:
+    def __init__(self, plan: TrainingConfig, attempt: int, size: int) -> None:
         self._plan, self._attempt = plan, attempt
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         arguments = [(plan, attempt, rank, size, self._store.port) for rank in range(size)]
-        self._ranks: list[BaseProcess] = [CONTEXT.Process(target=_rank, args=each) for each in arguments]
-        self._ends = time.monotonic() + PATIENCE
+        self._ranks: list[BaseProcess] = [CONTEXT.Process(target=_run_rank, args=each) for each in arguments]
+        self._ends = time.monotonic() + MAX_SECONDS
         for rank in self._ranks:
             rank.start()
 
-    def steps(self) -> int:
+    def count_steps(self) -> int:
         """Return the number of steps that rank 0 has done in this attempt."""
         log = self._plan.run / f"log.{self._attempt}.0"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    def wait_for(self, steps: int) -> bool:
+    def wait_for_step(self, steps: int) -> bool:
         """Wait until rank 0 has done ``steps`` steps. Return whether the job still runs."""
-        while self.steps() < steps:
+        while self.count_steps() < steps:
             self._check_time()
             if not any(rank.is_alive() for rank in self._ranks):
                 return False
@@ -52,11 +52,11 @@ class Job:
         for rank in range(len(self._ranks)):
             self._signal(rank, signal.SIGKILL)
 
-    def tell_to_stop(self, rank: int) -> None:
+    def request_stop(self, rank: int) -> None:
         """Send SIGTERM to one rank and its workers, as ``torchrun`` and Slurm do to all processes."""
         self._signal(rank, signal.SIGTERM)
 
-    def end(self) -> list[int | None]:
+    def join_ranks(self) -> list[int | None]:
         """Wait for all ranks. Return their exit codes."""
         for rank in self._ranks:
             rank.join(max(0.0, self._ends - time.monotonic()))
@@ -65,7 +65,7 @@ class Job:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._ends:
-            raise TimeoutError(f"attempt {self._attempt} was not done after {PATIENCE:.0f} seconds")
+            raise TimeoutError(f"attempt {self._attempt} was not done after {MAX_SECONDS:.0f} seconds")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         pid = self._ranks[rank].pid
@@ -82,15 +82,15 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        self.end()
+        self.join_ranks()
 
 
-def _rank(plan: Plan, attempt: int, rank: int, size: int, port: int) -> None:
+def _run_rank(plan: TrainingConfig, attempt: int, rank: int, size: int, port: int) -> None:
     os.setpgrp()
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     # Never closed: a rank that is told to stop at its end still finishes its saves.
-    train(plan, attempt, holdfast.preemption())
+    train_model(plan, attempt, holdfast.preemption())
     holdfast.finalize()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ _WIDTH = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingConfig:
     """A training on ``samples`` samples, in batches of ``batch`` on each rank, for ``epochs``.
 
     ``workers`` read the data. A checkpoint is saved, asynchronously, every ``save_every`` steps.
@@ -41,7 +41,7 @@ class Plan:
         return self.run / "done"
 
 
-class Samples(Dataset[tuple[int, torch.Tensor]]):
+class SampleDataset(Dataset[tuple[int, torch.Tensor]]):
     """A dataset of vectors computed from their index, with random noise from each of the three generators."""
 
     def __init__(self, number: int) -> None:
@@ -56,50 +56,50 @@ class Samples(Dataset[tuple[int, torch.Tensor]]):
         return index, vector + 0.1 * drawn * torch.rand(_WIDTH)
 
 
-class Log:
+class StepLog:
     """A log of a rank's steps, in a file that survives a kill."""
 
     def __init__(self, run: Path, attempt: int, rank: int) -> None:
         self._file = (run / f"log.{attempt}.{rank}").open("w")
 
-    def add(self, step: int, loss: float, samples: list[int]) -> None:
+    def add_step(self, step: int, loss: float, samples: list[int]) -> None:
         """Add a step: its exact loss, and the samples that it saw."""
         self._file.write(json.dumps({"step": step, "loss": loss.hex(), "samples": samples}) + "\n")
         self._file.flush()
 
 
-def train(plan: Plan, attempt: int, stop: holdfast.Preemption) -> None:
+def train_model(plan: TrainingConfig, attempt: int, stop: holdfast.Preemption) -> None:
     """Train from the latest checkpoint until all epochs are done, or until told to stop."""
     torch.manual_seed(0)
-    model, optimizer, scheduler = _build()
-    _seed(dist.get_rank())
-    loader = holdfast.ResumableLoader(Samples(plan.samples), plan.batch, num_workers=plan.workers, seed=1)
+    model, optimizer, scheduler = _build_training()
+    _seed_generators(dist.get_rank())
+    loader = holdfast.ResumableLoader(SampleDataset(plan.samples), plan.batch, num_workers=plan.workers, seed=1)
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
     step = 0
     if holdfast.has_checkpoint(plan.run):
         step = holdfast.load_checkpoint(plan.run, **training)["step"]
-    log = Log(plan.run, attempt, dist.get_rank())
+    log = StepLog(plan.run, attempt, dist.get_rank())
     while loader.epoch < plan.epochs:
         for numbers, vectors in loader:
             step += 1
-            log.add(step, _step(model, optimizer, vectors), numbers.tolist())
+            log.add_step(step, _train_step(model, optimizer, vectors), numbers.tolist())
             scheduler.step()
             stopping = stop.requested()
             if stopping or step % plan.save_every == 0:
-                _save(plan, step, training)
+                _save_checkpoint(plan, step, training)
             if stopping:
                 return
     dist.barrier()  # a rank that is killed now must have logged its last step
     plan.done.touch()
 
 
-def _save(plan: Plan, step: int, training: dict[str, Any]) -> None:
+def _save_checkpoint(plan: TrainingConfig, step: int, training: dict[str, Any]) -> None:
     content = {"step": step}
     options: dict[str, Any] = {"async_save": True, "num_kept_ckpts": 2, "step": step}
     holdfast.save_checkpoint(plan.run, f"step_{step}", **training, user_content=content, **options)
 
 
-def _build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def _build_training() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     hidden = nn.Linear(_WIDTH, 16)
     model = nn.Sequential(hidden, nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, _WIDTH))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -109,14 +109,14 @@ def _build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 
 
-def _seed(number: int) -> None:
+def _seed_generators(number: int) -> None:
     """Seed each rank differently."""
     random.seed(number)
     np.random.seed(number)  # noqa: NPY002
     torch.manual_seed(number)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, vectors: torch.Tensor) -> float:
+def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, vectors: torch.Tensor) -> float:
     loss: torch.Tensor = (model(vectors) - vectors).square().mean()
     loss.backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""``python -m campaigns.side_by_side --seconds 600``: plays every scene in turn.
+"""``python -m campaigns.side_by_side --seconds 600``: runs every scenario in turn.
 
 It proves "Jobs side by side" of ``docs/failure-model.md``. It is fastest with ``TMPDIR=/dev/shm``.
 """
@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from campaigns.side_by_side.scenes import SCENES, judge, play
+from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scenario
 from tests.helpers.pool import Ranks
 
 
@@ -24,11 +24,11 @@ def main() -> int:
     ranks, ends = Ranks(), time.monotonic() + options.seconds
     try:
         while time.monotonic() < ends:
-            for name, scene in SCENES.items():
+            for name, scenario in SCENARIOS.items():
                 with tempfile.TemporaryDirectory(prefix="holdfast-") as path:
-                    seen = ranks(len(scene.acts), play, path, name, 10.0)
-                    judge(Path(path), name, seen)
-                    print(f"{name}: {' | '.join(map(_text, seen))}", flush=True)
+                    seen = ranks(len(scenario.actions), run_scenario, path, name, 10.0)
+                    check_outcome(Path(path), name, seen)
+                    print(f"{name}: {' | '.join(map(_format_counts, seen))}", flush=True)
     except AssertionError as why:  # also a violation that a job raised
         print(f"{name}: {why.__cause__ or why}")
         return 1
@@ -37,8 +37,8 @@ def main() -> int:
     return 0
 
 
-def _text(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} {what}" for what, number in counts.items())
+def _format_counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
 
 
 if __name__ == "__main__":

@@ -17,38 +17,40 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from campaigns.kit import table
-from campaigns.kit.job import Job, Rank
+from campaigns.common import case_runner
+from campaigns.common.job import Job, Rank
 from campaigns.torn.layouts import LAYOUTS
-from campaigns.torn.subject import Subject
+from campaigns.torn.training import ChangingTraining
 
 #: The time limit, in seconds, of a thousand saves.
-PATIENCE = 1800.0
+MAX_SECONDS = 1800.0
 
 
-def saves(rank: Rank, path: Path, layout: str, staging: str, number: int) -> list[str]:
-    """Save ``times`` times as one rank. Return the torn values."""
+def save_and_compare(rank: Rank, path: Path, layout: str, staging: str, number: int) -> list[str]:
+    """Save ``number`` times as one rank. Return the torn values."""
     del rank
-    run = Subject(layout)
+    run = ChangingTraining(layout)
     return [torn for step in range(number) for torn in run.save_and_change(path, step, staging)]
 
 
-def campaign(
+def run_layouts(
     layouts: Sequence[str], staging: str, number: int, scratch: Path
 ) -> dict[str, tuple[int, float, list[str]]]:
     """Run the campaign over some layouts. Yield for each the saves, the seconds, and the torn values of any rank."""
-    found = {}
+    results = {}
     for layout in layouts:
         size = LAYOUTS[layout].ranks
         started = time.monotonic()
-        with Job(size, "agent", scratch, saves, scratch / layout, layout, staging, number) as job:
-            if not job.wait(lambda: len(job.ends) == size, PATIENCE):  # noqa: B023 - it is over before the next one
+        with Job(size, "agent", scratch, save_and_compare, scratch / layout, layout, staging, number) as job:
+            if not job.wait_until(lambda: len(job.outcomes) == size, MAX_SECONDS):  # noqa: B023 - it is over before the next one
                 raise TimeoutError(f"{layout}: the ranks hang")
             torn = [
-                f"{layout}: {one}" for end in job.ends.values() for one in end.result or [end.message] * bool(end.error)
+                f"{layout}: {name}"
+                for end in job.outcomes.values()
+                for name in end.result or [end.message] * bool(end.error)
             ]
-        found[layout] = (number, time.monotonic() - started, torn)
-    return found
+        results[layout] = (number, time.monotonic() - started, torn)
+    return results
 
 
 def main() -> int:
@@ -59,10 +61,10 @@ def main() -> int:
     parser.add_argument("--staging", default="eager", choices=["eager", "overlapped"], help="when the copy is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        found = campaign(list(LAYOUTS), options.staging, options.saves, Path(folder))
+        results = run_layouts(list(LAYOUTS), options.staging, options.saves, Path(folder))
     body = [
         (layout, LAYOUTS[layout].ranks, number, len(torn), f"{seconds:.0f}")
-        for layout, (number, seconds, torn) in found.items()
+        for layout, (number, seconds, torn) in results.items()
     ]
-    print(table.markdown(("layout", "ranks", "saves", "torn", "s"), body))
-    return table.verdict([one for *_, torn in found.values() for one in torn])
+    print(case_runner.format_table(("layout", "ranks", "saves", "torn", "s"), body))
+    return case_runner.report_violations([name for *_, torn in results.values() for name in torn])

@@ -34,7 +34,7 @@ class Net(nn.Module):
         return out
 
 
-def _sharded(model: Net) -> Net:
+def _apply_fsdp(model: Net) -> Net:
     fully_shard(model.up)
     fully_shard(model.down)
     # Scalars cannot be sharded; each rank keeps them whole.
@@ -42,7 +42,7 @@ def _sharded(model: Net) -> Net:
     return model
 
 
-def _parallel(model: Net) -> Net:
+def _apply_tensor_parallel(model: Net) -> Net:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -64,6 +64,6 @@ LAYOUTS = {
     "plain": Layout(),
     "fused": Layout(optimizer=partial(torch.optim.AdamW, fused=True)),
     "foreach": Layout(optimizer=partial(torch.optim.AdamW, foreach=True)),
-    "FSDP2": Layout(ranks=2, wrap=_sharded),
-    "tensor parallel": Layout(ranks=2, wrap=_parallel),
+    "FSDP2": Layout(ranks=2, wrap=_apply_fsdp),
+    "tensor parallel": Layout(ranks=2, wrap=_apply_tensor_parallel),
 }

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import holdfast
 
 
-class Kept:
+class LiveStateful:
     """An object whose state dict is the live state itself, not a copy."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Kept:
         self.state = state
 
 
-class Run(Protocol):
+class TrainingState(Protocol):
     """The state of a run."""
 
     @property
@@ -46,21 +46,21 @@ class Run(Protocol):
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
         """The learning-rate scheduler."""
 
-    tracker: Kept
-    loader: Kept
+    tracker: LiveStateful
+    loader: LiveStateful
     content: dict[str, Any]
 
 
 class Snapshot:
     """A copy of all of a run's state, made with torch and Python only."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingState) -> None:
         names = {id(p): name for name, p in run.model.named_parameters()}
         live = {f"model/{name}": tensor.detach() for name, tensor in run.model.state_dict().items()}
         for p, states in run.optimizer.state.items():
             live |= {f"optimizer/{names[id(p)]}/{name}": value for name, value in states.items()}
         self._live = live
-        self._tensors = {name: local(tensor).clone() for name, tensor in live.items()}
+        self._tensors = {name: get_local(tensor).clone() for name, tensor in live.items()}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
         self._values = copy.deepcopy(
             {
@@ -73,30 +73,32 @@ class Snapshot:
         self._own = copy.deepcopy({"content": run.content, "dataloader": run.loader.state})
         self._rng = torch.get_rng_state()
 
-    def differing(self, folder: Path) -> Iterator[str]:
+    def find_differences(self, folder: Path) -> Iterator[str]:
         """Return the names of values that differ in a checkpoint."""
         model, optimizer = (
             load_file(folder / "model/model.safetensors"),
             load_file(folder / "optimizer/optimizer.safetensors"),
         )
-        found = {f"model/{name}": tensor for name, tensor in model.items()}
-        found |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
-        yield from found.keys() ^ self._tensors.keys()
-        for name in found.keys() & self._tensors.keys():
-            if not torch.equal(_part(found[name], self._live[name]), self._tensors[name]):
+        stored = {f"model/{name}": tensor for name, tensor in model.items()}
+        stored |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
+        yield from stored.keys() ^ self._tensors.keys()
+        for name in stored.keys() & self._tensors.keys():
+            if not torch.equal(_take_shard(stored[name], self._live[name]), self._tensors[name]):
                 yield name
-        restored = holdfast.restore(folder, dataloader=(loader := Kept()), stateful={"tracker": Kept()}, rng=True)
+        restored = holdfast.restore(
+            folder, dataloader=(loader := LiveStateful()), stateful={"tracker": LiveStateful()}, rng=True
+        )
         values = dict(holdfast.open(folder).values)
         groups = [group["settings"] for group in values.pop("optimizer")["groups"]]
         values |= {"groups": groups, "scheduler": values["scheduler"]["state"]}
-        yield from (name for name in self._values if not _same(self._values[name], values[name]))
-        own = {"content": restored.per_rank_content, "dataloader": loader.state}
-        yield from (f"a rank's {name}" for name in own if not _same(self._own[name], own[name]))
+        yield from (name for name in self._values if not _are_equal(self._values[name], values[name]))
+        expected = {"content": restored.per_rank_content, "dataloader": loader.state}
+        yield from (f"a rank's {name}" for name in expected if not _are_equal(self._own[name], expected[name]))
         if not torch.equal(torch.get_rng_state(), self._rng):
             yield "the state of the random generator"
 
 
-def _same(left: Any, right: Any) -> bool:
+def _are_equal(left: Any, right: Any) -> bool:
     """Return whether two trees are equal, types included."""
     if type(left) is not type(right):
         return False
@@ -105,21 +107,21 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(_are_equal(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(_are_equal, left, right))
     return bool(left == right)
 
 
-def _part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _take_shard(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor in the layout of another."""
     if not isinstance(like, DTensor):
         return whole
-    mine: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    return mine
+    shard: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return shard
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor."""
-    mine: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return mine
+    shard: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard

@@ -38,9 +38,9 @@ class TestSaves:
         events: list[Any] = []
         handle = holdfast.save_checkpoint(tmp_path, "a", state(), step=7, on_event=events.append)
         progress, (saved,) = of(holdfast.Progress, events), of(holdfast.Saved, events)
-        done = [one.done for one in progress]
+        done = [event.done for event in progress]
         assert done == sorted(set(done))
-        assert {(one.action, one.path) for one in progress} == {("save", tmp_path / "a")}
+        assert {(event.action, event.path) for event in progress} == {("save", tmp_path / "a")}
         assert done[-1] == progress[-1].total >= BYTES + 12
         assert (saved.path, saved.step) == (tmp_path / "a", 7)
         files = [file for file in (tmp_path / "a").rglob("*") if file.is_file() and file.name != "manifest.json"]
@@ -94,24 +94,24 @@ class TestLoads:
         assert (loaded.path, loaded.step, loaded.verified) == (tmp_path / "a", 3, True)
 
     def test_what_was_tied_and_is_separate_here_is_read_twice_and_told_so(self, tmp_path: Path) -> None:
-        one = torch.ones(BYTES // 4)
-        holdfast.save_checkpoint(tmp_path, "a", {"one": one, "other": one}, rng=False)
+        tensor = torch.ones(BYTES // 4)
+        holdfast.save_checkpoint(tmp_path, "a", {"one": tensor, "other": tensor}, rng=False)
         events: list[Any] = []
         separate = {"one": torch.zeros(BYTES // 4), "other": torch.zeros(BYTES // 4)}
         holdfast.load_checkpoint(tmp_path, model=separate, on_event=events.append)
-        assert torch.equal(separate["other"], one)
+        assert torch.equal(separate["other"], tensor)
         progress, (loaded,) = of(holdfast.Progress, events), of(holdfast.Loaded, events)
         assert progress[-1].done == progress[-1].total == loaded.nbytes == 2 * BYTES
 
     @pytest.mark.parametrize("exchange", ["always", "never"])
     def test_every_rank_is_told_of_what_it_moves_itself(self, ranks: Ranks, tmp_path: Path, exchange: str) -> None:
         """Also of stripes, which several ranks put together, and of what is passed on."""
-        for told in ranks(2, save_and_load, tmp_path / exchange, exchange):
+        for reported in ranks(2, save_and_load, tmp_path / exchange, exchange):
             for action in ("save", "load"):
-                own = [event for event in told if isinstance(event, holdfast.Progress) and event.action == action]
-                assert [one.done for one in own] == sorted({one.done for one in own})
+                own = [event for event in reported if isinstance(event, holdfast.Progress) and event.action == action]
+                assert [event.done for event in own] == sorted({event.done for event in own})
                 assert own[-1].done == own[-1].total
-            assert len(of(holdfast.Saved, told)) == len(of(holdfast.Loaded, told)) == 1
+            assert len(of(holdfast.Saved, reported)) == len(of(holdfast.Loaded, reported)) == 1
 
 
 def save_and_load(path: Path, exchange: str) -> list[Any]:

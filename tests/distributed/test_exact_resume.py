@@ -8,24 +8,24 @@ from torch import nn
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.training import Run, assert_equal, start, whole
+from tests.helpers.training import Run, assert_equal, gather_run, start_run
 
 
 def train(layout: str, optimizer: str, path: str | None, steps: tuple[int, int]) -> tuple[list[float], dict]:
     """Losses and state of a run over steps [0, a + b); with a path it is saved, thrown away and loaded at a."""
-    run = start(layout, optimizer)
+    run = start_run(layout, optimizer)
     first, last = steps
     losses = [run.step(n) for n in range(first)]
     if path is not None:
         run = interrupt(run, path, layout, optimizer)
     losses += [run.step(n) for n in range(first, first + last)]
-    return losses, whole(run)
+    return losses, gather_run(run)
 
 
 def interrupt(run: Run, path: str, layout: str, optimizer: str) -> Run:
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
     torch.manual_seed(99)
-    other = start(layout, optimizer, seed=7)
+    other = start_run(layout, optimizer, seed=7)
     holdfast.load_checkpoint(path, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
     return other
 

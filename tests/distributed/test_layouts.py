@@ -8,61 +8,48 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from tests.distributed.test_same_bytes import contents
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.layout_checkpoints import assert_same_files, save_layout
+from tests.helpers.layouts import CASES, LAYOUTS, blank_run, expected_tensor, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
-from tests.helpers.zoo import CASES, LAYOUTS, blank, fill, local, tensors, value
-
-
-def save(path: str, layout: str) -> None:
-    run = fill(LAYOUTS[layout][0]())
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"a": 1}, max_shard_size=4000)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
-    save(str(path), "plain")
+    save_layout(str(path), "plain")
     return path
 
 
 def test_the_oracle_is_what_lies_on_the_disk(expected: Path) -> None:
-    found = {
+    actual = {
         f"{file.parent.name}/{name}": tensor
         for file in (expected / "s").glob("*/*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    assert {"model/layers.3.down.weight", "optimizer/embed.weight/exp_avg", "model/frozen"} <= found.keys()
-    for name, tensor in found.items():
+    assert {"model/layers.3.down.weight", "optimizer/embed.weight/exp_avg", "model/frozen"} <= actual.keys()
+    for name, tensor in actual.items():
         if not name.endswith("/step"):
-            assert torch.equal(tensor, value(name, tensor.shape, tensor.dtype)), name
-
-
-def assert_same_files(layout: str, made: Path, expected: Path) -> None:
-    found, wanted = contents(made / "s"), contents(expected / "s")
-    if layout.startswith("pp"):
-        # A pipeline's optimizers are put together in an order of their own.
-        assert found.pop("state.json")
-        wanted.pop("state.json")
-    assert found == wanted
+            assert torch.equal(tensor, expected_tensor(name, tensor.shape, tensor.dtype)), name
 
 
 @pytest.mark.parametrize(("layout", "n"), CASES)
 def test_files_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, expected: Path, layout: str, n: int) -> None:
-    ranks(n, save, str(tmp_path), layout)
+    ranks(n, save_layout, str(tmp_path), layout)
     assert_same_files(layout, tmp_path, expected)
 
 
 def load(path: str, layout: str, exchange: str) -> list[str]:
-    run = blank(LAYOUTS[layout][0]())
-    found = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
-    assert found.verified
-    oracle = dict(tensors(fill(LAYOUTS[layout][0]())))
-    mine = dict(tensors(run))
+    run = blank_run(LAYOUTS[layout][0]())
+    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    assert restored.verified
+    oracle = dict(named_tensors(fill_run(LAYOUTS[layout][0]())))
+    mine = dict(named_tensors(run))
     assert mine.keys() == oracle.keys()
     for name, tensor in mine.items():
         assert tensor.dtype == oracle[name].dtype, name
         assert getattr(tensor, "placements", None) == getattr(oracle[name], "placements", None), name
-        assert torch.equal(local(tensor), local(oracle[name])), name
+        assert torch.equal(local_tensor(tensor), local_tensor(oracle[name])), name
     return sorted(mine)
 
 
@@ -74,11 +61,11 @@ def test_every_layout_loads_them(ranks: Ranks, expected: Path, layout: str, n: i
 
 
 def pipelines(path: str) -> Any:
-    run = fill(LAYOUTS["pp"][0]())
+    run = fill_run(LAYOUTS["pp"][0]())
     holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
 
 
 def test_a_pipeline_gives_the_same_files_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for n in (1, 2, 3, 4):
         ranks(n, pipelines, str(tmp_path / str(n)))
-        assert contents(tmp_path / str(n) / "s") == contents(tmp_path / "1/s"), n
+        assert read_state_files(tmp_path / str(n) / "s") == read_state_files(tmp_path / "1/s"), n

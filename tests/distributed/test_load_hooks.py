@@ -121,8 +121,8 @@ def test_what_is_derived_of_tensors_is_made_anew(
     model, by_torch = kind(), kind()
     by_torch.load_state_dict(model.state_dict())
     holdfast.save_checkpoint(tmp_path, "s", model)
-    for found in ranks(2, load, str(tmp_path), kind, make):
-        assert torch.allclose(found, by_torch.sum)
+    for result in ranks(2, load, str(tmp_path), kind, make):
+        assert torch.allclose(result, by_torch.sum)
 
 
 def test_a_wrapper_that_renames_is_passed_through(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_code_that_fails_is_named(tmp_path: Path) -> None:
 class Told(nn.Module):
     """Puts something into its state dict that is no tensor."""
 
-    def __init__(self, told: str = "") -> None:
+    def __init__(self, reported: str = "") -> None:
         super().__init__()
-        self.weight, self.told = nn.Parameter(torch.rand(2)), told
+        self.weight, self.told = nn.Parameter(torch.rand(2)), reported
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -253,7 +253,7 @@ def test_values_that_are_no_tensors_go_back_the_way_that_they_came(tmp_path: Pat
     holdfast.save_checkpoint(tmp_path, "s", nn.Sequential(Told("a"), Told("b")))
     other = nn.Sequential(Told(), Told())
     holdfast.load_checkpoint(tmp_path, model=other)
-    assert [one.told for one in other] == ["a", "b"]
+    assert [item.told for item in other] == ["a", "b"]
 
 
 def wrapped(kind: type[Derived]) -> FullyShardedDataParallel:

@@ -10,13 +10,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import holdfast
 from holdfast.errors import UnsupportedTensorError
-from tests.helpers.optimizer_runs import KINDS, LAYOUTS, Tensors, assert_same, check, layouts_of, whole
+from tests.helpers.optimizer_runs import (
+    KINDS,
+    LAYOUTS,
+    Tensors,
+    assert_equal_runs,
+    check_optimizer,
+    gather_tensors,
+    layouts_of,
+)
 from tests.helpers.pool import Ranks
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_states_of_adamw_go_from_any_layout_to_any(ranks: Ranks, tmp_path: Path, writer: str) -> None:
-    check(ranks, tmp_path, "adamw foreach", writer, LAYOUTS)
+    check_optimizer(ranks, tmp_path, "adamw foreach", writer, LAYOUTS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw foreach"])
@@ -24,7 +32,7 @@ def test_states_of_the_others_go_round_a_ring_of_layouts(ranks: Ranks, tmp_path:
     """Each layout writes once and reads once what another has written: ``python -m campaigns.optimizers`` does all."""
     ring = layouts_of(kind)
     for writer, reader in zip(ring, (*ring[1:], ring[0]), strict=True):
-        check(ranks, tmp_path, kind, writer, [reader])
+        check_optimizer(ranks, tmp_path, kind, writer, [reader])
 
 
 class MasterWeights(optim.Optimizer):
@@ -56,12 +64,12 @@ def masters(path: str, fresh: bool) -> Tensors:
     if fresh:
         holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
         assert all(state["count"] == 2 for state in optimizer.state.values())
-        return whole(model, optimizer)
+        return gather_tensors(model, optimizer)
     for _ in range(2):
         model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
     holdfast.save_checkpoint(path, "s", model, optimizer)
-    return whole(model, optimizer)
+    return gather_tensors(model, optimizer)
 
 
 def test_float32_masters_and_moments_of_bfloat16_parameters_keep_every_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -70,8 +78,8 @@ def test_float32_masters_and_moments_of_bfloat16_parameters_keep_every_bit(ranks
     assert {t.dtype for t in expected.values()} == {torch.float32}
     assert any(not torch.equal(t, t.bfloat16().float()) for t in expected.values())
     for n in (1, 3):
-        for found in ranks(n, masters, str(tmp_path), True):
-            assert_same(found, expected)
+        for result in ranks(n, masters, str(tmp_path), True):
+            assert_equal_runs(result, expected)
 
 
 def quantised(path: str) -> str:

@@ -109,7 +109,9 @@ def expected(before: list[str], after: list[str], grouped: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("writer", "reader"), [*((one, one) for one in LAYOUTS), ("fsdp2", "zero"), ("zero", "fsdp1")])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [*((item, item) for item in LAYOUTS), ("fsdp2", "zero"), ("zero", "fsdp1")]
+)
 def test_a_parameter_that_is_unfrozen_costs_the_others_nothing(
     ranks: Ranks, tmp_path: Path, writer: str, reader: str, grouped: bool
 ) -> None:
@@ -248,7 +250,7 @@ def test_groups_that_share_a_learning_rate_get_one_each_as_torch_gives_them(tmp_
     holdfast.save_checkpoint(tmp_path, "s", optimizer=saved)
     holdfast.load_checkpoint(tmp_path, optimizer=ours)
     torchs.load_state_dict(saved.state_dict())
-    rates = [[group["lr"] for group in one.param_groups] for one in (ours, torchs)]
+    rates = [[group["lr"] for group in item.param_groups] for item in (ours, torchs)]
     assert rates[0] == rates[1]
     assert all(isinstance(rate, torch.Tensor) for rate in rates[0])
     assert rates[0][0] is not rates[0][1]
@@ -258,12 +260,14 @@ def test_optimizers_that_share_a_learning_rate_get_one_each(tmp_path: Path) -> N
     def make(rates: list[torch.Tensor]) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
         models = {name: nn.Linear(1, 1) for name in ("a", "b")}
         optimizers = zip(models.items(), rates, strict=True)
-        return models, {name: torch.optim.AdamW(one.parameters(), lr=rate) for (name, one), rate in optimizers}
+        return models, {
+            name: torch.optim.AdamW(optimizer.parameters(), lr=rate) for (name, optimizer), rate in optimizers
+        }
 
     holdfast.save_checkpoint(tmp_path, "s", *make(apart()))
     models, optimizers = make(shared())
     holdfast.load_checkpoint(tmp_path, None, models, optimizers)
-    assert [one.param_groups[0]["lr"] for one in optimizers.values()] == apart()
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()] == apart()
 
 
 def test_a_learning_rate_of_one_group_alone_stays_where_it_is(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast.data.preemption import Preemption
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.session import Session
@@ -169,12 +169,12 @@ class Simulated:
 @settings(max_examples=60)
 def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_are(data: st.DataObject) -> None:
     size, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 15))
-    told = data.draw(st.lists(st.none() | st.integers(0, steps), min_size=size, max_size=size))
+    reported = data.draw(st.lists(st.none() | st.integers(0, steps), min_size=size, max_size=size))
     paces = data.draw(st.lists(st.sampled_from([0.0, 0.0005, 0.005]), min_size=size, max_size=size))
     barrier = threading.Barrier(size, timeout=20.0)
     collective: Callable[[], object] = barrier.wait if data.draw(st.booleans()) else lambda: None
     store = prompt(HashStore())
-    ranks = [Simulated(store, rank, size, told[rank], paces[rank]) for rank in range(size)]
+    ranks = [Simulated(store, rank, size, reported[rank], paces[rank]) for rank in range(size)]
     threads = [threading.Thread(target=rank.train, args=(steps, collective), daemon=True) for rank in ranks]
     threads += [thread for rank in ranks for thread in rank.threads]
     for thread in threads:
@@ -183,7 +183,7 @@ def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_
         thread.join(30.0)
         assert not thread.is_alive()
     assert len({rank.stopped_at for rank in ranks}) == 1
-    if set(told) == {None}:
+    if set(reported) == {None}:
         assert ranks[0].stopped_at is None
 
 
@@ -256,12 +256,12 @@ def wait_for(stop: Any) -> int:
 # Real ranks
 
 
-def train(path: str, told: dict[int, int]) -> tuple[int, bool]:
+def train(path: str, reported: dict[int, int]) -> tuple[int, bool]:
     """Train until told to stop, and save then. The step, and whether a signal came to this very rank."""
     model, rank = {"w": torch.zeros(3)}, dist.get_rank()
     with holdfast.preemption(signal.SIGTERM) as stop:
         for step in range(100_000):
-            if told.get(rank) == step:
+            if reported.get(rank) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             dist.all_reduce(torch.ones(1))
             model["w"] += 1
@@ -269,7 +269,7 @@ def train(path: str, told: dict[int, int]) -> tuple[int, bool]:
                 holdfast.save_checkpoint(path, f"step_{step}", model, user_content={"step": step}, async_save=True)
                 break
     holdfast.finalize()
-    return step, rank in told
+    return step, rank in reported
 
 
 @pytest.mark.parametrize("told", [{0: 5}, {1: 300}, {2: 0}, {0: 10, 2: 900}, {0: 3, 1: 3, 2: 3}])

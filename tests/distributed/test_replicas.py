@@ -16,11 +16,11 @@ import holdfast
 from holdfast.engine.integrity import sampling
 from holdfast.errors import InvalidArgumentError, RankMismatchError, ReplicaMismatchError
 from tests.helpers.pool import Ranks
-from tests.helpers.training import trained
+from tests.helpers.training import train_run
 
 
 def save_diverged(path: str, rank: int) -> None:
-    run = trained("ddp")
+    run = train_run("ddp")
     if dist.get_rank() == rank:
         with torch.no_grad():
             run.model.module.body[2].weight[3, 4] += 1e-6
@@ -73,7 +73,7 @@ def test_ranks_that_disagree_about_a_tensor_name_both_sides(
 
 
 def save_buffers(path: str) -> dict[str, torch.Tensor]:
-    run = trained("ddp")
+    run = train_run("ddp")
     run.model.module.running.fill_(dist.get_rank() + 1.0)
     holdfast.save_checkpoint(path, "s", run.model)
     holdfast.load_checkpoint(path, model=run.model)
@@ -81,8 +81,8 @@ def save_buffers(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_buffers_may_differ_and_the_lowest_rank_speaks(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(3, save_buffers, str(tmp_path)):
-        assert torch.equal(found["running"], torch.ones(6))
+    for result in ranks(3, save_buffers, str(tmp_path)):
+        assert torch.equal(result["running"], torch.ones(6))
 
 
 def save_many(path: str, saves: int, budget: int) -> int:

@@ -56,9 +56,9 @@ class FusedQKV(nn.Module):
             if all(key in state for key in keys):
                 q, k, v = (state.pop(key) for key in keys)
                 if isinstance(q, DTensor):
-                    q, k, v = (one.redistribute(one.device_mesh, [Replicate()]) for one in (q, k, v))
+                    q, k, v = (item.redistribute(item.device_mesh, [Replicate()]) for item in (q, k, v))
                 tail = q.shape[1:]
-                parts = [one.reshape(GROUPS, -1, SIZE, *tail) for one in (q, k, v)]
+                parts = [item.reshape(GROUPS, -1, SIZE, *tail) for item in (q, k, v)]
                 state[f"{prefix}wqkv.{name}"] = torch.cat(parts, dim=1).reshape(-1, *tail)
 
 
@@ -118,16 +118,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    actual = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        found |= {f"{name}/{key}": whole(one) for key, one in optimizer.state.get(parameter, {}).items()}
-    return found
+        actual |= {f"{name}/{key}": whole(item) for key, item in optimizer.state.get(parameter, {}).items()}
+    return actual
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def expected_files() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -169,7 +169,7 @@ def test_a_split_parameter_is_stored_as_torch_stores_it_in_every_layout(
     model, states = expected_files()
     assert_equal(load_file(tmp_path / "s/model/model.safetensors"), model)
     assert_equal(load_file(tmp_path / "s/optimizer/optimizer.safetensors"), states)
-    assert all(one.problem is None for one in holdfast.open(tmp_path).verify())
+    assert all(check.problem is None for check in holdfast.open(tmp_path).verify())
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
@@ -178,8 +178,8 @@ def test_and_is_one_parameter_again_in_every_layout(
     ranks: Ranks, tmp_path: Path, make: Make, n: int, exchange: str
 ) -> None:
     expected = save(str(tmp_path), plain)
-    for found in ranks(n, load, str(tmp_path), make, exchange):
-        assert_equal(found, expected)
+    for result in ranks(n, load, str(tmp_path), make, exchange):
+        assert_equal(result, expected)
 
 
 def resume(path: str, make: Make) -> dict[str, torch.Tensor]:
@@ -212,9 +212,9 @@ def test_what_is_split_may_be_copied_later(ranks: Ranks, tmp_path: Path) -> None
 def test_parameters_can_be_saved_as_the_model_has_them(ranks: Ranks, tmp_path: Path, make: Make) -> None:
     (expected, _) = ranks(2, save_raw, str(tmp_path), make)
     stored = load_file(tmp_path / "s/model/model.safetensors")
-    assert_equal(stored, {name: one for name, one in expected.items() if "/" not in name})
-    for found in ranks(2, load, str(tmp_path), fsdp2):
-        assert_equal(found, expected)
+    assert_equal(stored, {name: value for name, value in expected.items() if "/" not in name})
+    for result in ranks(2, load, str(tmp_path), fsdp2):
+        assert_equal(result, expected)
 
 
 def save_raw(path: str, make: Make) -> dict[str, torch.Tensor]:
@@ -238,7 +238,7 @@ def test_fsdp1_has_parameters_as_the_model_has_them(ranks: Ranks, tmp_path: Path
     assert sorted(stored) == ["attention.wqkv.bias", "attention.wqkv.weight", "out.bias", "out.weight"]
     other, its = trained(plain, seed=1)
     holdfast.load_checkpoint(tmp_path, model=other, optimizer=its)
-    assert_equal({name: whole(one) for name, one in other.named_parameters()}, stored)
+    assert_equal({name: whole(tensor) for name, tensor in other.named_parameters()}, stored)
 
 
 def stage(path: str, *, first: bool) -> None:
@@ -277,14 +277,14 @@ def save_dcp(path: str) -> None:
 def load_alone(path: str) -> dict[str, torch.Tensor]:
     model, _ = trained(fsdp2, seed=1)
     holdfast.load_checkpoint(path, model=model)
-    return {name: whole(one) for name, one in model.named_parameters()}
+    return {name: whole(tensor) for name, tensor in model.named_parameters()}
 
 
 def test_a_split_model_of_dcp_is_put_together(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, save_dcp, str(tmp_path / "dcp"))
     expected = dict(trained(plain)[0].named_parameters())
-    for found in ranks(2, load_alone, str(tmp_path / "dcp")):
-        assert_equal(found, expected)
+    for result in ranks(2, load_alone, str(tmp_path / "dcp")):
+        assert_equal(result, expected)
 
 
 def parts(path: str, make: Make) -> dict[str, torch.Tensor]:
@@ -301,8 +301,8 @@ def parts(path: str, make: Make) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("make", [plain, fsdp2, rows])
 def test_files_of_one_part_have_what_hooks_say(ranks: Ranks, tmp_path: Path, make: Make) -> None:
     model, states = expected_files()
-    for found in ranks(2, parts, str(tmp_path), make):
-        assert_equal(found, state(*trained(plain)))
+    for result in ranks(2, parts, str(tmp_path), make):
+        assert_equal(result, state(*trained(plain)))
     assert_equal(load_file(tmp_path / "model.safetensors"), model)
     assert_equal(load_file(tmp_path / "optimizer/optimizer.safetensors"), states)
 
@@ -472,7 +472,7 @@ def test_no_data_is_copied_to_learn_what_hooks_say(tmp_path: Path) -> None:
     seen = []
 
     def look(state: dict[str, Any]) -> None:
-        seen.append({name: one.device.type for name, one in state.items()})
+        seen.append({name: item.device.type for name, item in state.items()})
 
     holdfast.save_checkpoint(tmp_path, "s", Hooked(look))
     assert seen

@@ -34,10 +34,10 @@ def test_scalers_and_averages_come_back(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path, "s", stateful={"scaler": scaler, "average": average})
     again = torch.amp.GradScaler("cpu")
     other = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
-    found = holdfast.restore(tmp_path, stateful={"scaler": again, "average": other})
+    restored = holdfast.restore(tmp_path, stateful={"scaler": again, "average": other})
     assert again.state_dict() == scaler.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), average.parameters(), strict=True))
-    assert "stateful" in found.exact
+    assert "stateful" in restored.exact
 
 
 def test_what_the_checkpoint_lacks_is_told_before_anything_is_changed(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_what_the_checkpoint_lacks_is_told_before_anything_is_changed(tmp_path: 
     with pytest.raises(MismatchError, match=r"(?s)missing.*'b'.*missing.*dataloader"):
         holdfast.restore(tmp_path, stateful={"a": a, "b": b}, dataloader=Loader())
     assert a.position == 1
-    found = holdfast.restore(tmp_path, stateful={"a": a, "b": b}, strict=False)
-    assert (a.position, b.position, found.missing) == (3, 2, ("stateful object 'b'",))
+    restored = holdfast.restore(tmp_path, stateful={"a": a, "b": b}, strict=False)
+    assert (a.position, b.position, restored.missing) == (3, 2, ("stateful object 'b'",))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def save(path: str) -> None:
 
 def load(path: str, **options: Any) -> tuple[int, bool, tuple[str, ...], tuple[str, ...]]:
     loader = Loader()
-    found = holdfast.restore(path, dataloader=loader, **options)
+    restored = holdfast.restore(path, dataloader=loader, **options)
     in_order = torch.equal(loader.order, Loader(loader.position).order)
-    return loader.position, in_order, found.missing, found.exact
+    return loader.position, in_order, restored.missing, restored.exact
 
 
 def load_at_least(path: str) -> tuple[int, bool, tuple[str, ...], tuple[str, ...]]:
@@ -96,8 +96,8 @@ class Splittable(Loader):
 
 def load_split(path: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     loader = Splittable()
-    found = holdfast.restore(path, dataloader=loader)
-    return loader.position, found.exact, found.reconstructed
+    restored = holdfast.restore(path, dataloader=loader)
+    return loader.position, restored.exact, restored.reconstructed
 
 
 @pytest.mark.parametrize("number", [2, 5])

@@ -12,22 +12,22 @@ from unittest import mock
 import pytest
 
 from campaigns.fuzz.campaign import Fuzzer
-from campaigns.fuzz.judge import Judge
+from campaigns.fuzz.read_check import ReadChecker
 from holdfast.errors import CorruptCheckpointError
 
 
 def test_changed_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
     fuzzer = Fuzzer(tmp_path, seed=1)
-    cases = [violation for _, violation in islice(fuzzer.cases(first=0), 1500)]
+    cases = [violation for _, violation in islice(fuzzer.run_cases(first=0), 1500)]
     assert [violation for violation in cases if violation] == []
-    assert min(fuzzer.judge.read, fuzzer.judge.refused) > 100
+    assert min(fuzzer.checker.read, fuzzer.checker.refused) > 100
 
 
 def test_what_is_changed_is_sound_before(tmp_path: Path) -> None:
     """But for what would run code."""
     fuzzer = Fuzzer(tmp_path, seed=1)
-    assert [fuzzer.judge.problem(path) for path in fuzzer.sound.values()] == [None] * len(fuzzer.sound)
-    assert (fuzzer.judge.read, fuzzer.judge.refused) == (len(fuzzer.sound) - 1, 1)
+    assert [fuzzer.checker.find_problem(path) for path in fuzzer.seeds.values()] == [None] * len(fuzzer.seeds)
+    assert (fuzzer.checker.read, fuzzer.checker.refused) == (len(fuzzer.seeds) - 1, 1)
 
 
 def fail(error: BaseException) -> Callable[[Path], None]:
@@ -47,7 +47,7 @@ def fail(error: BaseException) -> Callable[[Path], None]:
     ],
 )
 def test_what_the_campaign_calls_wrong(use: Any, problem: str | None) -> None:
-    with mock.patch("campaigns.fuzz.judge._use", use):
-        found = Judge().problem(Path("/case/c.pt"))
-    assert (found is None) == (problem is None)
-    assert (problem or "") in (found or "")
+    with mock.patch("campaigns.fuzz.read_check._read_everything", use):
+        actual = ReadChecker().find_problem(Path("/case/c.pt"))
+    assert (actual is None) == (problem is None)
+    assert (problem or "") in (actual or "")

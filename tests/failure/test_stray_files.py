@@ -107,7 +107,7 @@ def test_every_other_way_in_takes_the_run_too(run: Path, tmp_path: Path, put: Pu
     assert json.loads(command("show", run, "--json").stdout)["tag"] == "step_2"
     assert command("diff", run, run / "step_2").exit_code == 0
     verified = json.loads(command("verify", "--all", run, "--json").stdout)
-    assert [(Path(one["path"]).name, one["status"]) for one in verified["checkpoints"]] == [
+    assert [(Path(entry["path"]).name, entry["status"]) for entry in verified["checkpoints"]] == [
         ("step_1", "verified"),
         ("step_2", "verified"),
     ]

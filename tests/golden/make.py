@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.ondisk.manifest import Provenance
-from tests.golden.damages import DAMAGES, STORED
+from tests.golden.corruptions import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
 from tests.helpers.pool import Ranks
 

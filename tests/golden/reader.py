@@ -104,7 +104,9 @@ _MEMBERS: dict[str, Callable[[Any], bool]] = {
     "sequence": is_count,
     "time": is_number,
     "step": lambda value: value is None or is_number(value),
-    "metrics": lambda value: isinstance(value, dict) and all(one is None or is_number(one) for one in value.values()),
+    "metrics": lambda value: (
+        isinstance(value, dict) and all(item is None or is_number(item) for item in value.values())
+    ),
     "provenance": lambda value: isinstance(value, dict),
     "files": lambda value: isinstance(value, dict) and all(map(_is_record, value.values())),
 }
@@ -195,7 +197,9 @@ def read_data(file: Path, raw: bytes, record: dict[str, Any]) -> DataFile:
     table = strict(head[8:], str(file))
     check(isinstance(table, dict), f"{file}: header")
     metadata = table.pop("__metadata__", {})
-    check(isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values()), f"{file}: metadata")
+    check(
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()), f"{file}: metadata"
+    )
     entries = sorted(table.items(), key=lambda item: _offsets(item[1], file))
     tensors = dict(_tensors(entries, data, file))
     _check_blocks([tensor.data for tensor in tensors.values()], metadata.get("holdfast.crc64nvme"), file)
@@ -305,12 +309,12 @@ _TAGS: dict[str, Callable[[Any], Any]] = {
 def decode(value: Any, arrays: dict[str, Tensor], depth: int = 0) -> Any:
     check(depth <= 400, "nested too deep")
     if isinstance(value, list):
-        return [decode(one, arrays, depth + 1) for one in value]
+        return [decode(item, arrays, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: decode(one, arrays, depth + 1) for key, one in value.items()}
+        return {key: decode(item, arrays, depth + 1) for key, item in value.items()}
     check(len(value) == 1, f"the tag {tags[0]} is not alone")
     tag, payload = tags[0], value[tags[0]]
     if tag in _TAGS:
@@ -353,42 +357,42 @@ class Checkpoint(NamedTuple):
 def read(folder: Path) -> Checkpoint:
     """All of a checkpoint, every CRC checked. Raises :class:`Refused`."""
     manifest = read_manifest(folder)
-    found = Checkpoint(manifest, {}, {}, {}, [], {})
+    checkpoint = Checkpoint(manifest, {}, {}, {}, [], {})
     for path, record in manifest["files"].items():
         file = _regular(folder, path)
         raw = file.read_bytes()
         check((len(raw), crc64(raw)) == (record["size"], record["crc64nvme"]), f"{file}: size or CRC")
         if path.endswith(".safetensors"):
-            _add(found, path, read_data(file, raw, record))
+            _add(checkpoint, path, read_data(file, raw, record))
         else:
-            found.others[path] = raw
+            checkpoint.others[path] = raw
     try:
-        _add_values(found, folder)
+        _add_values(checkpoint, folder)
     except Refused:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise Refused(f"{folder}: values: {error}") from error
-    return found
+    return checkpoint
 
 
-def _add(found: Checkpoint, path: str, file: DataFile) -> None:
+def _add(checkpoint: Checkpoint, path: str, file: DataFile) -> None:
     folder, _, name = path.rpartition("/")
     group = folder or re.split("[.-]", name)[0]
-    tensors, tied = found.tensors.setdefault(group, {}), found.tied.setdefault(group, {})
+    tensors, tied = checkpoint.tensors.setdefault(group, {}), checkpoint.tied.setdefault(group, {})
     check(not tensors.keys() & file.tensors.keys() and not tied.keys() & file.tied.keys(), f"{path}: a name twice")
     tensors.update(file.tensors)
     tied.update(file.tied)
     check(not tensors.keys() & tied.keys(), f"{path}: a further name of a tensor is that of another")
 
 
-def _add_values(found: Checkpoint, folder: Path) -> None:
-    state = strict(found.others.pop("state.json"), f"{folder / 'state.json'}")
-    ranks = strict(found.others.pop("ranks.json"), f"{folder / 'ranks.json'}")
+def _add_values(checkpoint: Checkpoint, folder: Path) -> None:
+    state = strict(checkpoint.others.pop("state.json"), f"{folder / 'state.json'}")
+    ranks = strict(checkpoint.others.pop("ranks.json"), f"{folder / 'ranks.json'}")
     check(isinstance(state, dict) and isinstance(ranks["ranks"], list), f"{folder}: values")
-    found.state.update(decode(state, found.tensors.get("state", {})))
+    checkpoint.state.update(decode(state, checkpoint.tensors.get("state", {})))
     for own in ranks["ranks"]:
         check(isinstance(own, dict), f"{folder}: ranks")
-        found.ranks.append(decode(own, found.tensors.get("ranks", {})))
+        checkpoint.ranks.append(decode(own, checkpoint.tensors.get("ranks", {})))
 
 
 def parameter_and_state(name: str) -> tuple[str, str]:
@@ -399,13 +403,13 @@ def parameter_and_state(name: str) -> tuple[str, str]:
 
 def latest(run: Path) -> Path:
     """The latest checkpoint in a run's folder that is of this version and sound."""
-    found = []
+    result = []
     for folder in run.iterdir():
         if not folder.name.startswith(".") and (folder / "manifest.json").is_file():
             try:
                 manifest = read_manifest(folder)
             except Refused:
                 continue
-            found.append((manifest["sequence"], manifest["time"], manifest["id"], folder))
-    check(found, f"{run}: no checkpoint")
-    return max(found)[-1]
+            result.append((manifest["sequence"], manifest["time"], manifest["id"], folder))
+    check(result, f"{run}: no checkpoint")
+    return max(result)[-1]

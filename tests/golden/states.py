@@ -173,11 +173,11 @@ def described(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def moments(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    result: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, parameter in module.named_parameters():
         like = NAMES[parameter.dtype], tuple(parameter.shape)
-        found |= {f"{name}/step": ("F32", ()), f"{name}/exp_avg": like, f"{name}/exp_avg_sq": like}
-    return found
+        result |= {f"{name}/step": ("F32", ()), f"{name}/exp_avg": like, f"{name}/exp_avg_sq": like}
+    return result
 
 
 def groups_of(module: nn.Module) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def content() -> dict[str, Any]:
     }
 
 
-GOLDEN = {one.__name__: one for one in (dtypes, files, training, slots)}
+GOLDEN = {state.__name__: state for state in (dtypes, files, training, slots)}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -422,13 +422,13 @@ def _content(value: Any) -> Any:  # noqa: PLR0911 - one line for each kind
     if isinstance(value, complex):
         return canonical(value.real), canonical(value.imag)
     if isinstance(value, list | tuple):
-        return [canonical(one) for one in value]
+        return [canonical(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(canonical(one)) for one in value)
+        return sorted(repr(canonical(item)) for item in value)
     if isinstance(value, dict):
-        return [(canonical(key), canonical(one)) for key, one in value.items()]
+        return [(canonical(key), canonical(item)) for key, item in value.items()]
     if isinstance(value, collections.deque):
-        return value.maxlen, [canonical(one) for one in value]
+        return value.maxlen, [canonical(item) for item in value]
     if isinstance(value, Namespace):
         return canonical(vars(value))
     return repr(value)

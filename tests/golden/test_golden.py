@@ -26,8 +26,8 @@ from holdfast.cli.main import app
 from holdfast.errors import CorruptCheckpointError, NoCheckpointError
 from holdfast.ondisk import manifest
 from tests.golden import reader
-from tests.golden.damages import DAMAGES, INDEX, STORED, text
-from tests.golden.damages import manifest as edited
+from tests.golden.corruptions import DAMAGES, INDEX, STORED, text
+from tests.golden.corruptions import manifest as edited
 from tests.golden.make import DAMAGED, TAG, V1, save, stored
 from tests.golden.reader import Refused, Tensor
 from tests.golden.states import GOLDEN, NAMES, Golden, canonical, seen
@@ -42,18 +42,18 @@ def expected(golden: Golden) -> Held:
 
 def held(objects: dict[str, Any]) -> Held:
     """Every tensor of a model or an optimizer, by group and name, looked up without holdfast."""
-    found: Held = {}
+    result: Held = {}
     for kind, tensors_of in (("model", in_model), ("optimizer", in_optimizer)):
-        for slot, one in slots(objects, kind):
+        for slot, item in slots(objects, kind):
             own = dict(slots(objects, "model")).get(slot)
-            found |= {(kind + slot, name): seen(tensor) for name, tensor in tensors_of(one, own)}
-    return found
+            result |= {(kind + slot, name): seen(tensor) for name, tensor in tensors_of(item, own)}
+    return result
 
 
 def slots(objects: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
     given = objects.get(kind)
     if isinstance(given, dict) and {"gen", "critic"} <= given.keys():
-        yield from ((f"/{name}", one) for name, one in given.items())
+        yield from ((f"/{name}", value) for name, value in given.items())
     elif given is not None:
         yield "", given
 
@@ -62,7 +62,7 @@ def in_model(model: Any, _: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(model, nn.Module):
         yield from (*model.named_parameters(), *model.named_buffers())
     else:
-        yield from ((name, one) for name, one in model.items() if isinstance(one, torch.Tensor))
+        yield from ((name, value) for name, value in model.items() if isinstance(value, torch.Tensor))
 
 
 def in_optimizer(optimizer: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,24 +75,24 @@ def in_optimizer(optimizer: Any, model: Any) -> Iterator[tuple[str, torch.Tensor
 
 def settings(objects: dict[str, Any]) -> Any:
     """What of the objects is no tensor."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for slot, model in slots(objects, "model"):
         module = isinstance(model, nn.Module)
-        found[f"model{slot}"] = getattr(model, "noted", None) and model.noted.kept if module else plain(model)
+        result[f"model{slot}"] = getattr(model, "noted", None) and model.noted.kept if module else plain(model)
     for slot, optimizer in slots(objects, "optimizer"):
         groups = optimizer["param_groups"] if isinstance(optimizer, dict) else optimizer.param_groups
-        found[f"optimizer{slot}"] = [
+        result[f"optimizer{slot}"] = [
             {name: value for name, value in group.items() if name != "params"} | {"of": len(group["params"])}
             for group in groups
         ]
     for slot, scheduler in slots(objects, "scheduler"):
-        found[f"scheduler{slot}"] = scheduler.state
-    found["scaler"] = objects["stateful"]["scaler"].state if "stateful" in objects else None
-    return canonical(found)
+        result[f"scheduler{slot}"] = scheduler.state
+    result["scaler"] = objects["stateful"]["scaler"].state if "stateful" in objects else None
+    return canonical(result)
 
 
 def plain(model: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in model.items() if not isinstance(one, torch.Tensor)}
+    return {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
 
 
 def verify(path: Path) -> tuple[int, str]:
@@ -108,19 +108,19 @@ def verify(path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_reader_written_from_the_specification_finds_what_was_saved(name: str) -> None:
     golden = GOLDEN[name]()
-    found = reader.read(V1 / name / TAG)
+    actual = reader.read(V1 / name / TAG)
     tensors = {
         (group, key): tensor
-        for group, names in found.tensors.items()
+        for group, names in actual.tensors.items()
         if group not in {"state", "ranks"}
         for key, tensor in names.items()
     }
     assert tensors == expected(golden)
-    assert {group: tied for group, tied in found.tied.items() if tied} == golden.tied
-    assert canonical(found.state) == canonical(golden.state)
-    own = [{key: one for key, one in rank.items() if key != "rng"} for rank in found.ranks]
+    assert {group: tied for group, tied in actual.tied.items() if tied} == golden.tied
+    assert canonical(actual.state) == canonical(golden.state)
+    own = [{key: value for key, value in rank.items() if key != "rng"} for rank in actual.ranks]
     assert canonical(own) == canonical(list(golden.own))
-    assert set(found.others) == set(golden.others)
+    assert set(actual.others) == set(golden.others)
 
 
 #: The parameters of the golden optimizers as these list them: it is not the order of their names.
@@ -130,13 +130,13 @@ ORDER = ["scale", "none", "embed.weight", "body.0.weight", "body.0.bias", "body.
 @pytest.mark.parametrize("name", GOLDEN)
 def test_open_finds_what_was_saved(name: str) -> None:
     golden = GOLDEN[name]()
-    found = holdfast.open(V1 / name)
+    checkpoint = holdfast.open(V1 / name)
     groups = sorted(golden.tensors, key=len, reverse=True)
-    split = {key: next(group for group in groups if key.startswith(f"{group}/")) for key in found}
-    assert {(group, key.removeprefix(f"{group}/")): seen(found[key]) for key, group in split.items()} == expected(
+    split = {key: next(group for group in groups if key.startswith(f"{group}/")) for key in checkpoint}
+    assert {(group, key.removeprefix(f"{group}/")): seen(checkpoint[key]) for key, group in split.items()} == expected(
         golden
     )
-    values = found.values
+    values = checkpoint.values
     for group in (group for slot, value in values.items() if slot.startswith("optimizer") for group in value["groups"]):
         # In ranks.json is the order of the optimizer itself: weights come before biases.
         assert group.pop("ordered") is True
@@ -144,7 +144,9 @@ def test_open_finds_what_was_saved(name: str) -> None:
         group["params"].sort()
     assert canonical(values) == canonical(golden.state)
     for group, tied in golden.tied.items():
-        assert all(torch.equal(found[f"{group}/{one}"], found[f"{group}/{other}"]) for one, other in tied.items())
+        assert all(
+            torch.equal(checkpoint[f"{group}/{left}"], checkpoint[f"{group}/{other}"]) for left, other in tied.items()
+        )
     assert verify(V1 / name)[0] == 0
 
 
@@ -171,11 +173,11 @@ def resume(path: str) -> tuple[Any, Any, list[float]]:
     loader = golden.saved["scheduler"].__class__()
     random.seed(1)
     torch.manual_seed(1)
-    found = holdfast.restore(path, dataloader=loader, **golden.blank)
-    assert not found.missing
+    restored = holdfast.restore(path, dataloader=loader, **golden.blank)
+    assert not restored.missing
     assert held(golden.blank) == expected(golden)
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
-    return canonical(found.per_rank_content), canonical(loader.state), drawn
+    return canonical(restored.per_rank_content), canonical(loader.state), drawn
 
 
 def test_each_rank_gets_its_own_back(ranks: Ranks) -> None:
@@ -185,8 +187,8 @@ def test_each_rank_gets_its_own_back(ranks: Ranks) -> None:
         float(torch.rand((), generator=torch.Generator().manual_seed(0))),
     ]
     own = GOLDEN["training"]().own
-    for rank, found in enumerate(ranks(3, resume, str(V1 / "training"))):
-        assert found == (canonical(own[rank]["content"]), canonical(own[rank]["dataloader"]), seeded)
+    for rank, result in enumerate(ranks(3, resume, str(V1 / "training"))):
+        assert result == (canonical(own[rank]["content"]), canonical(own[rank]["dataloader"]), seeded)
 
 
 def of_the_libraries(name: str, path: str) -> bool:
@@ -298,8 +300,8 @@ def test_a_run_falls_back_to_the_sound_one_before(name: str, run: Path) -> None:
         is_corrupt = issubclass(damage.error, CorruptCheckpointError)  # of a newer or another format nobody can tell
         adjective = "corrupt" if is_corrupt else "unreadable"
         with pytest.warns(UserWarning, match=f"loaded 'older' and ignored other checkpoints: {TAG} is {adjective};"):
-            found = holdfast.restore(run, **golden.blank)
-        assert (found.tag, found.skipped_checkpoints) == ("older", (TAG,) if is_corrupt else ())
+            restored = holdfast.restore(run, **golden.blank)
+        assert (restored.tag, restored.skipped_checkpoints) == ("older", (TAG,) if is_corrupt else ())
         with pytest.raises((CorruptCheckpointError, damage.error), match=TAG):
             holdfast.restore(run, on_corruption="raise", **GOLDEN[damage.of]().blank)
     assert held(golden.blank) == expected(golden)

@@ -44,7 +44,7 @@ class Module(nn.Module):
         return self.model(tokens)
 
 
-def optimizers(module: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
+def make_optimizers(module: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any]:
     """Two groups, told by the names of the parameters, and a scheduler."""
     named = list(module.named_parameters())
     decay = [p for name, p in named if name.endswith("weight")]
@@ -54,11 +54,11 @@ def optimizers(module: nn.Module, kind: str) -> tuple[torch.optim.Optimizer, Any
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-def parallel(net: nn.Module, mesh: Any) -> None:
+def parallelize(net: nn.Module, mesh: Any) -> None:
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def build(layout: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def build_net(layout: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """A run that has not begun, in a layout."""
     torch.manual_seed(9)
     module: nn.Module = Module()
@@ -67,18 +67,20 @@ def build(layout: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any
     elif layout == "fsdp":
         fully_shard(module.model)
     elif layout == "tp":
-        parallel(module.model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    return module, *optimizers(module, kind)
+        parallelize(module.model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module, *make_optimizers(module, kind)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def gather_contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of a run, whole, by FQN and state."""
     names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}
-    found = {f"model/{name.removeprefix('module.')}": whole(t) for name, t in module.state_dict().items()}
+    actual = {f"model/{name.removeprefix('module.')}": gather_tensor(t) for name, t in module.state_dict().items()}
     for p, states in optimizer.state.items():
-        found |= {f"optimizer/{names[id(p)]}/{key}": whole(t) for key, t in states.items() if torch.is_tensor(t)}
-    return found
+        actual |= {
+            f"optimizer/{names[id(p)]}/{key}": gather_tensor(t) for key, t in states.items() if torch.is_tensor(t)
+        }
+    return actual

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from tests.helpers.lightning_net import WORDS, Module, Net, optimizers, parallel
+from tests.helpers.lightning_net import WORDS, Module, Net, make_optimizers, parallelize
 from tests.helpers.pool import Ranks
 
 #: What Lightning saves with, by a name of ours, and on how many ranks.
@@ -52,26 +52,26 @@ class Lit(lightning.LightningModule):
         if self.hparams.layout == "fsdp2":
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
         else:
-            parallel(self.model, self.device_mesh["tensor_parallel"])
+            parallelize(self.model, self.device_mesh["tensor_parallel"])
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(self.model, batch)
+        loss = compute_loss(self.model, batch)
         self.log("loss", loss.detach())
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer, scheduler = optimizers(self, self.hparams.optimizer)
+        optimizer, scheduler = make_optimizers(self, self.hparams.optimizer)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(batches(), batch_size=None)
+        return torch.utils.data.DataLoader(make_batches(), batch_size=None)
 
 
-def batches() -> list[torch.Tensor]:
+def make_batches() -> list[torch.Tensor]:
     return [torch.randint(0, WORDS, (4, 5), generator=torch.Generator().manual_seed(n)) for n in range(8)]
 
 
-def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def compute_loss(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(net(batch).flatten(0, 1), batch.roll(1, 1).flatten())
 
 
@@ -115,7 +115,7 @@ class CpuFSDP(FSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def strategy(kind: str) -> Any:
+def make_strategy(kind: str) -> Any:
     if kind == "single":
         return SingleDeviceStrategy(torch.device("cpu"))
     if kind == "ddp":
@@ -142,7 +142,7 @@ def fit(folder: str, kind: str, optimizer: str) -> None:
     layout = {"fsdp2": "fsdp2", "fsdp2-full": "fsdp2", "tp": "tp"}.get(kind, "plain")
     module = Lit(optimizer, layout, Namespace(lr=0.1, path=Path("x"), parts=(1, {"a"})))
     run = lightning.Trainer(
-        strategy=strategy(kind),
+        strategy=make_strategy(kind),
         accelerator="cpu",
         devices=dist.get_world_size(),
         plugins=None if kind == "single" else [Pool()],
@@ -170,10 +170,10 @@ def fabric(folder: str, kind: str) -> None:
     run.launch()
     torch.manual_seed(0)
     module = run.setup_module(Module())
-    optimizer, scheduler = optimizers(module, kind)
+    optimizer, scheduler = make_optimizers(module, kind)
     optimizer = run.setup_optimizers(optimizer)
-    for batch in batches()[:3]:
-        run.backward(loss_of(module, batch))
+    for batch in make_batches()[:3]:
+        run.backward(compute_loss(module, batch))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -49,13 +49,15 @@ def torch_xla() -> Iterator[None]:
             del sys.modules[name]
 
 
-def golden(folder: Path) -> Path:
+def extract_golden(folder: Path) -> Path:
     with tarfile.open(GOLDEN) as file:
         file.extractall(folder, filter="data")
     return folder / "nxd"
 
 
-def save(path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts: frozenset[str] = frozenset()) -> None:
+def save_rank_file(
+    path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts: frozenset[str] = frozenset()
+) -> None:
     """One rank's file, as NxD saves it. ``experts``: keys of a model that are expert parallel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors: list[torch.Tensor] = []
@@ -86,13 +88,13 @@ def save(path: Path, tree: Any, *, xser: bool = True, info: bool = True, experts
         torch.save(tensor.detach().contiguous().clone(), folder / f"tensor_{tid}.pt")
     if info:
         rows = {
-            tid: {"dtype": one.dtype, "shape": one.shape, "expert_model_parallel": flags[tid]}
-            for tid, one in enumerate(tensors)
+            tid: {"dtype": item.dtype, "shape": item.shape, "expert_model_parallel": flags[tid]}
+            for tid, item in enumerate(tensors)
         }
         torch.save(rows, path.with_name(path.name + ".info.pt"))
 
 
-def load(path: Path) -> Any:
+def load_rank_file(path: Path) -> Any:
     """One rank's file, with its tensors."""
 
     def walk(value: Any) -> Any:
@@ -106,7 +108,7 @@ def load(path: Path) -> Any:
         return walk(torch.load(path, weights_only=True))
 
 
-def rows(whole: torch.Tensor, dp: int) -> list[torch.Tensor]:
+def shard_rows(whole: torch.Tensor, dp: int) -> list[torch.Tensor]:
     """What data-parallel ranks have of a parameter under ZeRO-1."""
     padding = -whole.shape[0] % dp
     filled = torch.nn.functional.pad(whole, [*([0, 0] * (whole.ndim - 1)), 0, padding])
@@ -117,47 +119,51 @@ def is_row(state: torch.Tensor, parameter: torch.Tensor) -> bool:
     return state.ndim > 0 and state.shape == parameter.shape[: state.ndim]
 
 
-def zero(
+def shard_zero_states(
     parameters: dict[int, torch.Tensor], states: dict[int, dict[str, Any]], dp: int, **more: Any
 ) -> list[dict[str, Any]]:
     """The states of data-parallel ranks; ``more`` has ``masters`` and ``groups``."""
 
     def own(value: Any, pid: int, rank: int) -> Any:
         is_divided = isinstance(value, torch.Tensor) and is_row(value, parameters[pid])
-        return rows(value, dp)[rank] if is_divided else value.clone() if isinstance(value, torch.Tensor) else value
+        return (
+            shard_rows(value, dp)[rank] if is_divided else value.clone() if isinstance(value, torch.Tensor) else value
+        )
 
-    found = []
+    result = []
     for rank in range(dp):
         tree = {
             "state": {},
             "param_groups": more.get("groups", [{"lr": 0.1, "betas": (0.9, 0.999), "params": list(parameters)}]),
             "base_state": {
-                pid: {name: own(value, pid, rank) for name, value in one.items()} for pid, one in states.items()
+                pid: {name: own(value, pid, rank) for name, value in state.items()} for pid, state in states.items()
             },
-            "shape_info": {pid: list(one.shape) for pid, one in parameters.items()},
+            "shape_info": {pid: list(parameter.shape) for pid, parameter in parameters.items()},
         }
         if more.get("masters"):
-            tree["sharded_master_weights"] = {pid: rows(one.float(), dp)[rank] for pid, one in parameters.items()}
-        found.append(tree)
-    return found
+            tree["sharded_master_weights"] = {
+                pid: shard_rows(parameter.float(), dp)[rank] for pid, parameter in parameters.items()
+            }
+        result.append(tree)
+    return result
 
 
-def name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None) -> str:
+def rank_file_name(dp: int = 0, tp: int = 0, pp: int = 0, ep: int | None = None) -> str:
     experts = "" if ep is None else f"_ep_rank_{ep:02}"
     return f"dp_rank_{dp:02}{experts}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt"
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_trees(left: Any, other: Any) -> bool:
     """Equal trees, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
+    if isinstance(left, torch.Tensor):
+        return left.dtype == other.dtype and left.shape == other.shape and torch.equal(left, other)
+    if isinstance(left, dict):
+        return list(left) == list(other) and all(equal_trees(left[key], other[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(other) and all(map(equal_trees, left, other))
+    return type(left) is type(other) and left == other
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """The bytes of all files below a folder."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.nxd_files import name, rows, save
+from tests.helpers.nxd_files import rank_file_name, save_rank_file, shard_rows
 
 #: Keys and values are of one head, which both tensor-parallel ranks have.
 LAYOUT = "llama:kv_size_multiplier=2,kv_heads=1"
@@ -29,7 +29,7 @@ CONFIG = {
 HEADS, WIDTH = 4, 4
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
+def rotate_positions(x: torch.Tensor) -> torch.Tensor:
     frequencies = 1.0 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
     angles = torch.outer(torch.arange(x.shape[-2]).float(), frequencies).repeat(1, 2)
     low, high = x.chunk(2, -1)
@@ -43,10 +43,12 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(16, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         k, v = k.expand_as(q), v.expand_as(q)
-        found = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        return self.o_proj(found.transpose(1, 2).flatten(2))
+        actual = functional.scaled_dot_product_attention(rotate_positions(q), rotate_positions(k), v, is_causal=True)
+        return self.o_proj(actual.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -89,35 +91,35 @@ class Llama(nn.Module):
         return self.lm_head(self.model["norm"](x))
 
 
-def batch(step: int, half: int) -> torch.Tensor:
+def make_batch(step: int, half: int) -> torch.Tensor:
     return torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(10 * step + half))
 
 
-def optimizer(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, foreach=False)
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def single(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def train_single(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Trained by one process; halves of a batch are summed as data-parallel ranks do."""
     model = Llama()
-    trained = optimizer(model.parameters())
+    trained = make_optimizer(model.parameters())
     for step in range(steps):
         halves = []
         for half in range(DP):
             model.zero_grad()
-            loss_of(model, batch(step, half)).backward()
+            compute_loss(model, make_batch(step, half)).backward()
             halves.append([parameter.grad.clone() for parameter in model.parameters()])
-        for parameter, one, two in zip(model.parameters(), *halves, strict=True):
-            parameter.grad = (one + two) / DP
+        for parameter, left, right in zip(model.parameters(), *halves, strict=True):
+            parameter.grad = (left + right) / DP
         trained.step()
     return model, trained
 
 
-def stage(key: str) -> int:
+def make_stage(key: str) -> int:
     return 0 if "embed_tokens" in key or "layers.0." in key else 1
 
 
@@ -137,12 +139,12 @@ def dim_of(key: str) -> int | None:
 
 def nxd_names(whole: dict[str, torch.Tensor], tp: int, pp: int) -> dict[str, torch.Tensor]:
     """What a rank of NxD's Llama has: heads in their order, keys and values repeated, gates fused."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for key, one in whole.items():
-        if stage(key) == pp:
+    result: dict[str, list[torch.Tensor]] = {}
+    for key, value in whole.items():
+        if make_stage(key) == pp:
             dim = dim_of(key)
-            found.setdefault(stored_name(key), []).append(one if dim is None else one.chunk(TP, dim)[tp])
-    return {key: torch.cat(parts).clone() for key, parts in found.items()}
+            result.setdefault(stored_name(key), []).append(value if dim is None else value.chunk(TP, dim)[tp])
+    return {key: torch.cat(parts).clone() for key, parts in result.items()}
 
 
 def train_rank(folder: str) -> None:
@@ -154,29 +156,32 @@ def train_rank(folder: str) -> None:
     pp, dp, tp = rank // (DP * TP), rank // TP % DP, rank % TP
     groups = [dist.new_group([(p * DP + d) * TP + t for d in range(DP)]) for p in range(PP) for t in range(TP)]
     model = Llama()
-    mine = [nn.Parameter(rows(one, DP)[dp]) for one in nxd_names(dict(model.named_parameters()), tp, pp).values()]
-    trained = optimizer(mine)
+    mine = [
+        nn.Parameter(shard_rows(tensor, DP)[dp])
+        for tensor in nxd_names(dict(model.named_parameters()), tp, pp).values()
+    ]
+    trained = make_optimizer(mine)
     for step in range(STEPS):
         model.zero_grad()
-        loss_of(model, batch(step, dp)).backward()
+        compute_loss(model, make_batch(step, dp)).backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=groups[pp * TP + tp])
             parameter.grad /= DP
         own = nxd_names({key: parameter.grad for key, parameter in model.named_parameters()}, tp, pp)
         for parameter, gradient in zip(mine, own.values(), strict=True):
-            parameter.grad = rows(gradient, DP)[dp]
+            parameter.grad = shard_rows(gradient, DP)[dp]
         trained.step()
-        put_together(model, mine, (tp, pp))
+        join_ranks(model, mine, (tp, pp))
     save_rank(Path(folder), model, (mine, trained), (dp, tp, pp))
 
 
-def put_together(model: nn.Module, mine: list[nn.Parameter], place: tuple[int, int]) -> None:
+def join_ranks(model: nn.Module, mine: list[nn.Parameter], place: tuple[int, int]) -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (place, [parameter.detach() for parameter in mine]))
     names = [list(nxd_names(dict(model.named_parameters()), 0, pp)) for pp in range(PP)]
     for key, parameter in model.named_parameters():
-        number, dim = names[stage(key)].index(stored_name(key)), dim_of(key)
-        parts = [torch.cat([own[number] for where, own in every if where == (tp, stage(key))]) for tp in range(TP)]
+        number, dim = names[make_stage(key)].index(stored_name(key)), dim_of(key)
+        parts = [torch.cat([own[number] for where, own in every if where == (tp, make_stage(key))]) for tp in range(TP)]
         if "gate_up" in stored_name(key):
             parts = [part.chunk(2)["up_proj" in key] for part in parts]
         whole = parts[0] if dim is None else torch.cat(parts, dim)
@@ -187,13 +192,13 @@ def save_rank(folder: Path, model: nn.Module, training: Any, place: tuple[int, i
     (mine, trained), (dp, tp, pp) = training, place
     own = nxd_names(model.state_dict(), tp, pp)
     if dp == 0:
-        save(folder / "model" / name(tp=tp, pp=pp), own)
+        save_rank_file(folder / "model" / rank_file_name(tp=tp, pp=pp), own)
     settings = {key: value for key, value in trained.param_groups[0].items() if key != "params"}
     tree = {
         "state": {},
         "param_groups": [{**settings, "params": list(range(len(mine)))}],
         "base_state": {pid: dict(trained.state[parameter]) for pid, parameter in enumerate(mine)},
-        "shape_info": {pid: list(one.shape) for pid, one in enumerate(own.values())},
+        "shape_info": {pid: list(event.shape) for pid, event in enumerate(own.values())},
         "sharded_master_weights": {pid: parameter.data for pid, parameter in enumerate(mine)},
     }
-    save(folder / "optim" / name(dp, tp, pp), tree)
+    save_rank_file(folder / "optim" / rank_file_name(dp, tp, pp), tree)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import HAS_MUON
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,8 +36,9 @@ KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "adadelta": optim.Adadelta,
     "sgd nesterov": functools.partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adafactor": functools.partial(optim.Adafactor, lr=0.1),
-    "muon": functools.partial(optim.Muon, lr=0.1),
 }
+if HAS_MUON:
+    KINDS["muon"] = functools.partial(optim.Muon, lr=0.1)
 #: Numbers of ranks.
 LAYOUTS = {"plain": 1, "ddp": 2, "fsdp": 3, "tp": 2, "fsdp_tp": 4}
 
@@ -46,7 +48,7 @@ def layouts_of(kind: str) -> tuple[str, ...]:
     return ("plain", "ddp") if kind in {"adafactor", "rprop"} else tuple(LAYOUTS)
 
 
-def build(layout: str, kind: str, seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
+def build_run(layout: str, kind: str, seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 6, bias=False))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -62,7 +64,7 @@ def build(layout: str, kind: str, seed: int = 0) -> tuple[nn.Module, optim.Optim
     return model, KINDS[kind](model.parameters())
 
 
-def step(model: nn.Module, optimizer: optim.Optimizer, number: int) -> float:
+def train_step(model: nn.Module, optimizer: optim.Optimizer, number: int) -> float:
     data = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
     loss = model(data).square().mean()
     loss.backward()
@@ -71,9 +73,9 @@ def step(model: nn.Module, optimizer: optim.Optimizer, number: int) -> float:
     return float(loss)
 
 
-def whole(model: nn.Module, optimizer: optim.Optimizer) -> Tensors:
+def gather_tensors(model: nn.Module, optimizer: optim.Optimizer) -> Tensors:
     names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
-    states = {f"{names[id(p)]}/{name}": t for p, found in optimizer.state.items() for name, t in found.items()}
+    states = {f"{names[id(p)]}/{name}": t for p, actual in optimizer.state.items() for name, t in actual.items()}
     return {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
         for name, t in states.items()
@@ -81,34 +83,34 @@ def whole(model: nn.Module, optimizer: optim.Optimizer) -> Tensors:
     }
 
 
-def save(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
-    model, optimizer = build(layout, kind)
+def save_run(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
+    model, optimizer = build_run(layout, kind)
     for number in range(2):
-        step(model, optimizer, number)
+        train_step(model, optimizer, number)
     holdfast.save_checkpoint(path, "s", model, optimizer)
-    return whole(model, optimizer), step(model, optimizer, 2) + step(model, optimizer, 3)
+    return gather_tensors(model, optimizer), train_step(model, optimizer, 2) + train_step(model, optimizer, 3)
 
 
-def load(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
-    model, optimizer = build(layout, kind, seed=5)
+def load_run(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
+    model, optimizer = build_run(layout, kind, seed=5)
     holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
-    return whole(model, optimizer), step(model, optimizer, 2) + step(model, optimizer, 3)
+    return gather_tensors(model, optimizer), train_step(model, optimizer, 2) + train_step(model, optimizer, 3)
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_runs(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].device == tensor.device, name
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].device == tensor.device, name
+        assert torch.equal(actual[name], tensor), name
 
 
-def check(ranks: Ranks, path: Path, kind: str, writer: str, readers: Iterable[str]) -> None:
+def check_optimizer(ranks: Ranks, path: Path, kind: str, writer: str, readers: Iterable[str]) -> None:
     """What one layout has saved is what its run held, and what every reader then has; and the losses go on alike."""
-    expected, loss = ranks(LAYOUTS[writer], save, str(path / writer), writer, kind)[0]
-    assert_same(load_file(path / writer / "s/optimizer/optimizer.safetensors"), expected)
+    expected, loss = ranks(LAYOUTS[writer], save_run, str(path / writer), writer, kind)[0]
+    assert_equal_runs(load_file(path / writer / "s/optimizer/optimizer.safetensors"), expected)
     for reader in readers:
-        for found, its_loss in ranks(LAYOUTS[reader], load, str(path / writer), reader, kind):
-            assert_same(found, expected)
+        for result, its_loss in ranks(LAYOUTS[reader], load_run, str(path / writer), reader, kind):
+            assert_equal_runs(result, expected)
             # Muon's iterations are in bfloat16, and round otherwise in another layout.
             assert its_loss == pytest.approx(loss, rel=1e-2 if kind == "muon" else 1e-4)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast import api
 from holdfast.components import api as components_api
 from holdfast.components.background import PendingSaves

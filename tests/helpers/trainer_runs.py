@@ -36,7 +36,7 @@ class Numbers(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def model(dropout: float = 0.0) -> transformers.PreTrainedModel:
+def make_model(dropout: float = 0.0) -> transformers.PreTrainedModel:
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=32,
@@ -53,7 +53,7 @@ def model(dropout: float = 0.0) -> transformers.PreTrainedModel:
 
 
 @contextmanager
-def launched() -> Iterator[None]:
+def launch() -> Iterator[None]:
     """As torchrun would have started this rank; Accelerate forgets it at the end."""
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -69,7 +69,7 @@ def launched() -> Iterator[None]:
             PartialState._reset_state()
 
 
-def trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
+def make_trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
     asynchronous = options.pop("async_save", False)
     if options.get("fsdp"):
         # Synchronised from the device of a first rank; here all ranks make the same model.
@@ -90,13 +90,13 @@ def trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Tra
     if options.get("fsdp") and dist.get_world_size() > 1:
         # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Trainer(model(dropout), args, train_dataset=Numbers(), async_save=asynchronous)
+    return Trainer(make_model(dropout), args, train_dataset=Numbers(), async_save=asynchronous)
 
 
 def train(path: Path, steps: int, resume: bool | str = False, dropout: float = 0.0, **options: Any) -> dict[str, Any]:
     """The losses of all steps, the weights, and the checkpoints that are there in the end."""
-    with launched():
-        run = trainer(path, steps, dropout, **options)
+    with launch():
+        run = make_trainer(path, steps, dropout, **options)
         run.train(resume_from_checkpoint=resume or None)
         return {
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
@@ -112,9 +112,9 @@ def _whole(wrapped: torch.nn.Module) -> dict[str, torch.Tensor]:
     return get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
 
 
-def accelerated(path: Path) -> dict[str, torch.Tensor]:
+def train_with_accelerate(path: Path) -> dict[str, torch.Tensor]:
     """Saved as Accelerate gives it; returns the weights."""
-    with launched():
+    with launch():
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(3)
         plain = torch.nn.Linear(6, 6)

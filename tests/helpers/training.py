@@ -75,7 +75,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
 
 
-def wrap(model: nn.Module, layout: str) -> nn.Module:
+def wrap_model(model: nn.Module, layout: str) -> nn.Module:
     if layout == "ddp":
         return DistributedDataParallel(model)
     if layout == "fsdp":
@@ -84,58 +84,58 @@ def wrap(model: nn.Module, layout: str) -> nn.Module:
     return model
 
 
-def start(layout: str, optimizer: str = "adamw", seed: int = 0) -> Run:
+def start_run(layout: str, optimizer: str = "adamw", seed: int = 0) -> Run:
     """A run that has not stepped."""
     torch.manual_seed(seed)
-    model = wrap(Net(), layout)
+    model = wrap_model(Net(), layout)
     chosen = make_optimizer(optimizer, model)
     return Run(model, chosen, make_scheduler(chosen))
 
 
-def trained(layout: str, optimizer: str = "adamw", steps: int = 3) -> Run:
+def train_run(layout: str, optimizer: str = "adamw", steps: int = 3) -> Run:
     """The state of a single-process run after some steps, laid out: values are equal in every layout and world size."""
-    oracle = start("plain", optimizer)
+    oracle = start_run("plain", optimizer)
     for number in range(steps):
         oracle.step(number)
     oracle.model.seen += steps
     oracle.model.running += 0.5
     if layout == "plain":
         return oracle
-    run = start(layout, optimizer)
-    put(run, whole(oracle))
+    run = start_run(layout, optimizer)
+    put_tensor(run, gather_run(oracle))
     run.scheduler.load_state_dict(oracle.scheduler.state_dict())
     for group, known in zip(run.optimizer.param_groups, oracle.optimizer.param_groups, strict=True):
         group.update({key: value for key, value in known.items() if key != "params"})
     return run
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def whole(run: Run) -> dict[str, Any]:
+def gather_run(run: Run) -> dict[str, Any]:
     """Every tensor of a run, whole: parameters, buffers, optimizer state."""
-    names = {id(p): clean(name) for name, p in run.model.named_parameters()}
-    tensors = {f"model/{clean(name)}": full(t) for name, t in run.model.state_dict().items()}
+    names = {id(p): clean_name(name) for name, p in run.model.named_parameters()}
+    tensors = {f"model/{clean_name(name)}": full_tensor(t) for name, t in run.model.state_dict().items()}
     for p, state in run.optimizer.state.items():
-        tensors |= {f"optimizer/{names[id(p)]}/{k}": full(v) for k, v in state.items() if torch.is_tensor(v)}
+        tensors |= {f"optimizer/{names[id(p)]}/{k}": full_tensor(v) for k, v in state.items() if torch.is_tensor(v)}
     return tensors
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def put(run: Run, tensors: dict[str, torch.Tensor]) -> None:
+def put_tensor(run: Run, tensors: dict[str, torch.Tensor]) -> None:
     """Give a run the values of another's :func:`whole`, without holdfast."""
     with torch.no_grad():
         for name, target in run.model.state_dict().items():
-            _copy(target, tensors[f"model/{clean(name)}"])
+            _copy(target, tensors[f"model/{clean_name(name)}"])
         for name, p in run.model.named_parameters():
             states = {
                 key.rpartition("/")[2]: value
                 for key, value in tensors.items()
-                if key.rpartition("/")[0] == f"optimizer/{clean(name)}"
+                if key.rpartition("/")[0] == f"optimizer/{clean_name(name)}"
             }
             if states:
                 run.optimizer.state[p] = {key: _like(p, value) for key, value in states.items()}
@@ -160,5 +160,5 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert torch.equal(tensor.cpu(), right[name].cpu()), name
 
 
-def world() -> int:
+def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,6 +1,6 @@
 """Tests the cost of hostile directories: metadata and files that refer to each other, or numbers that cause work.
 
-Like the files in :mod:`tests.hostile.test_cost`, each of them is refused, or read, before it costs much.
+Like the files in :mod:`tests.hostile.test_cost_of_values`, each of them is refused, or read, before it costs much.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ import holdfast
 from holdfast.compat.nxd.format.optimizer_states import PipelineStage
 from holdfast.compat.nxd.format.sharding_spec import parse_spec
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
-from tests.helpers.nxd_files import name
-from tests.hostile.test_cost import SECONDS, P, cheap, integer, text
-from tests.hostile.test_hostile import look
-from tests.interop.torch.test_torch_files import saved, stored
+from tests.helpers.bounded_reads import read_checkpoint
+from tests.helpers.cost import HASH_MODULUS, MAX_SECONDS, limit_cost, pickle_integer, pickle_text
+from tests.helpers.nxd_files import rank_file_name
+from tests.helpers.torch_files import save_tree, write_archive
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
@@ -47,7 +47,7 @@ SIZE = torch.Size
 @pytest.fixture(scope="module", autouse=True)
 def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What Python imports at first use is no cost of what is read."""
-    look(saved(tmp_path_factory.mktemp("first"), {"w": torch.ones(1), "a": [torch.float32]}))
+    read_checkpoint(save_tree(tmp_path_factory.mktemp("first"), {"w": torch.ones(1), "a": [torch.float32]}))
 
 
 def record(value: Any) -> bytes:
@@ -151,7 +151,9 @@ def paths_of_one_prefix(folder: Folder) -> None:
 
 
 def offsets_of_one_hash(folder: Folder) -> None:
-    for offsets in itertools.islice(itertools.product((0, P, 2 * P, 3 * P), repeat=8), 3000):
+    for offsets in itertools.islice(
+        itertools.product((0, HASH_MODULUS, 2 * HASH_MODULUS, 3 * HASH_MODULUS), repeat=8), 3000
+    ):
         folder.metadata.storage_data[MetadataIndex("t", SIZE(offsets))] = folder.place()
 
 
@@ -191,8 +193,8 @@ def test_a_distributed_checkpoint_costs_little(tmp_path: Path, kind: str) -> Non
     make(folder)
     path = folder.written()
     refused = nullcontext() if match is None else pytest.raises(HoldfastError, match=rf"(?s){path}.*({match})")
-    with cheap(memory=False), refused:
-        look(path)
+    with limit_cost(memory=False), refused:
+        read_checkpoint(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -219,8 +221,8 @@ OLD = {
 @pytest.mark.parametrize("kind", OLD)
 def test_a_legacy_file_costs_little(tmp_path: Path, kind: str) -> None:
     (tmp_path / "x.pt").write_bytes(OLD[kind])
-    with cheap(memory=False), pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
-        look(tmp_path / "x.pt")
+    with limit_cost(memory=False), pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
+        read_checkpoint(tmp_path / "x.pt")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -231,9 +233,9 @@ def strides_of_one_hash(number: int) -> bytes:
     """Tensors of one element, whose strides say nothing and have one hash."""
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x01tQq\x600"
     made = b"ctorch._utils\n_rebuild_tensor_v2\nq\x610" + storage + b"(" + b"K\x01" * 16 + b"tq\x620"
-    raw = made + b"".join(integer(k * P) + b"q" + bytes([k]) + b"0" for k in range(4)) + b"}("
+    raw = made + b"".join(pickle_integer(k * HASH_MODULUS) + b"q" + bytes([k]) + b"0" for k in range(4)) + b"}("
     for row, strides in enumerate(itertools.islice(itertools.product(range(4), repeat=16), number)):
-        raw += text(f"w{row}") + b"h\x61(h\x60K\x00h\x62(" + b"".join(b"h" + bytes([one]) for one in strides)
+        raw += pickle_text(f"w{row}") + b"h\x61(h\x60K\x00h\x62(" + b"".join(b"h" + bytes([item]) for item in strides)
         raw += b"t\x89NtR"
     return raw + b"u"
 
@@ -241,24 +243,24 @@ def strides_of_one_hash(number: int) -> bytes:
 TREES: dict[str, Callable[[], bytes]] = {
     "strides of one hash": lambda: strides_of_one_hash(8000),
     "parameters of one hash": lambda: (
-        b"}(" + text("state") + b"}" + text("param_groups") + b"(}" + text("params")
-        + b"(" + b"".join(integer(k * P) for k in range(80_000)) + b"ls" + b"lu"
+        b"}(" + pickle_text("state") + b"}" + pickle_text("param_groups") + b"(}" + pickle_text("params")
+        + b"(" + b"".join(pickle_integer(k * HASH_MODULUS) for k in range(80_000)) + b"ls" + b"lu"
     ),
     "many models": lambda: (
-        b"(N" + b"t0" + b"}" + b"".join(text(f"k{k}") + b"}" + text("w") + b"Nss" for k in range(40_000))
+        b"(N" + b"t0" + b"}" + b"".join(pickle_text(f"k{k}") + b"}" + pickle_text("w") + b"Nss" for k in range(40_000))
     ),
-    "names of 4000 characters of one tensor": lambda: text("x" * 3990) + b"q\x700" + b"}q\x710" + b"".join(
-        b"h\x71" + text(f"k{k}") + b"}h\x70Nss0" for k in range(40_000)
+    "names of 4000 characters of one tensor": lambda: pickle_text("x" * 3990) + b"q\x700" + b"}q\x710" + b"".join(
+        b"h\x71" + pickle_text(f"k{k}") + b"}h\x70Nss0" for k in range(40_000)
     ) + b"h\x71",
-    "dicts of dicts of dicts": lambda: b"}" + text("w") + b"Nsq\x720" + b"".join(
-        b"}(" + text("a") + b"h\x72" + text("b") + b"h\x72uq\x720" for _ in range(60)
+    "dicts of dicts of dicts": lambda: b"}" + pickle_text("w") + b"Nsq\x720" + b"".join(
+        b"}(" + pickle_text("a") + b"h\x72" + pickle_text("b") + b"h\x72uq\x720" for _ in range(60)
     ) + b"h\x72",
     "schedulers without end": lambda: (
-        b"}" + text("lr_schedulers") + b"}q\x730(" + b"h\x73" * 400_000 + b"ls"
+        b"}" + pickle_text("lr_schedulers") + b"}q\x730(" + b"h\x73" * 400_000 + b"ls"
     ),
     "one optimizer many times": lambda: (
-        b"}(" + text("state") + b"}(" + b"".join(b"M" + struct.pack("<H", k) + b"}" for k in range(5000)) + b"u"
-        + text("param_groups") + b"]uq\x740}" + text("optimizers") + b"(" + b"h\x74" * 300_000 + b"ls"
+        b"}(" + pickle_text("state") + b"}(" + b"".join(b"M" + struct.pack("<H", k) + b"}" for k in range(5000)) + b"u"
+        + pickle_text("param_groups") + b"]uq\x740}" + pickle_text("optimizers") + b"(" + b"h\x74" * 300_000 + b"ls"
     ),
 }  # fmt: skip
 
@@ -267,10 +269,10 @@ TREES: dict[str, Callable[[], bytes]] = {
 def test_trees_of_odd_forms_cost_little(tmp_path: Path, kind: str) -> None:
     raw = b"\x80\x02" + TREES[kind]() + b"."
     assert len(raw) < 1_500_000
-    file = stored(tmp_path / "x.pt", {"a/data.pkl": raw, "a/byteorder": b"little", "a/data/0": bytes(4)})
-    with cheap(memory=False):
+    file = write_archive(tmp_path / "x.pt", {"a/data.pkl": raw, "a/byteorder": b"little", "a/data/0": bytes(4)})
+    with limit_cost(memory=False):
         try:
-            look(file)
+            read_checkpoint(file)
         except HoldfastError as error:
             assert str(file) in str(error)
 
@@ -280,9 +282,9 @@ def test_an_array_as_a_key_is_damage(tmp_path: Path) -> None:
         b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x01\x85cnumpy\ndtype\nX\x02\0\0\0u1\x89\x88\x87R\x89C\x01atb"
     )
     for raw in (b"}" + array + b"Ns", b"\x8f(" + array + b"\x90"):
-        file = stored(tmp_path / "x.pt", {"a/data.pkl": b"\x80\x04" + raw + b".", "a/byteorder": b"little"})
+        file = write_archive(tmp_path / "x.pt", {"a/data.pkl": b"\x80\x04" + raw + b".", "a/byteorder": b"little"})
         with pytest.raises(CorruptCheckpointError, match=f"{file}.*unhashable"):
-            look(file)
+            read_checkpoint(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -293,23 +295,23 @@ def test_names_of_far_away_ranks_cost_little(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     place = tmp_path / "model" / "dp_rank_999999_ep_rank_999999_tp_rank_999999_pp_rank_999999.pt"
     torch.save({"w": torch.ones(1)}, place)
-    with cheap(memory=True), pytest.raises(CorruptCheckpointError, match="is missing"):
+    with limit_cost(memory=True), pytest.raises(CorruptCheckpointError, match="is missing"):
         holdfast.open(tmp_path)
 
 
 def test_experts_without_end_cost_little(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     weight = "layers.0.mlp.down.weight"
-    torch.save({weight: torch.ones(1, 2, 2).expand(2**40, 2, 2)}, tmp_path / "model" / name())
+    torch.save({weight: torch.ones(1, 2, 2).expand(2**40, 2, 2)}, tmp_path / "model" / rank_file_name())
     layout = json.dumps({"rules": [{"match": weight, "into": ["experts.{}.w"], "experts": True}]})
-    with cheap(memory=True), pytest.raises(HoldfastError, match=r"experts|repeat"):
+    with limit_cost(memory=True), pytest.raises(HoldfastError, match=r"experts|repeat"):
         holdfast.open(tmp_path, keys={"layout": layout})
 
 
 def test_tensors_that_repeat_one_element_are_refused_in_every_format(tmp_path: Path) -> None:
     wide = torch.ones(1).expand(2**40)
     (tmp_path / "nxd" / "model").mkdir(parents=True)
-    torch.save({"w": wide}, tmp_path / "nxd" / "model" / name())
+    torch.save({"w": wide}, tmp_path / "nxd" / "model" / rank_file_name())
     (tmp_path / "bins").mkdir()
     torch.save({"w": wide}, tmp_path / "bins" / "pytorch_model.bin")
     (tmp_path / "lightning").mkdir()
@@ -323,8 +325,8 @@ def test_tensors_that_repeat_one_element_are_refused_in_every_format(tmp_path: P
 def test_long_names_cost_little_where_a_layout_looks_at_them(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     tree = {"layers.1." * 50_000 + str(number): torch.ones(1) for number in range(3)}
-    torch.save(tree, tmp_path / "model" / name())
-    with cheap(memory=False), pytest.raises(HoldfastError, match="layers"):
+    torch.save(tree, tmp_path / "model" / rank_file_name())
+    with limit_cost(memory=False), pytest.raises(HoldfastError, match="layers"):
         holdfast.open(tmp_path, keys={"layout": "llama"})
 
 
@@ -336,14 +338,14 @@ def test_a_layout_of_pieces_without_end_is_refused(more: dict[str, Any]) -> None
 
 def test_values_in_a_header_are_bounded(tmp_path: Path) -> None:
     """Hugging Face folders of ours have values in the header."""
-    groups = {"$set": [{"$uuid": f"{k * P:032x}"} for k in range(1, 10_001)]}
+    groups = {"$set": [{"$uuid": f"{k * HASH_MODULUS:032x}"} for k in range(1, 10_001)]}
     save_file(
         {"w/m": torch.ones(1)},
         tmp_path / "optimizer.safetensors",
         {"holdfast.values": json.dumps({"optimizer": groups})},
     )
-    with cheap(memory=False), pytest.raises(CorruptCheckpointError, match="same hash"):
-        look(tmp_path)
+    with limit_cost(memory=False), pytest.raises(CorruptCheckpointError, match="same hash"):
+        read_checkpoint(tmp_path)
 
 
 def test_one_pickle_under_a_name_given_again_and_again_is_read_once(tmp_path: Path) -> None:
@@ -354,8 +356,8 @@ def test_one_pickle_under_a_name_given_again_and_again_is_read_once(tmp_path: Pa
     save_file(
         {"state.0.x": raw, "param_groups": group}, tmp_path / "x.safetensors", {"non_tensor_keys": json.dumps(names)}
     )
-    with cheap(memory=False):
-        look(tmp_path / "x.safetensors")
+    with limit_cost(memory=False):
+        read_checkpoint(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1" * 12])
@@ -374,9 +376,9 @@ def test_an_index_of_many_names_of_one_file_costs_little(tmp_path: Path) -> None
     weight_map = {f"w{number}": "model-1.safetensors" for number in range(30_000)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     started = time.process_time()
-    problems = [found.problem for found in holdfast.open(tmp_path).verify() if found.problem]
+    problems = [check.problem for check in holdfast.open(tmp_path).verify() if check.problem]
     assert any("but it does not" in problem for problem in problems)
-    assert time.process_time() - started < SECONDS
+    assert time.process_time() - started < MAX_SECONDS
 
 
 class Counted(dict[str, Any]):

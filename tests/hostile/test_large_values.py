@@ -62,8 +62,8 @@ def test_the_way_out_that_the_error_tells_is_one_for_every_reader_of_version_1(t
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     holdfast.save_checkpoint(tmp_path, "s", user_content={"blob": tensor}, per_rank_content={"blob": tensor})
     restored = holdfast.restore(tmp_path)
-    for found in (restored.user_content, restored.per_rank_content):
-        assert found["blob"].numpy().tobytes() == data
+    for actual in (restored.user_content, restored.per_rank_content):
+        assert actual["blob"].numpy().tobytes() == data
     assert reader.read(tmp_path / "s").state["user_content"]["blob"].payload.data == data
 
 

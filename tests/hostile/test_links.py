@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import HoldfastError, NoCheckpointError, UnsafeNameError
-from tests.helpers.nxd_files import name
-from tests.helpers.nxd_files import save as save_rank
-from tests.hostile.test_hostile import look
+from tests.helpers.bounded_reads import read_checkpoint
+from tests.helpers.nxd_files import rank_file_name
+from tests.helpers.nxd_files import save_rank_file as save_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,20 +29,20 @@ W = {"w": torch.arange(4.0)}
 
 def rank_file(folder: Path) -> None:
     folder.mkdir(parents=True)
-    torch.save(W, folder / name())
+    torch.save(W, folder / rank_file_name())
 
 
 def nxd(folder: Path) -> None:
     rank_file(folder / "model")
     torch.save({"state": {0: {"m": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "optim.pt")
     (folder / "optim").mkdir()
-    (folder / "optim.pt").rename(folder / "optim" / name())
+    (folder / "optim.pt").rename(folder / "optim" / rank_file_name())
     torch.save({"last_epoch": 3}, folder / "scheduler.pt")
 
 
 def nxd_xser(folder: Path) -> None:
     (folder / "model").mkdir(parents=True)
-    save_rank(folder / "model" / name(), W)
+    save_rank(folder / "model" / rank_file_name(), W)
 
 
 def nxd_legacy(folder: Path) -> None:
@@ -84,8 +84,8 @@ def lightning(folder: Path) -> None:
 
 #: Folders by their kind, and what in them may be a link.
 LINKED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "NxD": (nxd, ["model", "optim", f"model/{name()}", f"optim/{name()}", "scheduler.pt"]),
-    "NxD xser": (nxd_xser, ["model", f"model/{name()}.tensors", f"model/{name()}.info.pt"]),
+    "NxD": (nxd, ["model", "optim", f"model/{rank_file_name()}", f"optim/{rank_file_name()}", "scheduler.pt"]),
+    "NxD xser": (nxd_xser, ["model", f"model/{rank_file_name()}.tensors", f"model/{rank_file_name()}.info.pt"]),
     "NxD legacy": (nxd_legacy, ["tp_rank_00_pp_rank_00", "tp_rank_00_pp_rank_00/checkpoint.pt"]),
     "ColossalAI": (
         colossal,
@@ -109,10 +109,10 @@ def move_out(part: Path, outside: Path) -> None:
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, kind: str, part: str) -> None:
     folder = tmp_path / "c"
     LINKED[kind][0](folder)
-    look(folder)
+    read_checkpoint(folder)
     move_out(folder / part, tmp_path / "secret")
     with pytest.raises(UnsafeNameError, match=f"{folder}.*outside of the checkpoint"):
-        look(folder)
+        read_checkpoint(folder)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(UnsafeNameError):
@@ -126,7 +126,7 @@ def test_a_link_inside_of_the_folder_is_followed(tmp_path: Path, kind: str, part
     folder = tmp_path / "c"
     LINKED[kind][0](folder)
     move_out(folder / part, folder / "inside")
-    look(folder)
+    read_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("kind", "part"), CASES)
@@ -134,7 +134,7 @@ def test_a_folder_that_is_opened_by_a_link_is_read(tmp_path: Path, kind: str, pa
     del part
     LINKED[kind][0](tmp_path / "c")
     (tmp_path / "link").symlink_to(tmp_path / "c")
-    look(tmp_path / "link")
+    read_checkpoint(tmp_path / "link")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_snapshot_is_read(snapshot: Path) -> None:
-    look(snapshot)
+    read_checkpoint(snapshot)
     assert torch.equal(holdfast.open(snapshot)["model/w"], W["w"])
     for file in snapshot.iterdir():
         assert torch.equal(holdfast.open(file)["model/w"], W["w"])
@@ -163,13 +163,13 @@ def test_a_snapshot_is_read(snapshot: Path) -> None:
 
 def test_a_snapshot_in_a_cache_that_is_reached_by_a_link_is_read(snapshot: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(snapshot.parent.parent)
-    look(tmp_path / "cache" / "snapshots" / "0123")
+    read_checkpoint(tmp_path / "cache" / "snapshots" / "0123")
 
 
 def test_blobs_that_are_a_link_are_refused(snapshot: Path, tmp_path: Path) -> None:
     move_out(snapshot.parent.parent / "blobs", tmp_path / "secret")
     with pytest.raises(UnsafeNameError, match="outside of the checkpoint"):
-        look(snapshot)
+        read_checkpoint(snapshot)
 
 
 def test_a_snapshots_link_to_elsewhere_is_refused(snapshot: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_snapshots_link_to_elsewhere_is_refused(snapshot: Path, tmp_path: Path
     file.unlink()
     file.symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafeNameError, match=str(file)):
-        look(snapshot)
+        read_checkpoint(snapshot)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_a_fifo_in_the_place_of_a_file_is_named(tmp_path: Path, kind: str, part:
     place.unlink()
     os.mkfifo(place)
     with pytest.raises(HoldfastError, match=f"{place.name} is not a regular file"):
-        look(folder)
+        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

@@ -13,7 +13,6 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
-from campaigns.kit.forks import CONTEXT
+from campaigns.common.fork_server import CONTEXT
 from holdfast.cli.main import app
 from holdfast.errors import (
     CheckpointReplacedError,
@@ -35,41 +34,22 @@ from holdfast.errors import (
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories, posix
 from holdfast.storage.directories import DirectoryLock
-from tests.distributed.test_same_bytes import contents
-from tests.failure.test_side_by_side import once
+from tests.helpers.conversions import MEASURE_CONVERSION, save_training, tensors_to_lists
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.interruptions import change_at_call
 from tests.helpers.pool import Ranks
-from tests.helpers.training import assert_equal, start, trained, whole
-
-
-def save_some(folder: Path, scale: float = 1.0) -> Path:
-    """A checkpoint of ours: tied weights, buffers, AdamW in two groups, a scheduler, values with tensors in them."""
-    run = trained("plain")
-    for parameter in run.model.parameters():
-        parameter.data *= scale
-    content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
-    holdfast.save_checkpoint(
-        folder / "run",
-        "s",
-        run.model,
-        run.optimizer,
-        run.scheduler,
-        content,
-        step=3,
-        per_rank_content={"own": 1},
-        overwrite=True,
-    )
-    return folder / "run/s"
+from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return save_some(tmp_path)
+    return save_training(tmp_path)
 
 
 def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
     """But for the manifest, which is of another checkpoint."""
     holdfast.convert(saved, tmp_path / "other/t", to="native")
-    assert contents(tmp_path / "other/t") == contents(saved)
+    assert read_state_files(tmp_path / "other/t") == read_state_files(saved)
     (info,) = holdfast.list_checkpoints(tmp_path / "other")
     assert (info.tag, info.step) == ("t", 3)
     assert (tmp_path / "other/t/ranks.json").read_bytes() == (saved / "ranks.json").read_bytes()
@@ -77,21 +57,21 @@ def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None
 
 def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "all.pt", to="torch")
-    found = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
-    run = start("plain", seed=1)
-    run.model.load_state_dict(found["model"])
-    run.optimizer.load_state_dict(found["optimizer"])
-    run.scheduler.load_state_dict(found["scheduler"])
-    expected = trained("plain")
-    assert_equal(whole(run), whole(expected))
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
+    run = start_run("plain", seed=1)
+    run.model.load_state_dict(loaded["model"])
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    run.scheduler.load_state_dict(loaded["scheduler"])
+    expected = train_run("plain")
+    assert_equal(gather_run(run), gather_run(expected))
     torch.manual_seed(0)
     losses = [run.step(n) for n in (3, 4)]
     torch.manual_seed(0)
     assert losses == [expected.step(n) for n in (3, 4)]
-    assert found["user_content"]["step"] == 3
-    assert torch.equal(found["user_content"]["table"], torch.arange(40_000.0))
-    assert torch.equal(found["user_content"]["nested"][0]["array"], torch.arange(5))
-    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+    assert loaded["user_content"]["step"] == 3
+    assert torch.equal(loaded["user_content"]["table"], torch.arange(40_000.0))
+    assert torch.equal(loaded["user_content"]["nested"][0]["array"], torch.arange(5))
+    assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
 
 
 def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
@@ -102,9 +82,9 @@ def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_p
 
 def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "model.pt", to="torch", model_only=True)
-    model = start("plain", seed=1).model
+    model = start_run("plain", seed=1).model
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert torch.equal(model.embed.weight, trained("plain").model.embed.weight)
+    assert torch.equal(model.embed.weight, train_run("plain").model.embed.weight)
 
 
 def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
@@ -112,12 +92,12 @@ def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) > 2
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for name in names[:-1]:
-        found |= load_file(tmp_path / "hf" / name)
-    expected = trained("plain").model.state_dict()
-    assert found.keys() == expected.keys() - {"head.weight"}
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+        result |= load_file(tmp_path / "hf" / name)
+    expected = train_run("plain").model.state_dict()
+    assert result.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(result[name], expected[name]) for name in result)
 
 
 @pytest.mark.parametrize("way", [["torch"], ["lightning"], ["torch", "native"], ["lightning", "torch", "native"]])
@@ -125,11 +105,11 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
     at = saved
     for number, to in enumerate(way):
         at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
-    run = start("plain", seed=1)
-    expected = trained("plain")
+    run = start_run("plain", seed=1)
+    expected = train_run("plain")
     scheduler = run.scheduler if "lightning" not in way else None
     holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
 
@@ -146,13 +126,6 @@ CONTENTS = [
 ]
 
 
-def plain(value: Any) -> Any:
-    """Lists in the place of tensors, for which == is no answer."""
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 @pytest.mark.parametrize("content", CONTENTS, ids=str)
 @pytest.mark.parametrize("to", ["torch", "dcp", "colossalai"])
 def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, content: Any) -> None:
@@ -160,8 +133,8 @@ def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, con
     holdfast.convert(tmp_path / "run/s", tmp_path / "there", to=to)
     holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
     for name in ("there", "back"):
-        found = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
-        assert plain(found) == plain(content)
+        restored = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
+        assert tensors_to_lists(restored) == tensors_to_lists(content)
 
 
 def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
@@ -176,28 +149,27 @@ def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
 
 
 def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:
-    run = trained("plain")
+    run = train_run("plain")
     state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "epoch": 7}
     torch.save(state, tmp_path / "theirs.pt")
     holdfast.convert(tmp_path / "theirs.pt", tmp_path / "ours", to="native")
-    other = start("plain", seed=1)
+    other = start_run("plain", seed=1)
     content = holdfast.load_checkpoint(tmp_path / "ours", model=other.model, optimizer=other.optimizer)
     assert content == {"epoch": 7}
-    assert_equal(whole(other), whole(run))
+    assert_equal(gather_run(other), gather_run(run))
 
 
 def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule
 
     class Wrapper(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = trained("plain", steps=0).model
+            self.net = train_run("plain", steps=0).model
 
     holdfast.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
-    found = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
-    assert torch.equal(found.net.embed.weight, trained("plain").model.embed.weight)
+    actual = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    assert torch.equal(actual.net.embed.weight, train_run("plain").model.embed.weight)
     assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]) == 1
 
 
@@ -211,15 +183,15 @@ def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
         rename={r"^body\.(\d)": r"layers.\1"},
         dtype="bfloat16",
     )
-    found = holdfast.open(tmp_path / "out")
-    model = trained("plain").model.state_dict()
+    checkpoint = holdfast.open(tmp_path / "out")
+    model = train_run("plain").model.state_dict()
     names = {"model/layers.0.weight": "body.0.weight", "model/layers.2.weight": "body.2.weight"}
     names["model/norm.weight"] = "norm.weight"
-    assert {name for name in found if name.startswith("model/")} == set(names)
+    assert {name for name in checkpoint if name.startswith("model/")} == set(names)
     for name, theirs in names.items():
-        assert torch.equal(found[name], model[theirs].bfloat16()), name
-    assert found["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
-    groups = found.values["optimizer"]["groups"]
+        assert torch.equal(checkpoint[name], model[theirs].bfloat16()), name
+    assert checkpoint["optimizer/layers.0.weight/exp_avg"].dtype == torch.float32
+    groups = checkpoint.values["optimizer"]["groups"]
     assert sorted(name for group in groups for name in group["params"]) == sorted(
         name.removeprefix("model/") for name in names
     )
@@ -262,13 +234,13 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
     write = pipeline.write_file_ranges
 
     def lossy(files: Any, *rest: Any) -> Any:
-        found = write(files, *rest)
+        actual = write(files, *rest)
         with Path(files[0]).open("r+b") as file:
             file.seek(-5, 2)
             byte = file.read(1)
             file.seek(-5, 2)
             file.write(bytes([byte[0] ^ 4]))
-        return found
+        return actual
 
     monkeypatch.setattr(pipeline, "write_file_ranges", lossy)
     with pytest.raises(CorruptCheckpointError, match="not what was written"):
@@ -360,11 +332,11 @@ def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_
     """Not into another one than the one that is converted, either."""
     run = saved.parent
     holdfast.save_checkpoint(run, "later", {"w": torch.zeros(1)})
-    before = contents(run)
+    before = read_state_files(run)
     for final in (saved / "x", saved / "model/x", saved / "new/x"):
         with pytest.raises(InvalidArgumentError, match=f"is inside the checkpoint {saved}: choose"):
             holdfast.convert(run, final, to=to, model_only=True)
-    assert contents(run) == before
+    assert read_state_files(run) == before
     (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
     holdfast.convert(run, tmp_path / "beside", to=to, model_only=True)
 
@@ -413,10 +385,10 @@ def test_ranks_share_the_work_and_the_result_is_the_same(ranks: Ranks, saved: Pa
     ranks(3, convert_together, str(saved), str(tmp_path / "three"), to)
     convert_together(str(saved), str(tmp_path / "one"), to)
     if to == "torch":
-        one, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
-        assert all(torch.equal(one[name], three[name]) for name in one)
+        item, three = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("one", "three"))
+        assert all(torch.equal(item[name], three[name]) for name in item)
     else:
-        assert contents(tmp_path / "one") == contents(tmp_path / "three")
+        assert read_state_files(tmp_path / "one") == read_state_files(tmp_path / "three")
 
 
 def fail_on_the_last_rank(src: str, dst: str, to: str) -> None:
@@ -441,14 +413,14 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     saved: Path, tmp_path: Path, to: str, when: str
 ) -> None:
     def replace() -> None:
-        save_some(tmp_path, 2.0)
+        save_training(tmp_path, 2.0)
 
     where = (
         "holdfast.conversion.pipeline.carry_values"
         if when == "reading the metadata"
         else "holdfast.storage.directories.DirectoryLock"
     )
-    with once(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
+    with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
@@ -496,47 +468,28 @@ def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6.0).view(2, 3))
 
 
-MEMORY = """
-import sys, threading, time, torch, holdfast
-holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
-def resident():
-    with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
-before, peak, running = resident(), 0, True
-def watch():
-    global peak
-    while running:
-        peak = max(peak, resident())
-        time.sleep(0.002)
-thread = threading.Thread(target=watch)
-thread.start()
-holdfast.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
-running = False
-thread.join()
-print(peak - before)
-"""
-
-
 @pytest.mark.parametrize("to", ["native", "torch", "colossalai"])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> None:
     torch.save({"w": torch.zeros(10)}, tmp_path / "small")
     torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path), to], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_CONVERSION, str(tmp_path), to], check=True, capture_output=True, text=True
+    )
     assert int(done.stdout) < 64 * 2**20
 
 
 def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
-    found = load_file(tmp_path / "one.safetensors")
-    assert torch.equal(found["embed.weight"], trained("plain").model.embed.weight)
+    loaded = load_file(tmp_path / "one.safetensors")
+    assert torch.equal(loaded["embed.weight"], train_run("plain").model.embed.weight)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
 
 
 @pytest.mark.parametrize("name", ["one", "one.pt", "one.bin", "one.ckpt", "pytorch_model.bin"])
 def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path: Path, name: str) -> None:
     holdfast.convert(saved, tmp_path / name, to="safetensors")
-    found = holdfast.open(tmp_path / name)
-    assert torch.equal(found["model/embed.weight"], trained("plain").model.embed.weight)
+    checkpoint = holdfast.open(tmp_path / name)
+    assert torch.equal(checkpoint["model/embed.weight"], train_run("plain").model.embed.weight)
 
 
 @pytest.mark.parametrize("to", ["torch", "lightning"])

@@ -51,8 +51,8 @@ def test_its_version_is_of_the_tag(wheel: Path, unpacked: Path) -> None:
 
 
 def test_it_has_every_module_and_the_mark_of_types_and_nothing_else(unpacked: Path) -> None:
-    found = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-    package = {path for path in found if not path.startswith(DIST)}
+    actual = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    package = {path for path in actual if not path.startswith(DIST)}
     source = ROOT / "src"
     assert package == {
         path.relative_to(source).as_posix()
@@ -60,20 +60,20 @@ def test_it_has_every_module_and_the_mark_of_types_and_nothing_else(unpacked: Pa
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert "holdfast/py.typed" in package
-    assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} <= {path.rpartition("/")[2] for path in found - package}
+    assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} <= {path.rpartition("/")[2] for path in actual - package}
     assert {path.name for path in (unpacked / DIST / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
 
 
 def test_it_asks_for_what_the_project_says(unpacked: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = metadata(unpacked)
-    assert found["Requires-Python"] == project["requires-python"]
-    assert found.get_all("Provides-Extra") == sorted(project["optional-dependencies"])
-    asked = found.get_all("Requires-Dist")
-    assert {one for one in asked or [] if "extra ==" not in one} == set(project["dependencies"])
+    actual = metadata(unpacked)
+    assert actual["Requires-Python"] == project["requires-python"]
+    assert actual.get_all("Provides-Extra") == sorted(project["optional-dependencies"])
+    asked = actual.get_all("Requires-Dist")
+    assert {item for item in asked or [] if "extra ==" not in item} == set(project["dependencies"])
     for extra, wanted in project["optional-dependencies"].items():
-        assert {one for one in asked or [] if f"extra == '{extra}'" in one} == {
-            f"{one}; extra == '{extra}'" for one in wanted
+        assert {item for item in asked or [] if f"extra == '{extra}'" in item} == {
+            f"{item}; extra == '{extra}'" for item in wanted
         }
 
 

@@ -1,23 +1,26 @@
-"""Tests rules that import-linter cannot check: which modules open files, and which imports small processes need."""
+"""Tests rules that import-linter cannot check: who opens files, what small processes import, and what tests share."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from holdfast.formats import registry
 
-SOURCE = Path(__file__).parents[2] / "src/holdfast"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/holdfast"
 
 
 def imports(file: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+            names |= {alias.name for alias in node.names}
+    return names
 
 
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__init__.py"]
@@ -78,3 +81,15 @@ def test_every_format_in_the_registry_exists() -> None:
     paths = [path for known in registry.READABLE.values() for path in (known.detect, known.reader)]
     for path in [*paths, *registry.TARGETS.values()]:
         assert callable(registry.load_attribute(path))
+
+
+def imports_of_tests(file: Path) -> set[str]:
+    """Return the imported names that lie in a module with tests."""
+    return {name for name in imports(file) if any(part.startswith("test_") for part in name.split("."))}
+
+
+@pytest.mark.parametrize("folder", ["tests", "campaigns", "benchmarks"])
+def test_nothing_imports_a_module_with_tests(folder: str) -> None:
+    """What several tests share is in ``tests/helpers`` or in a ``conftest.py``."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert {str(file): names for file in files if (names := imports_of_tests(file))} == {}

@@ -79,7 +79,7 @@ class TestTagsOfCommands:
     def test_each_command_that_reads_one_checkpoint_of_a_run_takes_a_tag(self, run: Path, tmp_path: Path) -> None:
         assert json.loads(call("show", run, "--tag", "step_1", "--json").stdout)["tag"] == "step_1"
         verified = json.loads(call("verify", run, "--tag", "step_2", "--json").stdout)["checkpoints"]
-        assert [one["path"] for one in verified] == [str(run / "step_2")]
+        assert [item["path"] for item in verified] == [str(run / "step_2")]
         call("convert", run, tmp_path / "out", "--to", "hf", "--tag", "step_1")
         assert holdfast.open(tmp_path / "out")["model/w"] == 1
         call("consolidate", run, "--tag", "step_2", "--output_file", tmp_path / "two.safetensors")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,6 +29,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.ondisk.files import split_by_size
 from holdfast.storage.posix import new_file, write_small
+from holdfast.torch_versions import DCP_VERSION
 
 #: The maximum bytes of one chunk, unless a single row is larger: torch reads a whole chunk to get any part of it.
 _CHUNK = 64 * 2**20
@@ -71,7 +72,7 @@ def write_records(folder: Path, flat: FlatState, limit: int) -> None:
     metadata = Metadata(
         _describe_values(flat), planner_data=dict(flat.paths), storage_data={}, storage_meta=StorageMeta()
     )
-    metadata.version = CURRENT_DCP_VERSION
+    metadata.version = DCP_VERSION
     records = list(_list_records(flat))
     sizes = {number: record.nbytes for number, record in enumerate(records)}
     for number, numbers in enumerate(split_by_size(sizes, limit)):

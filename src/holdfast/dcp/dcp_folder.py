@@ -93,7 +93,7 @@ class DcpFolder:
             MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo(*record.location)
             for (name, offset), record in self.records.items()
         }
-        return Metadata(entries, dict(self.dcp_metadata.paths), storage_data)
+        return Metadata(entries, dict(self.dcp_metadata.paths), storage_data, version=self.dcp_metadata.version)
 
     def locate_record(self, item: ReadItem) -> RecordLocation:
         """Return the location of the record that an item reads."""

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -30,6 +30,7 @@ from holdfast.formats.dcp.folder import METADATA
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.torch_versions import DCP_VERSION, SerializationFormat
 
 
 class FileSystemWriter(StorageWriter, BlockingAsyncStager):
@@ -182,7 +183,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         missing = next((index for index in metadata_indices(metadata) if index not in written), None)
         if missing is not None:
             raise StorageError(f"no rank has written {missing.fqn!r} at {list(missing.offset or ())}")
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {index: item.info for index, item in written.items()}
         raw = pickle.dumps(metadata)

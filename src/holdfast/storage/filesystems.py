@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 from holdfast.storage.posix import wrap_os_errors
@@ -45,7 +46,9 @@ _STATFS_BYTES = 512
 
 
 def filesystem_magic(path: Path) -> int:
-    """Return the magic number of the file system that a directory is on."""
+    """Return the magic number of the file system that a directory is on; 0 where ``statfs`` reports none."""
+    if sys.platform != "linux":
+        return 0
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_STATFS_BYTES)
     with wrap_os_errors("inspect", path):
         if libc.statfs(os.fsencode(path), buffer):

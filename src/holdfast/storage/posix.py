@@ -20,6 +20,9 @@ from typing import BinaryIO
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, UnsafeNameError
 
+#: The flag with which a directory is opened in order to look at it. With Linux's ``O_PATH`` it need not be readable.
+_INSPECT = getattr(os, "O_PATH", os.O_RDONLY)
+
 #: The errors of opening a path as a directory if it is none.
 _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
@@ -243,7 +246,7 @@ def is_directory_without(path: Path, name: str) -> bool:
     """
     with wrap_os_errors("inspect", path):
         try:
-            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = os.open(path, _INSPECT | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return path.is_symlink()
         except OSError as error:

@@ -47,8 +47,10 @@ def peer(work: str, folder: Path, ranks: int) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     env.pop("PYTHONPATH", None)
-    found = subprocess.run(
+    completed = subprocess.run(
         [str(PYTHON), *launch, *script], env=env, capture_output=True, text=True, timeout=600, check=False
     )
-    if found.returncode:
-        raise AssertionError(f"the real package failed to {work}:\n{found.stdout[-2000:]}\n{found.stderr[-6000:]}")
+    if completed.returncode:
+        raise AssertionError(
+            f"the real package failed to {work}:\n{completed.stdout[-2000:]}\n{completed.stderr[-6000:]}"
+        )

@@ -29,7 +29,7 @@ from holdfast.errors import (
     OptimizerMismatchError,
     UnsafePickleError,
 )
-from tests.helpers import zoo
+from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 
 #: Positional order and defaults of colossalai.booster.Booster, version 0.5.0.
@@ -148,18 +148,18 @@ def test_state_that_is_no_tensor_is_in_one_of_the_files_or_refused(tmp_path: Pat
 def test_with_a_prefix_and_without_both_stay_in_one_folder(tmp_path: Path) -> None:
     booster, model, other = Booster(), net(), net()
     nn.init.ones_(other[0].weight)
-    for prefix, one in (("foo", other), (None, model), ("bar", model), (None, model)):
-        booster.save_model(one, tmp_path / "m", shard=True, prefix=prefix, size_per_shard=0.003)
-    found = net()
-    booster.load_model(found, tmp_path / "m", prefix="foo")
-    assert same(found.state_dict(), other.state_dict())
-    booster.load_model(found, tmp_path / "m")
-    assert same(found.state_dict(), model.state_dict())
+    for prefix, item in (("foo", other), (None, model), ("bar", model), (None, model)):
+        booster.save_model(item, tmp_path / "m", shard=True, prefix=prefix, size_per_shard=0.003)
+    actual = net()
+    booster.load_model(actual, tmp_path / "m", prefix="foo")
+    assert same(actual.state_dict(), other.state_dict())
+    booster.load_model(actual, tmp_path / "m")
+    assert same(actual.state_dict(), model.state_dict())
     (tmp_path / "m/pytorch_model.bin.index.json").unlink()
     with pytest.raises(FormatError, match="several variants of a model"):
-        booster.load_model(found, tmp_path / "m")
-    booster.load_model(found, tmp_path / "m/pytorch_model.bin.index.foo.json")
-    assert same(found.state_dict(), other.state_dict())
+        booster.load_model(actual, tmp_path / "m")
+    booster.load_model(actual, tmp_path / "m/pytorch_model.bin.index.foo.json")
+    assert same(actual.state_dict(), other.state_dict())
 
 
 def test_saving_in_another_format_leaves_a_folder_that_loads(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_saving_in_another_format_leaves_a_folder_that_loads(tmp_path: Path) -> 
         nn.init.constant_(model[0].weight, number)
         booster.save_model(model, tmp_path / "m", shard=True, use_safetensors=safe, size_per_shard=0.003)
         assert len(list((tmp_path / "m").iterdir())) == 3
-        found = net()
-        booster.load_model(found, tmp_path / "m")
-        assert same(found.state_dict(), model.state_dict())
+        actual = net()
+        booster.load_model(actual, tmp_path / "m")
+        assert same(actual.state_dict(), model.state_dict())
 
 
 def test_model_and_optimizer_may_share_a_folder(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def flat(path: Path, optimizer: torch.optim.Optimizer, pickled: Any = None) -> N
     tensors = {f"state.{i}.{k}": v for i, own in state["state"].items() for k, v in own.items() if k != "step"}
     plain = {f"state.{i}.step": int(own["step"]) for i, own in state["state"].items()}
     plain["param_groups"] = state["param_groups"]
-    raw = {key: pickled if pickled and key == "param_groups" else pickle.dumps(one) for key, one in plain.items()}
-    tensors |= {key: torch.frombuffer(bytearray(one), dtype=torch.uint8) for key, one in raw.items()}
+    raw = {key: pickled if pickled and key == "param_groups" else pickle.dumps(value) for key, value in plain.items()}
+    tensors |= {key: torch.frombuffer(bytearray(byte), dtype=torch.uint8) for key, byte in raw.items()}
     save_file(tensors, path, {"format": "pt", "non_tensor_keys": json.dumps(list(plain))})
 
 
@@ -259,7 +259,7 @@ def test_settings_that_hybrid_adam_lacks_are_filled_and_its_steps_become_tensors
     model = net()
     optimizer = trained(model)
     state = optimizer.state_dict()
-    own = {i: {**one, "step": int(one["step"])} for i, one in state["state"].items()}
+    own = {i: {**item, "step": int(item["step"])} for i, item in state["state"].items()}
     kept = ("lr", "betas", "eps", "weight_decay", "params")
     group = {key: state["param_groups"][0][key] for key in kept} | {"bias_correction": True}
     (tmp_path / "o").mkdir()
@@ -285,33 +285,37 @@ def test_stages_of_a_pipeline_are_read_as_one_model(tmp_path: Path) -> None:
     state = model.state_dict()
     weight_map = {name: names[int(name[0]) // 2] for name in state}
     for file in names:
-        torch.save({name: one for name, one in state.items() if weight_map[name] == file}, tmp_path / file)
+        torch.save({name: item for name, item in state.items() if weight_map[name] == file}, tmp_path / file)
     index = {"metadata": {"total_size": 0.1}, "weight_map": weight_map}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    found = net()
-    nn.init.zeros_(found[0].weight)
-    Booster().load_model(found, tmp_path)
-    assert same(found.state_dict(), state)
+    actual = net()
+    nn.init.zeros_(actual[0].weight)
+    Booster().load_model(actual, tmp_path)
+    assert same(actual.state_dict(), state)
 
 
 def layout(path: str, kind: str) -> list[str]:
-    run = zoo.fill(zoo.LAYOUTS[kind][0]())
+    run = layouts.fill_run(layouts.LAYOUTS[kind][0]())
     booster = Booster()
     model, optimizer, *_ = booster.boost(run.model, run.optimizer)
     booster.save_model(model, f"{path}/m", shard=True, size_per_shard=0.001)
     booster.save_model(model, f"{path}/m.safetensors", use_safetensors=True)
     booster.save_optimizer(optimizer, f"{path}/o", shard=True, size_per_shard=0.001)
-    other = zoo.blank(zoo.LAYOUTS[kind][0]())
+    other = layouts.blank_run(layouts.LAYOUTS[kind][0]())
     booster.load_model(other.model, f"{path}/m")
     booster.load_optimizer(other.optimizer, f"{path}/o")
-    theirs = dict(zoo.tensors(run))
-    return [name for name, mine in zoo.tensors(other) if not torch.equal(zoo.local(mine), zoo.local(theirs[name]))]
+    theirs = dict(layouts.named_tensors(run))
+    return [
+        name
+        for name, mine in layouts.named_tensors(other)
+        if not torch.equal(layouts.local_tensor(mine), layouts.local_tensor(theirs[name]))
+    ]
 
 
 @pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 3), ("fsdp_tp", 4)])
 def test_over_ddp_fsdp_and_dtensor_models(ranks: Ranks, tmp_path: Path, kind: str, n: int) -> None:
     assert ranks(n, layout, str(tmp_path), kind) == [[]] * n
-    alone = zoo.fill(zoo.plain())
+    alone = layouts.fill_run(layouts.plain())
     assert same(load_file(tmp_path / "m.safetensors"), {k: v.detach() for k, v in alone.model.state_dict().items()})
 
 
@@ -322,8 +326,8 @@ def test_transformers_takes_a_prefix_for_its_variant(tmp_path: Path) -> None:
     for prefix, safe in (("foo", True), ("bar", False), (None, False)):
         options = {"prefix": prefix, "use_safetensors": safe, "size_per_shard": 0.004}
         Booster().save_model(model, tmp_path, shard=True, **options)
-        found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, variant=prefix, use_safetensors=safe)
-        assert same(found.state_dict(), model.state_dict())
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, variant=prefix, use_safetensors=safe)
+        assert same(loaded.state_dict(), model.state_dict())
 
 
 def fsdp1(path: str) -> bool:

@@ -14,19 +14,19 @@ from torch import nn
 import holdfast
 from holdfast.compat.colossalai import Booster
 from holdfast.errors import InvalidArgumentError
-from tests.helpers.training import Run, assert_equal, start, trained, whole
-from tests.interop.test_convert import plain, save_some
-from tests.unit.cli.test_cli import call
+from tests.helpers.commands import invoke
+from tests.helpers.conversions import save_training, tensors_to_lists
+from tests.helpers.training import Run, assert_equal, gather_run, start_run, train_run
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return save_some(tmp_path)
+    return save_training(tmp_path)
 
 
 def loaded(folder: Path) -> Run:
     """By our Booster, into a run that was started otherwise."""
-    run, booster = start("plain", seed=1), Booster()
+    run, booster = start_run("plain", seed=1), Booster()
     booster.boost(run.model, run.optimizer, lr_scheduler=run.scheduler)
     booster.load_model(run.model, folder / "modeling")
     booster.load_optimizer(run.optimizer, folder / "optimizer")
@@ -44,11 +44,11 @@ def shards(folder: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def test_torch_finds_a_state_dict_in_the_files_of_the_model(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
-    expected = trained("plain").model.state_dict()
+    expected = train_run("plain").model.state_dict()
     index, files = shards(tmp_path / "out/modeling")
-    found = {name: tensor for file in files for name, tensor in file.items()}
+    actual = {name: tensor for file in files for name, tensor in file.items()}
     assert len(files) > 2
-    assert_equal(found, dict(expected))
+    assert_equal(actual, dict(expected))
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values()) / 2**20
     tied = next(file for file in files if "head.weight" in file)
@@ -57,23 +57,23 @@ def test_torch_finds_a_state_dict_in_the_files_of_the_model(saved: Path, tmp_pat
 
 def test_torch_finds_an_optimizers_state_in_its_files(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
-    expected = trained("plain")
+    expected = train_run("plain")
     index, files = shards(tmp_path / "out/optimizer")
     states = {number: own for file in files for number, own in file.items()}
     groups = torch.load(tmp_path / "out/optimizer" / index["metadata"]["param_groups"], weights_only=True)
     assert len(files) > 2
     assert index["weight_map"].keys() == {str(number) for number in states}
-    run = start("plain", seed=1)
+    run = start_run("plain", seed=1)
     run.optimizer.load_state_dict({"state": states, "param_groups": groups})
     run.model.load_state_dict(expected.model.state_dict())
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     schedule = torch.load(tmp_path / "out/lr_scheduler", weights_only=True)
     assert schedule == expected.scheduler.state_dict()
 
 
 def test_the_files_are_those_that_our_booster_writes_and_the_real_one_loads(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "out", to="colossalai")
-    run, booster = trained("plain"), Booster()
+    run, booster = train_run("plain"), Booster()
     booster.save_model(run.model, tmp_path / "other/modeling", shard=True)
     booster.save_optimizer(run.optimizer, tmp_path / "other/optimizer", shard=True)
     booster.save_lr_scheduler(run.scheduler, tmp_path / "other/lr_scheduler")
@@ -84,7 +84,7 @@ def test_the_files_are_those_that_our_booster_writes_and_the_real_one_loads(save
         if file.suffix == ".json":
             assert json.loads(mine.read_text()) == json.loads(theirs.read_text()), file
         else:
-            assert plain(unnamed(torch.load(mine))) == plain(unnamed(torch.load(theirs))), file
+            assert tensors_to_lists(unnamed(torch.load(mine))) == tensors_to_lists(unnamed(torch.load(theirs))), file
 
 
 def unnamed(tree: Any) -> Any:
@@ -99,8 +99,8 @@ def test_from_any_format_a_run_goes_on_as_before(saved: Path, tmp_path: Path, wa
     at = saved
     for number, to in enumerate([*way, "colossalai"]):
         at = holdfast.convert(at, tmp_path / f"{number}", to=to)
-    run, expected = loaded(at), trained("plain")
-    assert_equal(whole(run), whole(expected))
+    run, expected = loaded(at), train_run("plain")
+    assert_equal(gather_run(run), gather_run(expected))
     for number in (3, 4):
         torch.manual_seed(number)
         loss = run.step(number)
@@ -111,9 +111,9 @@ def test_from_any_format_a_run_goes_on_as_before(saved: Path, tmp_path: Path, wa
 def test_there_and_back_nothing_is_lost(saved: Path, tmp_path: Path) -> None:
     holdfast.convert(saved, tmp_path / "there", to="colossalai")
     holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
-    run, expected = start("plain", seed=1), trained("plain")
+    run, expected = start_run("plain", seed=1), train_run("plain")
     result = holdfast.restore(tmp_path / "back", model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     assert run.scheduler.state_dict() == expected.scheduler.state_dict()
     assert result.user_content["step"] == 3
     assert torch.equal(result.user_content["table"], torch.arange(40_000.0))
@@ -142,23 +142,23 @@ def test_extra_state_and_a_models_configuration_come_along(tmp_path: Path) -> No
 
 
 def test_the_commands_read_what_they_wrote(saved: Path, tmp_path: Path) -> None:
-    call("convert", saved, tmp_path / "out", "--to", "colossalai", "--max-shard-size", "300")
-    assert "optimizer" in call("show", tmp_path / "out").stdout
-    call("verify", tmp_path / "out")
+    invoke("convert", saved, tmp_path / "out", "--to", "colossalai", "--max-shard-size", "300")
+    assert "optimizer" in invoke("show", tmp_path / "out").stdout
+    invoke("verify", tmp_path / "out")
     (tmp_path / "out/optimizer/pytorch_optim-00002.bin").unlink()
-    assert "pytorch_optim-00002.bin is missing" in call("verify", tmp_path / "out", code=1).output
+    assert "pytorch_optim-00002.bin is missing" in invoke("verify", tmp_path / "out", code=1).output
 
 
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("name", ["model", "modeling"])
 def test_what_its_training_scripts_save_is_one_checkpoint(tmp_path: Path, name: str, *, safe: bool) -> None:
-    run, booster, folder = trained("plain"), Booster(), tmp_path / "epoch-0_step-3"
+    run, booster, folder = train_run("plain"), Booster(), tmp_path / "epoch-0_step-3"
     booster.save_model(run.model, folder / name, shard=True, use_safetensors=safe)
     booster.save_optimizer(run.optimizer, folder / "optimizer", shard=True)
     booster.save_lr_scheduler(run.scheduler, folder / "lr_scheduler")
-    other = start("plain", seed=1)
+    other = start_run("plain", seed=1)
     holdfast.load_checkpoint(folder, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
-    assert_equal(whole(other), whole(run))
+    assert_equal(gather_run(other), gather_run(run))
     assert other.scheduler.state_dict() == run.scheduler.state_dict()
 
 

@@ -40,18 +40,18 @@ def oracle(steps: int, *, tied: bool) -> dict[str, Any]:
     return copy.deepcopy(state(model, optimizer))
 
 
-def assert_same(found: Any, expected: Any, where: str) -> None:
+def assert_same(actual: Any, expected: Any, where: str) -> None:
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
+        assert torch.equal(actual, expected), where
     elif isinstance(expected, dict):
-        assert expected.keys() <= found.keys(), where
+        assert expected.keys() <= actual.keys(), where
         for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
+            assert_same(actual[key], value, f"{where}.{key}")
     elif isinstance(expected, list):
-        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for number, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
             assert_same(mine, theirs, f"{where}.{number}")
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 def boosted(*, tied: bool, seed: int) -> tuple[Booster, Any, Any, Any]:
@@ -72,7 +72,7 @@ def save(path: str) -> None:
 
 
 def load(path: str, cases: list[tuple[str, str]], *, tied: bool) -> list[Any]:
-    found = []
+    result = []
     for model_name, optimizer_name in cases:
         booster, model, optimizer, scheduler = boosted(tied=tied, seed=9)
         booster.load_model(model, f"{path}/{model_name}")
@@ -81,8 +81,8 @@ def load(path: str, cases: list[tuple[str, str]], *, tied: bool) -> list[Any]:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         loaded = copy.deepcopy(state(plain, optimizer))
         train(model, optimizer, scheduler, 3, 5)
-        found.append((loaded, copy.deepcopy(state(plain, optimizer))))
-    return found
+        result.append((loaded, copy.deepcopy(state(plain, optimizer))))
+    return result
 
 
 def load_plain(path: str, cases: list[tuple[str, str]]) -> list[Any]:
@@ -106,9 +106,9 @@ def assert_it_loads(path: Path, theirs: int) -> None:
     environment.peer("load", path, theirs)
     for name, tied in FOLDERS.items():
         for model_name in MODELS:
-            found = torch.load(path / name / f"found_{model_name}.pt", weights_only=False)
-            assert_same(found["loaded"], oracle(3, tied=tied), f"{name} {model_name} loaded")
-            assert_same(found["trained"], oracle(8, tied=tied), f"{name} {model_name} trained")
+            loaded = torch.load(path / name / f"found_{model_name}.pt", weights_only=False)
+            assert_same(loaded["loaded"], oracle(3, tied=tied), f"{name} {model_name} loaded")
+            assert_same(loaded["trained"], oracle(8, tied=tied), f"{name} {model_name} trained")
 
 
 @pytest.mark.parametrize("theirs", [1, 2])
@@ -140,7 +140,7 @@ def test_ours_loads_what_it_saves(ranks: Ranks, tmp_path: Path, theirs: int, our
         assert len(wanted) == (3 if tied else len(MODELS))
         work = load_tied if tied else load_plain
         every = ranks(ours, work, str(tmp_path / name), wanted) if ours > 1 else [work(str(tmp_path / name), wanted)]
-        for found in every:
-            for case, (loaded, trained) in zip(wanted, found, strict=True):
+        for actual in every:
+            for case, (loaded, trained) in zip(wanted, actual, strict=True):
                 assert_same(loaded, oracle(3, tied=tied), f"{name} {case} loaded")
                 assert_same(trained, oracle(8, tied=tied), f"{name} {case} trained")

@@ -32,9 +32,9 @@ from holdfast.errors import (
     UnsafeNameError,
     UnsafePickleError,
 )
-from tests.hostile.test_hostile import little_memory, look
-from tests.interop.dcp.test_dcp_reader import by_name, run, save, write_chunks
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.bounded_reads import limit_memory, read_checkpoint
+from tests.helpers.dcp_checkpoints import save_dcp, state_by_name, train_model, write_chunks
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,12 +53,12 @@ def edit(folder: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def assert_refused(folder: Path, *kinds: type[HoldfastError], match: str | None = None) -> None:
-    with little_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
-        look(folder)
+    with limit_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
+        read_checkpoint(folder)
     assert str(folder) in str(caught.value)
     model = nn.Module()
     model.w = nn.Parameter(torch.full((4, 3), 7.0))
-    with little_memory(), pytest.raises(kinds or HoldfastError):
+    with limit_memory(), pytest.raises(kinds or HoldfastError):
         holdfast.load_checkpoint(folder, model=model)
 
 
@@ -133,29 +133,29 @@ def test_metadata_that_contradicts_itself_or_the_files(folder: Path, kind: str) 
 
 def test_what_it_is_before_any_of_these_changes(folder: Path) -> None:
     edit(folder, vars)
-    look(folder)
+    read_checkpoint(folder)
 
 
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_metadata_that_runs_code(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    edit(folder, lambda m: vars(m).update(planner_data=EVIL[kind]))
+    edit(folder, lambda m: vars(m).update(planner_data=UNSAFE_OBJECTS[kind]))
     assert_refused(folder, UnsafePickleError)
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_values_that_run_code_are_refused_and_keep_nobody_from_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    path = save(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "evil": EVIL[kind], "epoch": 5})
+    path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "evil": UNSAFE_OBJECTS[kind], "epoch": 5})
     monkeypatch.chdir(path)
     before = sorted(path.iterdir())
     with pytest.raises(
         UnsafePickleError, match=rf"{path}.*evil.*torch\.distributed\.checkpoint\.load.*weights_only=False"
     ):
-        look(path)
+        read_checkpoint(path)
     with pytest.raises(UnsafePickleError, match="evil"):
         holdfast.convert(path, tmp_path / "out", to="native")
     model = nn.Module()
@@ -170,17 +170,17 @@ def test_values_that_run_code_are_refused_and_keep_nobody_from_the_tensors(
 
 
 def test_a_part_with_a_value_that_is_not_read_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
-    model, optimizer, scheduler = run()
-    state = by_name(model, optimizer, scheduler)
-    state["optim"]["param_groups"][0]["hook"] = EVIL["eval"]
-    path = save(tmp_path / "c", state)
-    holdfast.load_checkpoint(path, model=run()[0])
+    model, optimizer, scheduler = train_model()
+    state = state_by_name(model, optimizer, scheduler)
+    state["optim"]["param_groups"][0]["hook"] = UNSAFE_OBJECTS["eval"]
+    path = save_dcp(tmp_path / "c", state)
+    holdfast.load_checkpoint(path, model=train_model()[0])
     with pytest.raises(UnsafePickleError, match=r"optimizer value .*hook"):
         holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
 
 
 def test_a_file_in_memory_is_read_as_its_bytes(tmp_path: Path) -> None:
-    path = save(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "blob": io.BytesIO(b"bytes of a file")})
+    path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "blob": io.BytesIO(b"bytes of a file")})
     assert holdfast.open(path).values["user_content"] == {"blob": b"bytes of a file"}
     holdfast.convert(path, tmp_path / "native", to="native")
     assert holdfast.open(tmp_path / "native").values["user_content"] == {"blob": b"bytes of a file"}
@@ -190,7 +190,7 @@ def test_metadata_cut_short_anywhere(folder: Path) -> None:
     raw = (folder / ".metadata").read_bytes()
     for size in range(0, len(raw), 5):
         (folder / ".metadata").write_bytes(raw[:size])
-        with little_memory(), pytest.raises(CorruptCheckpointError, match=str(folder)):
+        with limit_memory(), pytest.raises(CorruptCheckpointError, match=str(folder)):
             holdfast.open(folder)
 
 
@@ -217,8 +217,8 @@ def test_verify_names_every_damaged_tensor_and_goes_on(folder: Path) -> None:
     second = raw.index(b"PK\3\4", raw.index(b"PK\5\6"))
     raw[second : second + 4] = b"XXXX"
     (folder / "__1_0.distcp").write_bytes(raw)
-    found = {one.name: one.problem for one in holdfast.open(folder).verify()}
-    assert {name for name, problem in found.items() if problem} == {"model/b"}
+    actual = {check.name: check.problem for check in holdfast.open(folder).verify()}
+    assert {name for name, problem in actual.items() if problem} == {"model/b"}
 
 
 @given(st.data())
@@ -234,21 +234,21 @@ def test_any_change_is_read_or_refused_by_an_error_of_ours(data: st.DataObject) 
             raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
         file.write_bytes(raw)
         try:
-            look(path)
+            read_checkpoint(path)
         except HoldfastError as error:
             assert str(path) in str(error)
 
 
 def test_an_optimizer_whose_groups_contradict_its_states(tmp_path: Path) -> None:
-    model, optimizer, scheduler = run()
-    state = by_name(model, optimizer, scheduler)
+    model, optimizer, scheduler = train_model()
+    state = state_by_name(model, optimizer, scheduler)
     state["optim"]["param_groups"][0]["params"].pop()
     with pytest.raises(CorruptCheckpointError, match="in none of its groups"):
-        holdfast.open(save(tmp_path / "c", state))
+        holdfast.open(save_dcp(tmp_path / "c", state))
 
 
 def test_an_optimizer_of_other_parameters_is_a_mismatch(tmp_path: Path) -> None:
-    path = save(tmp_path / "c", by_name(*run()))
-    model = run()[0]
+    path = save_dcp(tmp_path / "c", state_by_name(*train_model()))
+    model = train_model()[0]
     with pytest.raises(OptimizerMismatchError, match="does not train"):
         holdfast.load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(list(model.parameters())[:2]))

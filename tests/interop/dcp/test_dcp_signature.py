@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import holdfast.dcp as ours
 from holdfast.errors import InvalidArgumentError
+from holdfast.formats.dcp import checksums
+from holdfast.torch_versions import DCP_VERSION, SerializationFormat
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
@@ -27,21 +29,21 @@ PAIRS = [(dcp.FileSystemWriter, ours.FileSystemWriter), (dcp.FileSystemReader, o
 
 
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
-    found = inspect.signature(kind.__init__).parameters
-    return {name: one for name, one in found.items() if name != "self" and not name.startswith("_")}
+    actual = inspect.signature(kind.__init__).parameters
+    return {name: value for name, value in actual.items() if name != "self" and not name.startswith("_")}
 
 
 def lacking(theirs: type, mine: type) -> list[str]:
     """What a caller of torch's class may write that ours does not take, or takes otherwise."""
-    known, found = parameters(mine), []
-    for position, (name, one) in enumerate(parameters(theirs).items()):
+    known, actual = parameters(mine), []
+    for position, (name, parameter) in enumerate(parameters(theirs).items()):
         if name not in known:
-            found.append(f"{theirs.__name__} of torch {torch.__version__} has the argument {name!r}: add it to ours")
-        elif known[name].default != one.default:
-            found.append(f"{name!r}: the default is {one.default!r} in torch, {known[name].default!r} here")
+            actual.append(f"{theirs.__name__} of torch {torch.__version__} has the argument {name!r}: add it to ours")
+        elif known[name].default != parameter.default:
+            actual.append(f"{name!r}: the default is {parameter.default!r} in torch, {known[name].default!r} here")
         elif list(known).index(name) != position:
-            found.append(f"{name!r} is argument {position} in torch, {list(known).index(name)} here")
-    return found
+            actual.append(f"{name!r} is argument {position} in torch, {list(known).index(name)} here")
+    return actual
 
 
 def members(kind: type, path: Path) -> set[str]:
@@ -60,8 +62,8 @@ def test_an_argument_that_is_new_in_torch_is_named() -> None:
             pass
 
     Newer.__name__ = "FileSystemWriter"
-    (found,) = lacking(Newer, ours.FileSystemWriter)
-    assert "has the argument 'shiny'" in found
+    (actual,) = lacking(Newer, ours.FileSystemWriter)
+    assert "has the argument 'shiny'" in actual
 
 
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS)
@@ -82,9 +84,9 @@ def state(value: float) -> dict[str, Any]:
 
 
 def loaded(path: Path) -> tuple[list[float], int]:
-    found = state(0)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return found["w"].tolist(), found["step"]
+    actual = state(0)
+    dcp.load(actual, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return actual["w"].tolist(), actual["step"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,10 +97,10 @@ def test_staged_memory_is_kept_if_asked_for(tmp_path: Path, kind: type) -> None:
     writer.state_dict_cache = {"w": torch.empty(8), "step": 0}
     memory = []
     for step in (1.0, 2.0):
-        for one in (writer, once):
-            staged = one.stage(state(step))
+        for item in (writer, once):
+            staged = item.stage(state(step))
             assert staged["w"].tolist() == [step] * 8
-            assert one.per_thread_copy_ahead == 0
+            assert item.per_thread_copy_ahead == 0
             memory.append(staged["w"].data_ptr())
     assert memory[0] == memory[2]
     assert isinstance(writer, dcp.staging.AsyncStager)
@@ -148,6 +150,24 @@ def test_saves_and_loads_have_ids(tmp_path: Path, writer: type, reader: type) ->
         assert (meta.save_id, meta.load_id) == (saving.save_id, loading.load_id)
         seen += [saving.save_id, loading.load_id]
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("writer", PAIRS[0])
+@pytest.mark.parametrize("version", [DCP_VERSION, None])
+def test_planners_are_told_the_version_of_the_format(tmp_path: Path, writer: type, version: str | None) -> None:
+    """Releases of torch that wrote no version left the field out."""
+    dcp.save(state(1), storage_writer=writer(tmp_path / "a"), no_dist=True)
+    if version is None:
+        file = tmp_path / "a/.metadata"
+        metadata = pickle.loads(file.read_bytes())  # noqa: S301
+        del metadata.__dict__["version"]
+        file.write_bytes(pickle.dumps(metadata))
+        (tmp_path / "a" / checksums.NAME).unlink(missing_ok=True)
+    for reader in (dcp.FileSystemReader, ours.FileSystemReader):
+        planner = dcp.DefaultLoadPlanner()
+        dcp.load(state(0), storage_reader=reader(tmp_path / "a"), planner=planner, no_dist=True)
+        assert planner.metadata is not None
+        assert planner.metadata.version == version
 
 
 def test_other_formats_of_records_are_refused(tmp_path: Path) -> None:

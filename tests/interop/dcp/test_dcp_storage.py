@@ -20,8 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
@@ -33,33 +31,12 @@ from holdfast.ondisk.blocks import crc64
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
+from tests.helpers.dcp_states import VALUES, make_state, make_tensors
+from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
-from tests.interop.torch.test_torch_files import same
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-VALUES = {"step": 3, "list": [1, "two", None], "pair": (torch.arange(3), {"x": 2.5}), "groups": [{"lr": 0.1}]}
-
-
-def whole(step: int) -> dict[str, torch.Tensor]:
-    return {
-        "rows": torch.arange(35.0).view(7, 5) + step,
-        "columns": torch.arange(24).view(4, 6).to(torch.bfloat16) + step,
-        "scalar": torch.tensor(float(step)),
-        "empty": torch.empty(0, 3),
-        "flags": torch.tensor([True, False, True]),
-    }
-
-
-def state(step: int) -> dict[str, Any]:
-    """Sharded over all ranks there are, in different ways."""
-    tensors: dict[str, Any] = whole(step)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        ways = {"rows": [Shard(0)], "columns": [Shard(1)], "flags": [Replicate()]}
-        tensors |= {name: distribute_tensor(tensors[name], mesh, way) for name, way in ways.items()}
-    return {"model": tensors, **VALUES, "step": step}
 
 
 def full(tensor: Any) -> torch.Tensor:
@@ -67,19 +44,19 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def save(path: str, step: int, **options: Any) -> None:
-    dcp.save(state(step), storage_writer=FileSystemWriter(path, **options))
+    dcp.save(make_state(step), storage_writer=FileSystemWriter(path, **options))
 
 
 def load(path: str, step: int, theirs: bool = False) -> None:
-    found = state(-1)
-    found |= {"list": None, "pair": None}
-    dcp.load(found, checkpoint_id=path) if theirs else dcp.load(found, storage_reader=FileSystemReader(path))
-    for name, tensor in whole(step).items():
-        assert same(full(found["model"][name]), tensor), name
-    assert found["step"] == step
-    assert (found["list"], found["groups"]) == (VALUES["list"], VALUES["groups"])
-    assert torch.equal(found["pair"][0], torch.arange(3))
-    assert found["pair"][1] == {"x": 2.5}
+    actual = make_state(-1)
+    actual |= {"list": None, "pair": None}
+    dcp.load(actual, checkpoint_id=path) if theirs else dcp.load(actual, storage_reader=FileSystemReader(path))
+    for name, tensor in make_tensors(step).items():
+        assert equal_bits(full(actual["model"][name]), tensor), name
+    assert actual["step"] == step
+    assert (actual["list"], actual["groups"]) == (VALUES["list"], VALUES["groups"])
+    assert torch.equal(actual["pair"][0], torch.arange(3))
+    assert actual["pair"][1] == {"x": 2.5}
 
 
 def names(path: Path) -> list[str]:
@@ -102,7 +79,7 @@ def test_what_is_saved_is_loaded_by_us_and_by_torch_on_any_ranks(
         ranks(m, load, path, 2)
         ranks(m, load, path, 2, True)
     opened = holdfast.open(path)
-    assert all(same(opened[f"model/{name}"], tensor) for name, tensor in whole(2).items())
+    assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in make_tensors(2).items())
 
 
 def save_with(path: str, step: int, options: dict[str, Any]) -> None:
@@ -110,7 +87,7 @@ def save_with(path: str, step: int, options: dict[str, Any]) -> None:
 
 
 def save_plain(path: str, step: int) -> None:
-    dcp.save(state(step), checkpoint_id=path)
+    dcp.save(make_state(step), checkpoint_id=path)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -121,7 +98,7 @@ def test_we_read_what_torch_writes(ranks: Ranks, tmp_path: Path, n: int) -> None
 
 def save_in_background(path: str) -> None:
     for step in (1, 2):
-        future = dcp.async_save(state(step), checkpoint_id=path, storage_writer=FileSystemWriter("elsewhere"))
+        future = dcp.async_save(make_state(step), checkpoint_id=path, storage_writer=FileSystemWriter("elsewhere"))
         future.result()
 
 
@@ -137,11 +114,14 @@ SCRIPT = """
 import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from holdfast.dcp import FileSystemWriter
-from tests.interop.dcp.test_dcp_storage import state
+from tests.helpers.dcp_states import make_state
 dist.init_process_group("gloo")
 for step in (1, 2):
     writer = FileSystemWriter(sys.argv[1], thread_count=3)
-    dcp.async_save(state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+    future = dcp.async_save(
+        make_state(step), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    future.result()
 dist.destroy_process_group()
 """
 
@@ -371,9 +351,9 @@ def test_records_that_begin_at_the_same_byte_are_told_apart(tmp_path: Path) -> N
     records = [ChecksumRecord(start, size, f"{crc64(data[start : start + size]):016x}") for start, size in places]
     verified = VerifiedReader(ReaderPool(), tmp_path, {"f": records})
     for start, stop in [(0, 4), (9, 12), (0, 4)]:
-        found = bytearray(stop - start)
-        verified.read(tmp_path / "f", start, memoryview(found))
-        assert found == data[start:stop]
+        buffer = bytearray(stop - start)
+        verified.read(tmp_path / "f", start, memoryview(buffer))
+        assert buffer == data[start:stop]
 
 
 def test_of_a_chunk_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
@@ -399,15 +379,15 @@ def test_of_a_chunk_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     assert sum(read) < 3 * 1024 * 8 + 8192
 
 
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_no_code_of_the_metadata_or_of_values_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "c"
-    dcp.save({"w": torch.ones(2), "evil": EVIL[kind]}, checkpoint_id=path, no_dist=True)
+    dcp.save({"w": torch.ones(2), "evil": UNSAFE_OBJECTS[kind]}, checkpoint_id=path, no_dist=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointException, match="which holdfast does not run"):
         dcp.load({"evil": None}, storage_reader=FileSystemReader(path), no_dist=True)
     metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301
-    metadata.planner_data = EVIL[kind]
+    metadata.planner_data = UNSAFE_OBJECTS[kind]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnsafePickleError):
         FileSystemReader(path).read_metadata()
@@ -420,16 +400,16 @@ class Mine:
 
 def test_values_of_any_class_for_those_who_trust_them(tmp_path: Path) -> None:
     dcp.save({"mine": Mine()}, storage_writer=FileSystemWriter(tmp_path / "c"), no_dist=True)
-    found: dict[str, Any] = {"mine": None}
-    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "c", weights_only=False), no_dist=True)
-    assert isinstance(found["mine"], Mine)
+    actual: dict[str, Any] = {"mine": None}
+    dcp.load(actual, storage_reader=FileSystemReader(tmp_path / "c", weights_only=False), no_dist=True)
+    assert isinstance(actual["mine"], Mine)
 
 
 def test_a_file_in_memory_is_one_again(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "blob": io.BytesIO(b"bytes")}, checkpoint_id=tmp_path / "c", no_dist=True)
-    found: dict[str, Any] = {"blob": None}
-    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
-    assert found["blob"].getvalue() == b"bytes"
+    actual: dict[str, Any] = {"blob": None}
+    dcp.load(actual, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert actual["blob"].getvalue() == b"bytes"
 
 
 def test_metadata_that_lacks_a_chunk_is_refused(tmp_path: Path) -> None:

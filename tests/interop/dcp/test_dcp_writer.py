@@ -20,19 +20,19 @@ import holdfast
 from holdfast.conversion import dcp_writer
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers import dcp_matrix
-from tests.helpers.dcp_matrix import Case, equal
+from tests.helpers.commands import run_command as command
+from tests.helpers.conversions import MEASURE_CONVERSION, save_training
+from tests.helpers.dcp_matrix import Case, are_equal
+from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
-from tests.helpers.training import assert_equal, start, trained, whole
-from tests.interop.test_convert import MEMORY, save_some
-from tests.interop.torch.test_torch_files import run as command
-from tests.interop.torch.test_torch_files import same
+from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return save_some(tmp_path)
+    return save_training(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -91,14 +91,14 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_goes_on_from_it(saved: Path, tmp_path: Path) -> None:
     path = holdfast.convert(saved, tmp_path / "dcp", to="dcp")
-    run, expected = start("plain", seed=1), trained("plain")
+    run, expected = start_run("plain", seed=1), train_run("plain")
     model, optim = get_state_dict(run.model, run.optimizer)
     scheduler = run.scheduler.state_dict()
     state = load(
         path, {"model": model, "optim": optim, "scheduler": scheduler, "step": 0, "table": torch.zeros(40_000)}
     )
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     assert state["step"] == 3
     assert torch.equal(state["table"], torch.arange(40_000.0))
     assert state["scheduler"]["last_epoch"] == 3
@@ -113,17 +113,19 @@ def test_an_optimizer_that_was_given_names_finds_them(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer)
     path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.named_parameters()))})
-    assert equal(state["optim"], get_optimizer_state_dict(model, optimizer))
+    assert are_equal(state["optim"], get_optimizer_state_dict(model, optimizer))
 
 
 def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:
     path = holdfast.convert(saved, tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(path, tmp_path / "whole.pt")
-    found = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert found.keys() == {"model", "optim", "scheduler", "step", "table", "nested"}
-    assert torch.equal(found["nested"][0]["array"], torch.arange(5))
-    assert found["nested"][1] == (1, "two")
-    assert all(same(found["model"][name], one) for name, one in trained("plain").model.state_dict().items())
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert loaded.keys() == {"model", "optim", "scheduler", "step", "table", "nested"}
+    assert torch.equal(loaded["nested"][0]["array"], torch.arange(5))
+    assert loaded["nested"][1] == (1, "two")
+    assert all(
+        equal_bits(loaded["model"][name], tensor) for name, tensor in train_run("plain").model.state_dict().items()
+    )
 
 
 def test_a_tied_weight_lies_in_it_once(saved: Path, tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_each_record_is_what_torch_writes(tmp_path: Path) -> None:
     assert mine.storage_data == theirs.storage_data
     raw, other = (path.joinpath("__0_0.distcp").read_bytes() for path in (ours, tmp_path / "theirs"))
     assert len(raw) == len(other)
-    differ = sum(one != two for one, two in zip(raw, other, strict=True))
+    differ = sum(left != right for left, right in zip(raw, other, strict=True))
     assert differ <= len(tensors) * (2 * 4 + 40)
 
 
@@ -161,7 +163,7 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
     torch.save(tensors, tmp_path / "a.pt")
     path = holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", max_shard_size=400)
     kept = metadata(path)
-    assert {name: len(one.chunks) for name, one in kept.state_dict_metadata.items()} == {
+    assert {name: len(value.chunks) for name, value in kept.state_dict_metadata.items()} == {
         "model.long": 10,
         "model.wide": 3,
         "model.one": 1,
@@ -170,9 +172,9 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
     names = sorted(file.name for file in path.iterdir())
     assert names[1:] == [f"__0_{number}.distcp" for number in range(len(names) - 1)]
     assert len(names) > 4
-    found = load(path, {"model": {name: torch.zeros_like(one) for name, one in tensors.items()}})["model"]
-    assert all(same(found[name], tensors[name]) for name in tensors)
-    assert all(same(holdfast.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
+    actual = load(path, {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}})["model"]
+    assert all(equal_bits(actual[name], tensors[name]) for name in tensors)
+    assert all(equal_bits(holdfast.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
 
 
 def test_values_of_any_form(tmp_path: Path) -> None:
@@ -182,12 +184,12 @@ def test_values_of_any_form(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, **inside}, tmp_path / "a.pt")
     path = holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(path, tmp_path / "whole.pt")
-    for found in (torch.load(tmp_path / "whole.pt"), holdfast.open(path).values["user_content"]):
-        assert torch.equal(found["pair"][0], shared)
-        assert torch.equal(found["list"][2], shared)
-        assert torch.equal(found["pair"][1]["x"][0], torch.tensor([1, 2]))
-        assert torch.equal(found["list"][0], torch.ones(2))
-        assert found["none"] is None
+    for actual in (torch.load(tmp_path / "whole.pt"), holdfast.open(path).values["user_content"]):
+        assert torch.equal(actual["pair"][0], shared)
+        assert torch.equal(actual["list"][2], shared)
+        assert torch.equal(actual["pair"][1]["x"][0], torch.tensor([1, 2]))
+        assert torch.equal(actual["list"][0], torch.ones(2))
+        assert actual["none"] is None
 
 
 def test_values_whose_keys_are_taken(tmp_path: Path) -> None:
@@ -210,10 +212,10 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
     at = saved
     for number, to in enumerate(way):
         at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
-    run, expected = start("plain", seed=1), trained("plain")
+    run, expected = start_run("plain", seed=1), train_run("plain")
     scheduler = run.scheduler if "lightning-folder" not in way else None
     holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
-    assert_equal(whole(run), whole(expected))
+    assert_equal(gather_run(run), gather_run(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
 
@@ -221,8 +223,8 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
 def test_weights_alone(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
     path = holdfast.convert(tmp_path / "w.safetensors", tmp_path / "dcp", to="dcp", dtype="bfloat16")
-    found = load(path, {"model": {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}})
-    assert torch.equal(found["model"]["w"], torch.arange(6.0).view(2, 3).bfloat16())
+    actual = load(path, {"model": {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}})
+    assert torch.equal(actual["model"]["w"], torch.arange(6.0).view(2, 3).bfloat16())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -242,9 +244,9 @@ def test_ranks_share_the_work_and_the_result_is_the_same(
 ) -> None:
     ranks(3, together, str(saved), str(tmp_path / "three"), to)
     together(str(saved), str(tmp_path / "one"), to)
-    one, three = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "three"))
-    assert one == three
-    assert len(one) > 3
+    file, three = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "three"))
+    assert file == three
+    assert len(file) > 3
 
 
 @pytest.mark.parametrize("to", ["dcp", "lightning-folder"])
@@ -266,7 +268,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(10)}, tmp_path / "small")
     torch.save({f"w{n}": torch.zeros(100 * 2**18) for n in range(3)}, tmp_path / "big")
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), "dcp"], check=True, capture_output=True, text=True
+        [sys.executable, "-c", MEASURE_CONVERSION, str(tmp_path), "dcp"], check=True, capture_output=True, text=True
     )
     assert int(done.stdout) < 64 * 2**20
 

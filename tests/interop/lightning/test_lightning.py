@@ -1,117 +1,20 @@
 """Tests Lightning's Trainer with holdfast's strategies: unchanged callbacks, resumed on other devices and layouts."""
 
 import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 import holdfast
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.lightning.checkpoints import LightningCheckpoints
+from tests.helpers.lightning_trainer import Module, fit_module, list_files, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
-
-lightning = pytest.importorskip("lightning")
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
-from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
-
-import holdfast.lightning as ours  # noqa: E402
-from holdfast.lightning.checkpoints import LightningCheckpoints  # noqa: E402
-
-
-class Module(LightningModule):
-    """A model whose state tells the step; its data is the same however many ranks there are."""
-
-    def __init__(self, kind: str = "AdamW", layout: str = "plain", **hparams: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters(hparams)
-        self.kind, self.layout = kind, layout
-        torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(4, 7, bias=False), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
-
-    def configure_model(self) -> None:
-        if self.layout == "fsdp2" and not hasattr(self.net[0].weight, "placements"):
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - Lightning names it
-        self.log("test", self.net(batch[0]).square().mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = getattr(torch.optim, self.kind)(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-
-def data() -> DataLoader:
-    torch.manual_seed(2)
-    return DataLoader(TensorDataset(torch.randn(8, 4).repeat(8, 1)), batch_size=8)
-
-
-@contextlib.contextmanager
-def environment() -> Iterator[None]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    known = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    with mock.patch.dict(os.environ, {key: str(value) for key, value in known.items()}):
-        yield
-
-
-def strategy(layout: str, **options: Any) -> Any:
-    if layout == "plain":
-        return ours.SingleDeviceStrategy(device=torch.device("cpu"), **options)
-    if layout == "ddp":
-        return ours.DDPStrategy(**options)
-    if layout == "fsdp1":
-        return ours.FSDPStrategy(state_dict_type="sharded", **options)
-    return ours.ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, **options)
-
-
-def trainer(folder: str, layout: str, steps: int, callbacks: list[Callback], **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1 if layout == "plain" else dist.get_world_size(),
-        strategy=strategy(layout, **options),
-        plugins=[LightningEnvironment()],
-        max_steps=steps,
-        default_root_dir=folder,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-
-
-def fit(
-    folder: str, layout: str, steps: int, ckpt_path: str | None = None, kind: str = "AdamW", **options: Any
-) -> dict[str, torch.Tensor]:
-    """Train to a step; returns the whole state."""
-    callback = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=2, save_last=options.pop("save_last", None))
-    module = Module(kind, "fsdp2" if layout == "fsdp2" else "plain")
-    with environment():
-        run = trainer(folder, layout, steps, [callback], **options)
-        run.fit(module, data(), ckpt_path=ckpt_path)
-        run.save_checkpoint(f"{folder}/end.ckpt")
-        run.strategy._checkpoints.finish_pending()
-    return state(Path(folder, "end.ckpt"))
-
-
-def state(path: Path) -> dict[str, torch.Tensor]:
-    found = holdfast.open(path)
-    return {name: found[name] for name in found if not name.startswith("ranks/")}
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -127,7 +30,8 @@ LAYOUTS = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2)]
 def oracle(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """What a run without a break, on one rank, comes to."""
     return {
-        kind: ranks(1, fit, str(tmp_path_factory.mktemp(kind)), "plain", 6, None, kind)[0] for kind in ("AdamW", "SGD")
+        kind: ranks(1, fit_module, str(tmp_path_factory.mktemp(kind)), "plain", 6, None, kind)[0]
+        for kind in ("AdamW", "SGD")
     }
 
 
@@ -136,16 +40,12 @@ def oracle(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_run_goes_on_in_any_layout_and_number(
     ranks: Ranks, tmp_path: Path, oracle: dict[str, Any], layout: str, n: int, kind: str
 ) -> None:
-    ranks(n, fit, str(tmp_path / "a"), layout, 4, None, kind)
+    ranks(n, fit_module, str(tmp_path / "a"), layout, 4, None, kind)
     saved = tmp_path / "a/epoch=0-step=4.ckpt"
     assert holdfast.open(saved).values["user_content"]["global_step"] == 4
     for number, (other, m) in enumerate([*LAYOUTS, ("fsdp2", 4), ("ddp", 1)]):
-        found = ranks(m, fit, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
-        assert_close(found, oracle[kind])
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+        result = ranks(m, fit_module, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
+        assert_close(result, oracle[kind])
 
 
 def lightnings(layout: str) -> Any:
@@ -162,13 +62,13 @@ def fit_with(
 ) -> str:
     """Train with one ModelCheckpoint; returns its best path. Without ``options``: by Lightning's own strategy."""
     callback = ModelCheckpoint(folder, **{"every_n_train_steps": 1, **how})
-    theirs = mock.patch("tests.interop.lightning.test_lightning.strategy", return_value=lightnings(layout))
-    with environment(), theirs if options is None else contextlib.nullcontext():
-        run = trainer(folder, layout, steps, [callback], **options or {})
-        run.fit(Module(layout=layout), data(), ckpt_path=ckpt_path)
+    theirs = mock.patch("tests.helpers.lightning_trainer.make_strategy", return_value=lightnings(layout))
+    with set_environment(), theirs if options is None else contextlib.nullcontext():
+        run = make_trainer(folder, layout, steps, [callback], **options or {})
+        run.fit(Module(layout=layout), make_data(), ckpt_path=ckpt_path)
         assert run.global_step == steps
         if "monitor" in how:
-            run.test(dataloaders=data(), ckpt_path="best")
+            run.test(dataloaders=make_data(), ckpt_path="best")
     return callback.best_model_path
 
 
@@ -181,10 +81,10 @@ def test_the_best_are_kept_and_last_and_best_are_found_again(
     best = set()
     for steps, ckpt_path in [(4, None), (6, "last")]:
         for name, chosen in [("ours", options), ("theirs", None)]:
-            found = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
-            best.add((steps, *{Path(path).name for path in found}))
-        assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs")
-        assert len(checkpoints(tmp_path / "ours")) == 3
+            results = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
+            best.add((steps, *{Path(path).name for path in results}))
+        assert list_files(tmp_path / "ours") == list_files(tmp_path / "theirs")
+        assert len(list_files(tmp_path / "ours")) == 3
     assert len(best) == 2
 
 
@@ -193,10 +93,10 @@ def test_last_may_be_a_link(ranks: Ranks, tmp_path: Path) -> None:
     for options in ({}, {"async_save": True}):
         folder = tmp_path / str(len(options))
         ranks(2, fit_with, str(folder), "ddp", 3, how, None, options)
-        assert checkpoints(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+        assert list_files(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
         assert (folder / "last.ckpt").is_symlink()
         ranks(2, fit_with, str(folder), "ddp", 5, how, "last", options)
-        assert checkpoints(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
+        assert list_files(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
 
 
 def watched(folder: str) -> list[int]:
@@ -207,12 +107,12 @@ def watched(folder: str) -> list[int]:
         def on_train_batch_end(self, *_: Any) -> None:
             seen.append(len(holdfast.list_checkpoints(folder)))
 
-    from tests.distributed.test_async import slow
+    from tests.helpers.slow_writes import slow_down_writes
 
     callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
-    with environment(), slow(0.3):
-        run = trainer(folder, "ddp", 4, [callback, Watch()], async_save=True)
-        run.fit(Module(), data())
+    with set_environment(), slow_down_writes(0.3):
+        run = make_trainer(folder, "ddp", 4, [callback, Watch()], async_save=True)
+        run.fit(Module(), make_data())
     return seen
 
 
@@ -220,7 +120,7 @@ def test_nothing_is_removed_before_what_replaces_it_is_durable(ranks: Ranks, tmp
     """Lightning's own asynchronous plugin leaves a moment without any checkpoint (its issue #14035)."""
     for seen in ranks(2, watched, str(tmp_path)):
         assert min(seen[2:]) >= 1
-    assert checkpoints(tmp_path) == ["epoch=0-step=4.ckpt"]
+    assert list_files(tmp_path) == ["epoch=0-step=4.ckpt"]
 
 
 def interrupted(folder: str) -> dict[str, Any]:
@@ -233,12 +133,12 @@ def interrupted(folder: str) -> dict[str, Any]:
         def teardown(self, *_: Any, **__: Any) -> None:
             """What Lightning removes when the trainer ends is kept here, as when the process dies."""
 
-    with environment():
-        run = trainer(folder, "ddp", 5, [Keep(folder), Stop()], async_save=True)
+    with set_environment():
+        run = make_trainer(folder, "ddp", 5, [Keep(folder), Stop()], async_save=True)
         with pytest.raises(RuntimeError, match="out of luck"):
-            run.fit(Module(), data())
-        again = trainer(folder, "ddp", 5, [OnExceptionCheckpoint(folder)], async_save=True)
-        again.fit(Module(), data())
+            run.fit(Module(), make_data())
+        again = make_trainer(folder, "ddp", 5, [OnExceptionCheckpoint(folder)], async_save=True)
+        again.fit(Module(), make_data())
     return {"resumed": again.global_step}
 
 
@@ -249,18 +149,18 @@ def test_an_exception_leaves_a_checkpoint_that_the_next_fit_takes(ranks: Ranks, 
 
 def weights_only(folder: str) -> bool:
     hparams = {"where": Path("/data"), "sizes": (1, 2), "names": {"a": None}, "rate": 1e-3, "when": {1, 2}}
-    with environment():
-        run = trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
+    with set_environment():
+        run = make_trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
         module = Module(**hparams)
-        run.fit(module, data())
-        found = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
-        assert not [name for name in found if name.startswith("optimizer/")]
-        assert found.values["user_content"]["hyper_parameters"].items() >= hparams.items()
+        run.fit(module, make_data())
+        checkpoint = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
+        assert not [name for name in checkpoint if name.startswith("optimizer/")]
+        assert checkpoint.values["user_content"]["hyper_parameters"].items() >= hparams.items()
         other = Module()
         trained = [p.clone() for p in module.parameters()]
-        run = trainer(folder, "ddp", 4, [])
+        run = make_trainer(folder, "ddp", 4, [])
         with pytest.raises((KeyError, HoldfastError)):
-            run.fit(Module(), data(), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")
+            run.fit(Module(), make_data(), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")
     holdfast.load_checkpoint(f"{folder}/epoch=0-step=2.ckpt", model=other)
     return all(torch.equal(a, b) for a, b in zip(trained, other.parameters(), strict=True))
 
@@ -276,7 +176,7 @@ def test_lightnings_own_format_goes_both_ways(ranks: Ranks, tmp_path: Path, layo
     saved = tmp_path / "ours/epoch=0-step=2.ckpt"
     assert saved.is_file() == (file == "a file")
     if saved.is_dir():
-        assert checkpoints(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        assert list_files(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     ranks(2, fit_with, str(tmp_path / "theirs"), layout, 4, {}, str(saved), None)
     theirs = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, options in enumerate([{}, {"checkpoint_format": "lightning"}]):
@@ -288,9 +188,9 @@ def failing(folder: str) -> list[str]:
     """A save in Lightning's format that one rank cannot write, over one that there is."""
     from lightning.pytorch import strategies
 
-    with environment():
-        run = trainer(folder, "fsdp2", 1, [], checkpoint_format="lightning")
-        run.fit(Module(layout="fsdp2"), data())
+    with set_environment():
+        run = make_trainer(folder, "fsdp2", 1, [], checkpoint_format="lightning")
+        run.fit(Module(layout="fsdp2"), make_data())
         run.save_checkpoint(f"{folder}/a.ckpt")
         before = state_of(Path(folder))
         broken = mock.patch.object(
@@ -322,8 +222,8 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
     ranks(2, fit_with, str(tmp_path / "theirs"), theirs, 4, {}, None, None)
     saved = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, (layout, n) in enumerate([("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 4)]):
-        found = ranks(n, fit, str(tmp_path / str(number)), layout, 6, saved)[0]
-        assert_close(found, oracle["AdamW"])
+        result = ranks(n, fit_module, str(tmp_path / str(number)), layout, 6, saved)[0]
+        assert_close(result, oracle["AdamW"])
 
 
 def in_the_way(folder: str) -> None:

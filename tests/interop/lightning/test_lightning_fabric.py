@@ -12,18 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 
 import holdfast
+import holdfast.lightning.fabric as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.ondisk.hidden_names import HiddenName
 from tests.helpers.pool import Ranks
-
-pytest.importorskip("lightning")
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
-
-import holdfast.lightning.fabric as ours
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
@@ -100,8 +97,8 @@ def test_a_state_goes_on_in_any_layout(
     path = str(tmp_path / "state")
     losses = ranks(n, train, path, layout, options)[0]
     for other, m in [("plain", 1), ("ddp", 3), ("fsdp1", 2), ("fsdp2", 3)]:
-        for found in ranks(m, resume, path, other):
-            assert found == pytest.approx(losses, rel=1e-5)
+        for result in ranks(m, resume, path, other):
+            assert result == pytest.approx(losses, rel=1e-5)
 
 
 def several(path: str) -> None:
@@ -151,8 +148,8 @@ def test_lightnings_own_format_is_read_again(ranks: Ranks, tmp_path: Path, layou
     path = str(tmp_path / "state")
     losses = ranks(2, train, path, layout, {"checkpoint_format": "lightning"})[0]
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]  # noqa: PTH208
-    for found in ranks(2, resume, path, layout):
-        assert found == pytest.approx(losses, rel=1e-5)
+    for result in ranks(2, resume, path, layout):
+        assert result == pytest.approx(losses, rel=1e-5)
 
 
 PRUNE = """

@@ -12,21 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L  # noqa: N812 - as in the guide
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import strategies
+from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.lightning import FSDPStrategy
+from tests.helpers.lightning_runs import CpuFSDP
+from tests.helpers.lightning_trainer import Module, fit_module, make_data, set_environment
 from tests.helpers.pool import Ranks
-from tests.interop.lightning.test_lightning import LightningEnvironment, Module, data, environment, fit
-
-L = pytest.importorskip("lightning")
-from lightning.pytorch import strategies  # noqa: E402
-from lightning.pytorch.demos import LightningTransformer  # noqa: E402
-
-from holdfast.lightning import FSDPStrategy  # noqa: E402
-from tests.helpers.lightning_runs import CpuFSDP  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,7 +45,7 @@ class Transformer(LightningTransformer):
 
 
 def train(folder: str, max_steps: int, checkpoint_format: str, ckpt_path: str | None = None) -> int:
-    with environment():
+    with set_environment():
         model = Transformer()
         strategy = FSDPStrategy(state_dict_type="sharded", checkpoint_format=checkpoint_format)
         trainer = L.Trainer(
@@ -86,7 +85,7 @@ def test_save_load_and_convert(ranks: Ranks, tmp_path: Path, checkpoint_format: 
 
 def fit_theirs(folder: str, kind: str, layout: str, ckpt_path: str) -> dict[str, torch.Tensor]:
     """Two more steps by a strategy of Lightning's own; returns the parameters."""
-    with environment():
+    with set_environment():
         module = Module(kind, "fsdp2" if layout == "fsdp2" else "plain")
         strategy: Any = strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         if layout == "fsdp1":
@@ -104,7 +103,7 @@ def fit_theirs(folder: str, kind: str, layout: str, ckpt_path: str) -> dict[str,
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-        run.fit(module, data(), ckpt_path=ckpt_path)
+        run.fit(module, make_data(), ckpt_path=ckpt_path)
         run.save_checkpoint(f"{folder}/end.ckpt")
     opened = holdfast.open(f"{folder}/end.ckpt")
     return {name: opened[name] for name in opened if name.startswith("model/")}
@@ -113,10 +112,10 @@ def fit_theirs(folder: str, kind: str, layout: str, ckpt_path: str) -> dict[str,
 @pytest.mark.parametrize(("layout", "kind"), [("fsdp1", "AdamW"), ("fsdp2", "AdamW"), ("fsdp2", "SGD")])
 def test_what_we_convert_goes_on_in_plain_lightning(ranks: Ranks, tmp_path: Path, layout: str, kind: str) -> None:
     """From one folder both its strategies go on, though each looks for the model under a name of its own."""
-    ranks(2, fit, str(tmp_path / "ours"), "ddp", 4, None, kind)
-    expected = ranks(2, fit, str(tmp_path / "more"), "ddp", 6, str(tmp_path / "ours/end.ckpt"), kind)[0]
+    ranks(2, fit_module, str(tmp_path / "ours"), "ddp", 4, None, kind)
+    expected = ranks(2, fit_module, str(tmp_path / "more"), "ddp", 6, str(tmp_path / "ours/end.ckpt"), kind)[0]
     path = holdfast.convert(tmp_path / "ours/end.ckpt", tmp_path / "theirs.ckpt", to="lightning-folder")
-    found = ranks(2, fit_theirs, str(tmp_path), kind, layout, str(path))[0]
-    for name, tensor in found.items():
+    result = ranks(2, fit_theirs, str(tmp_path), kind, layout, str(path))[0]
+    for name, tensor in result.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    assert found.keys() == {name for name in expected if name.startswith("model/")}
+    assert result.keys() == {name for name in expected if name.startswith("model/")}

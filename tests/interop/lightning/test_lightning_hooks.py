@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch import strategies as theirs
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 import holdfast
+import holdfast.lightning as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
+from tests.helpers.lightning_trainer import Module, list_files, make_data, make_strategy, make_trainer, set_environment
 from tests.helpers.pool import Ranks
-
-lightning = pytest.importorskip("lightning")
-from lightning.pytorch import Trainer  # noqa: E402
-from lightning.pytorch import strategies as theirs  # noqa: E402
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint  # noqa: E402
-from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
-
-import holdfast.lightning as ours  # noqa: E402
-from tests.interop.lightning.test_lightning import Module, checkpoints, data, environment, strategy, trainer  # noqa: E402
 
 Hook = Callable[[dict[str, Any]], None]
 
@@ -60,7 +57,7 @@ def run(folder: Path, kind: str, steps: int, callbacks: list[Callback] | None = 
         default_root_dir=folder,
         callbacks=callbacks or [],
         logger=False,
-        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks or ()),
+        enable_checkpointing=any(isinstance(item, ModelCheckpoint) for item in callbacks or ()),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -70,7 +67,7 @@ def run(folder: Path, kind: str, steps: int, callbacks: list[Callback] | None = 
 def saved(folder: Path, kind: str, hook: Hook | None = None, steps: int = 2) -> Path:
     path = folder / f"{kind}.ckpt"
     trained = run(folder, kind, steps)
-    trained.fit(Hooked(hook), data())
+    trained.fit(Hooked(hook), make_data())
     trained.save_checkpoint(path)
     return path
 
@@ -81,7 +78,7 @@ def loaded(path: Path, kind: str, hook: Hook | None = None, steps: int = 2, **op
     for name, value in options.items():
         setattr(module, name, value)
     resumed = run(path.parent, kind, steps)
-    resumed.fit(module, data(), ckpt_path=str(path))
+    resumed.fit(module, make_data(), ckpt_path=str(path))
     optimizer = resumed.optimizers[0]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     moments = {(names[id(p)], key): value for p, state in optimizer.state.items() for key, value in state.items()}
@@ -144,8 +141,8 @@ CHANGES = [doubled, one_replaced, swapped, only_looked_at, other_dtype, no_optim
 def test_what_a_hook_makes_of_it_is_saved(tmp_path: Path, kind: str, hook: Hook) -> None:
     expected = torch.load(saved(tmp_path, "theirs", hook), weights_only=False)
     path = saved(tmp_path, kind, hook)
-    found = holdfast.open(path)
-    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    checkpoint = holdfast.open(path)
+    model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
     assert_equal(loaded(path, kind), loaded(tmp_path / "theirs.ckpt", "theirs"))
 
@@ -220,9 +217,9 @@ class Resizing(Hooked):
 def test_a_module_that_loads_by_itself_does_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("tests.interop.lightning.test_lightning_hooks.Hooked", Resizing)
     path, expected = saved(tmp_path, kind), saved(tmp_path, "theirs")
-    found = loaded(path, kind, steps=3)
-    assert found["seen"].tolist() == [0, 1, 2]
-    assert_equal(found, loaded(expected, "theirs", steps=3))
+    actual = loaded(path, kind, steps=3)
+    assert actual["seen"].tolist() == [0, 1, 2]
+    assert_equal(actual, loaded(expected, "theirs", steps=3))
 
 
 def other_state(checkpoint: dict[str, Any]) -> None:
@@ -232,7 +229,7 @@ def other_state(checkpoint: dict[str, Any]) -> None:
 def test_other_optimizer_states_cannot_be_saved_natively(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="optimizer_states"):
         saved(tmp_path, "native", other_state)
-    assert checkpoints(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])
@@ -242,16 +239,16 @@ def test_averages_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
     def fit(name: str, steps: int, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
         keep = ModelCheckpoint(tmp_path / name, filename="at", every_n_train_steps=2, save_top_k=-1)
         module = Hooked()
-        run(tmp_path, name, steps, [EMAWeightAveraging(decay=0.5), keep]).fit(module, data(), ckpt_path=ckpt_path)
+        run(tmp_path, name, steps, [EMAWeightAveraging(decay=0.5), keep]).fit(module, make_data(), ckpt_path=ckpt_path)
         return dict(module.state_dict())
 
     fit("theirs", 2)
     fit(kind, 2)
     expected = torch.load(tmp_path / "theirs/at.ckpt", weights_only=False)
-    found = holdfast.open(tmp_path / kind / "at.ckpt")
-    model = {name.removeprefix("model/"): found[name] for name in found if name.startswith("model/")}
+    checkpoint = holdfast.open(tmp_path / kind / "at.ckpt")
+    model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
-    content = found.values["user_content"]
+    content = checkpoint.values["user_content"]
     assert_equal(content["current_model_state"], dict(expected["current_model_state"]))
     assert_equal(content["averaging_state"], expected["averaging_state"])
     resumed = fit(kind, 4, str(tmp_path / kind / "at.ckpt"))
@@ -276,7 +273,7 @@ def test_hooks_come_when_lightnings_own_strategies_call_them(tmp_path: Path, kin
                 calls.append("on_fit_start")
 
         path = saved(tmp_path, name)
-        run(tmp_path, name, 3).fit(Told(), data(), ckpt_path=str(path))
+        run(tmp_path, name, 3).fit(Told(), make_data(), ckpt_path=str(path))
         return calls
 
     assert order(kind) == order("theirs")
@@ -285,13 +282,13 @@ def test_hooks_come_when_lightnings_own_strategies_call_them(tmp_path: Path, kin
 def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -> dict[str, torch.Tensor]:
     """Saved after two steps under one hook, and loaded under another one into a model of other values."""
     sharding = "fsdp2" if layout == "fsdp2" else "plain"
-    with environment():
-        first = trainer(folder, layout, 2, [])
-        first.fit(Hooked(hook, layout=sharding), data())
+    with set_environment():
+        first = make_trainer(folder, layout, 2, [])
+        first.fit(Hooked(hook, layout=sharding), make_data())
         first.save_checkpoint(f"{folder}/a.ckpt")
         module = Hooked(loading=loading, layout=sharding, seed=5)
-        again = trainer(folder, layout, 2, [])
-        again.fit(module, data(), ckpt_path=f"{folder}/a.ckpt")
+        again = make_trainer(folder, layout, 2, [])
+        again.fit(module, make_data(), ckpt_path=f"{folder}/a.ckpt")
         again.save_checkpoint(f"{folder}/b.ckpt")
     return {name: holdfast.open(f"{folder}/b.ckpt")[name] for name in holdfast.open(f"{folder}/b.ckpt")}
 
@@ -299,23 +296,23 @@ def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_hooks_see_sharded_models_and_what_they_make_of_them_counts(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     plain = ranks(1, sharded, str(tmp_path / "plain"), "plain", doubled, one_replaced)[0]
-    found = ranks(2, sharded, str(tmp_path / layout), layout, doubled, one_replaced)[0]
-    assert found.keys() == plain.keys()
+    result = ranks(2, sharded, str(tmp_path / layout), layout, doubled, one_replaced)[0]
+    assert result.keys() == plain.keys()
     for name, tensor in plain.items():
         if not name.startswith("ranks/"):
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+            torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    assert result["model/net.3.bias"].tolist() == [7.0] * 3
 
 
 def test_fsdp1_loads_what_hooks_make_of_it(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2, sharded, str(tmp_path), "fsdp1", None, one_replaced)[0]
-    assert found["model/net.3.bias"].tolist() == [7.0] * 3
+    result = ranks(2, sharded, str(tmp_path), "fsdp1", None, one_replaced)[0]
+    assert result["model/net.3.bias"].tolist() == [7.0] * 3
 
 
 def refused(folder: str) -> None:
-    with environment():
-        run = trainer(folder, "fsdp1", 1, [])
-        run.fit(Hooked(more), data())
+    with set_environment():
+        run = make_trainer(folder, "fsdp1", 1, [])
+        run.fit(Hooked(more), make_data())
         run.save_checkpoint(f"{folder}/a.ckpt")
 
 
@@ -323,7 +320,7 @@ def test_fsdp1_refuses_to_save_another_state_dict(ranks: Ranks, tmp_path: Path) 
     for error in ranks.outcomes(2, refused, str(tmp_path)):
         assert isinstance(error, InvalidArgumentError)
         assert "ModelParallelStrategy" in str(error)
-    assert checkpoints(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("states", [[], {}])
@@ -357,7 +354,7 @@ def test_a_folder_that_is_an_address_is_refused_before_training(
     monkeypatch.chdir(tmp_path)
     trained = run(tmp_path, kind, 2, [ModelCheckpoint("memory://run", every_n_train_steps=1)])
     with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
-        trained.fit(Hooked(), data())
+        trained.fit(Hooked(), make_data())
     assert trained.global_step == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -377,13 +374,13 @@ class Sized(Module):
 def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     module, path = Sized(5, ("a",)), tmp_path / "a.ckpt"
     trained = run(tmp_path, kind, 2)
-    trained.fit(module, data())
+    trained.fit(module, make_data())
     trained.save_checkpoint(path)
-    found = ours.load_from_checkpoint(Sized, path)
-    assert type(found) is Sized
-    assert_equal(found.state_dict(), module.state_dict())
-    assert found.hparams == module.hparams
-    assert found.seen == ["a", *sorted(module.state_dict())]
+    actual = ours.load_from_checkpoint(Sized, path)
+    assert type(actual) is Sized
+    assert_equal(actual.state_dict(), module.state_dict())
+    assert actual.hparams == module.hparams
+    assert actual.seen == ["a", *sorted(module.state_dict())]
     other = ours.load_from_checkpoint(Sized, path, names=("b",), map_location="cpu", strict=True)
     assert other.seen[0] == "b"
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -391,8 +388,8 @@ def test_modules_are_made_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
 
 
 def test_of_several_ranks_any_may_look(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2, sharded, str(tmp_path), "ddp", None, looked_at_on_rank_0)[0]
-    assert found["model/net.3.bias"].shape == (3,)
+    result = ranks(2, sharded, str(tmp_path), "ddp", None, looked_at_on_rank_0)[0]
+    assert result["model/net.3.bias"].shape == (3,)
 
 
 def on_rank_0(checkpoint: dict[str, Any]) -> None:
@@ -402,14 +399,14 @@ def on_rank_0(checkpoint: dict[str, Any]) -> None:
 
 def test_hooks_may_run_on_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Where ranks hold the same, Lightning writes what rank 0 has."""
-    found = ranks(2, sharded, str(tmp_path / "one"), "ddp", on_rank_0, None)[0]
+    result = ranks(2, sharded, str(tmp_path / "one"), "ddp", on_rank_0, None)[0]
     expected = ranks(2, sharded, str(tmp_path / "all"), "ddp", doubled, None)[0]
-    assert_equal(found, expected)
+    assert_equal(result, expected)
 
 
 def test_a_dump_that_was_not_saved_does_not_count(tmp_path: Path) -> None:
     trained = run(tmp_path, "native", 2)
-    trained.fit(Hooked(), data())
+    trained.fit(Hooked(), make_data())
     trained._checkpoint_connector.dump_checkpoint(weights_only=False)
     trained.save_checkpoint(tmp_path / "a.ckpt")
     assert [name for name in holdfast.open(tmp_path / "a.ckpt") if name.startswith("optimizer/")]
@@ -424,4 +421,4 @@ def looked_at_on_rank_0(checkpoint: dict[str, Any]) -> None:
 def test_strategies_of_all_layouts_take_no_address() -> None:
     for layout in ("plain", "ddp", "fsdp1"):
         with pytest.raises(InvalidArgumentError, match="object stores"):
-            strategy(layout).load_checkpoint("memory://a")
+            make_strategy(layout).load_checkpoint("memory://a")

@@ -4,7 +4,6 @@ import inspect
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,43 +12,15 @@ from torch import nn
 import holdfast
 from holdfast.compat import nxd
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
-from tests.helpers.nxd_files import name, save, zero
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__()
-        self.register_buffer("buf", torch.rand(3))
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).relu())
-
-
-def training(seed: int) -> tuple[Net, torch.optim.Optimizer, Any]:
-    model = Net(seed)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    torch.manual_seed(100 + number)
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).square().mean().backward()
-    optimizer.step()
-
-
-def same(model: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(one, other.state_dict()[key]) for key, one in model.state_dict().items())
+from tests.helpers.nxd_files import rank_file_name, save_rank_file
+from tests.helpers.nxd_training import Net, equal_models, make_training, train_step, write_nxd
 
 
 def test_the_samples_of_the_guide(tmp_path: Path) -> None:
     args = Namespace(checkpoint_dir=str(tmp_path / "ckpt"), loading_step=2)
-    model, optimizer, lr_scheduler = training(0)
+    model, optimizer, lr_scheduler = make_training(0)
     for total_steps, batch_idx in ((1, 0), (2, 1)):
-        step(model, optimizer, total_steps)
+        train_step(model, optimizer, total_steps)
         lr_scheduler.step()
         nxd.save_checkpoint(
             args.checkpoint_dir,  # checkpoint path
@@ -62,8 +33,8 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
             async_save=True,
         )
     nxd.finalize_checkpoint()
-    whole = [one.clone() for one in model.state_dict().values()]
-    other, its, scheduler = training(1)
+    whole = [tensor.clone() for tensor in model.state_dict().values()]
+    other, its, scheduler = make_training(1)
     args.loading_step = 2
     user_content = nxd.load_checkpoint(
         args.checkpoint_dir,  # checkpoint path
@@ -77,10 +48,10 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         "batch_idx": 1,
         "cli_args": {"checkpoint_dir": args.checkpoint_dir, "loading_step": 2},
     }
-    assert same(other, model)
-    step(model, optimizer, 3)
-    step(other, its, 3)
-    assert same(other, model)
+    assert equal_models(other, model)
+    train_step(model, optimizer, 3)
+    train_step(other, its, 3)
+    assert equal_models(other, model)
     nxd.save_checkpoint(
         args.checkpoint_dir,  # checkpoint path
         tag=f"step_{total_steps + 1}",  # tag, sub-directory under checkpoint path
@@ -89,7 +60,7 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         async_save=True,
     )
     nxd.finalize_checkpoint()
-    third, its, scheduler = training(2)
+    third, its, scheduler = make_training(2)
     user_content = nxd.load_checkpoint(
         args.checkpoint_dir,  # checkpoint path
         tag="step_2",
@@ -97,29 +68,41 @@ def test_the_samples_of_the_guide(tmp_path: Path) -> None:
         optimizer=its,
         scheduler=scheduler,
     )
-    assert all(torch.equal(one, two) for one, two in zip(third.state_dict().values(), whole, strict=True))
-    third, _, _ = training(2)
+    assert all(torch.equal(left, right) for left, right in zip(third.state_dict().values(), whole, strict=True))
+    third, _, _ = make_training(2)
     assert nxd.load_checkpoint(args.checkpoint_dir, model=third) is None
-    assert same(third, model)
+    assert equal_models(third, model)
 
 
 def test_the_signatures_are_those_of_nxd() -> None:
     """Positional order and defaults, as of 0.18."""
     saved = list(inspect.signature(nxd.save_checkpoint).parameters.values())
-    assert [one.name for one in saved[:13]] == [
+    assert [item.name for item in saved[:13]] == [
         *("checkpoint_dir_str", "tag", "model", "optimizer", "scheduler", "user_content", "num_workers", "use_xser"),
         *("num_kept_ckpts", "async_save", "zero1_optimizer", "use_zero1_dcp", "avoid_saving_lower_precision_weights"),
     ]
-    assert [one.default for one in saved[2:13]] == [None, None, None, None, 8, False, None, False, False, False, False]
+    assert [item.default for item in saved[2:13]] == [
+        None,
+        None,
+        None,
+        None,
+        8,
+        False,
+        None,
+        False,
+        False,
+        False,
+        False,
+    ]
     loaded = list(inspect.signature(nxd.load_checkpoint).parameters.values())
-    assert [one.name for one in loaded[:8]] == [
+    assert [item.name for item in loaded[:8]] == [
         *("path", "tag", "model", "optimizer", "scheduler", "num_workers", "strict", "use_zero1_dcp"),
     ]
-    assert [one.default for one in loaded[1:8]] == [None, None, None, None, 8, True, False]
+    assert [item.default for item in loaded[1:8]] == [None, None, None, None, 8, True, False]
 
 
 def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path) -> None:
-    model, _, _ = training(0)
+    model, _, _ = make_training(0)
     for tag, more in (
         ("a", {}),
         (7, {"num_workers": 1, "zero1_optimizer": True, "use_zero1_dcp": True, "use_xser": True}),
@@ -127,9 +110,9 @@ def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path)
         nxd.save_checkpoint(
             path=tmp_path, tag=tag, model=model, avoid_saving_lower_precision_weights=bool(more), **more
         )
-    other, _, _ = training(1)
+    other, _, _ = make_training(1)
     nxd.load_checkpoint(checkpoint_dir_str=tmp_path, tag=7, model=other, use_zero1_dcp=True, num_workers=2)
-    assert same(other, model)
+    assert equal_models(other, model)
     with pytest.raises(InvalidArgumentError, match="pass one folder"):
         nxd.save_checkpoint(tag="a", model=model)
     with pytest.raises(InvalidArgumentError, match="needs a tag"):
@@ -137,7 +120,7 @@ def test_everything_that_xla_needed_is_taken_and_changes_nothing(tmp_path: Path)
 
 
 def test_retention_and_what_is_there(tmp_path: Path) -> None:
-    model, _, _ = training(0)
+    model, _, _ = make_training(0)
     assert not nxd.has_checkpoint(tmp_path)
     for number in range(4):
         nxd.save_checkpoint(tmp_path, f"step_{number}", model, num_kept_ckpts=2)
@@ -150,52 +133,35 @@ def test_retention_and_what_is_there(tmp_path: Path) -> None:
         nxd.load_checkpoint(tmp_path, "step_9", model)
 
 
-def write_nxd(
-    folder: Path, model: Net, optimizer: torch.optim.Optimizer, *, dp: int = 2, masters: bool = False
-) -> None:
-    own = {key: one.clone() for key, one in model.state_dict().items()}
-    save(folder / "model" / name(), own)
-    (group,) = optimizer.param_groups
-    parameters = dict(enumerate(one.detach() for one in group["params"]))
-    states = {pid: dict(optimizer.state[one]) for pid, one in enumerate(group["params"])}
-    settings = {key: value for key, value in group.items() if key != "params"}
-    groups = [{**settings, "params": list(parameters)}]
-    for d, tree in enumerate(zero(parameters, states, dp, masters=masters, groups=groups)):
-        save(folder / "optim" / name(d), tree)
-    torch.save({"total_steps": 2}, folder / "user_content.pt")
-    (folder / "checkpoint").write_text("1")
-    (folder / "done").write_text("1")
-
-
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_nxd_has_written_is_gone_on_from_and_new_checkpoints_lie_beside(tmp_path: Path, masters: bool) -> None:
     """ZeRO-1 of two ranks, into one plain process; buffers and frozen parameters, too: NxD itself loses them."""
-    model, optimizer, _ = training(0)
+    model, optimizer, _ = make_training(0)
     for number in (1, 2):
-        step(model, optimizer, number)
+        train_step(model, optimizer, number)
     write_nxd(tmp_path / "step_2", model, optimizer, masters=masters)
     assert nxd.has_checkpoint(tmp_path)
-    other, its, _ = training(1)
+    other, its, _ = make_training(1)
     assert nxd.load_checkpoint(tmp_path, model=other, optimizer=its) == {"total_steps": 2}
-    assert same(other, model)
-    step(model, optimizer, 3)
-    step(other, its, 3)
-    assert same(other, model)
+    assert equal_models(other, model)
+    train_step(model, optimizer, 3)
+    train_step(other, its, 3)
+    assert equal_models(other, model)
     nxd.save_checkpoint(tmp_path, "step_3", other, its)
-    third, its, _ = training(2)
+    third, its, _ = make_training(2)
     nxd.load_checkpoint(tmp_path, model=third, optimizer=its)
-    assert same(third, model)
-    only, _, _ = training(3)
+    assert equal_models(third, model)
+    only, _, _ = make_training(3)
     nxd.load_checkpoint(tmp_path, "step_2", only)
-    assert not same(only, model)
+    assert not equal_models(only, model)
 
 
 def test_a_layout_from_a_live_model(tmp_path: Path) -> None:
     """As NxD's and Megatron's layers note it on their parameters."""
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
-    for one, dim in ((model.a.weight, 0), (model.a.bias, 0), (model.b.weight, 1)):
-        one.tensor_model_parallel, one.partition_dim, one.partition_stride = True, dim, 1
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
+    for item, dim in ((model.a.weight, 0), (model.a.bias, 0), (model.b.weight, 1)):
+        item.tensor_model_parallel, item.partition_dim, item.partition_stride = True, dim, 1
     spec = json.loads(nxd.sharding_of(model, optimizer))
     assert {"b.weight": 1, "a.bias": 0}.items() <= {rule["match"]: rule.get("dim") for rule in spec["rules"]}.items()
     assert spec["not_trained"] == ["buf", "frozen"]
@@ -208,22 +174,22 @@ def test_a_layout_from_a_live_model(tmp_path: Path) -> None:
             "a.bias": tensors["a.bias"].chunk(5)[tp],
             "b.weight": tensors["b.weight"].chunk(5, 1)[tp],
         }
-        save(tmp_path / "s" / "model" / name(tp=tp), tensors | own)
+        save_rank_file(tmp_path / "s" / "model" / rank_file_name(tp=tp), tensors | own)
     other = Net(5)
     with pytest.raises(InvalidArgumentError, match=r"5 tensor-parallel ranks.*layout"):
         nxd.load_checkpoint(tmp_path, "s", model=other)
     (tmp_path / "layout.json").write_text(nxd.sharding_of(model, optimizer))
     nxd.load_checkpoint(tmp_path, "s", model=other, layout=tmp_path / "layout.json")
-    assert same(other, model)
+    assert equal_models(other, model)
 
 
 def test_a_model_of_other_shapes_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    model, optimizer, _ = training(0)
-    step(model, optimizer, 1)
+    model, optimizer, _ = make_training(0)
+    train_step(model, optimizer, 1)
     write_nxd(tmp_path / "step_1", model, optimizer)
     other = Net(1)
     other.b = nn.Linear(5, 4)
-    before = {key: one.clone() for key, one in other.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
     with pytest.raises((MismatchError, InvalidArgumentError)):
         nxd.load_checkpoint(tmp_path, model=other)
-    assert all(torch.equal(one, other.state_dict()[key]) for key, one in before.items())
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in before.items())

@@ -13,7 +13,7 @@ from torch import nn
 import holdfast
 from holdfast.conversion.convert import convert
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
-from tests.helpers.nxd_files import load, name, save
+from tests.helpers.nxd_files import load_rank_file, rank_file_name, save_rank_file
 
 
 def local(whole: torch.Tensor, dim: int, stride: int, tp: int, rank: int) -> torch.Tensor:
@@ -31,15 +31,15 @@ def order_of_queries(q: torch.Tensor, heads: int, kv_heads: int, copies: int) ->
 
 def write(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> Path:
     for rank, model in enumerate(ranks):
-        save(folder / "model" / name(tp=rank), model)
+        save_rank_file(folder / "model" / rank_file_name(tp=rank), model)
     return folder
 
 
 def read(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
     keys = {"layout": layout if isinstance(layout, str) else json.dumps(layout)}
-    found = holdfast.open(folder, keys=keys)
-    found._reader.check_files()
-    return {key.removeprefix("model/"): found[key] for key in found.keys()}  # noqa: SIM118 - it is no dict
+    checkpoint = holdfast.open(folder, keys=keys)
+    checkpoint._reader.check_files()
+    return {key.removeprefix("model/"): checkpoint[key] for key in checkpoint.keys()}  # noqa: SIM118 - it is no dict
 
 
 @settings(max_examples=40)
@@ -52,9 +52,9 @@ def test_any_dimension_and_stride(
     whole, all_of_it = torch.randn(shape), torch.randn(3)
     ranks = [{"w": local(whole, dim, stride, tp, rank), "n": all_of_it} for rank in range(tp)]
     layout = {"rules": [{"match": "w", "dim": dim, "stride": stride}, {"match": "n"}]}
-    found = read(write(tmp_path_factory.mktemp("tp"), ranks), layout)
-    assert torch.equal(found["w"], whole)
-    assert torch.equal(found["n"], all_of_it)
+    actual = read(write(tmp_path_factory.mktemp("tp"), ranks), layout)
+    assert torch.equal(actual["w"], whole)
+    assert torch.equal(actual["n"], all_of_it)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "copies"), [(8, 2, 2), (8, 4, 1), (12, 2, 3), (4, 1, 4)])
@@ -65,18 +65,18 @@ def test_attention_with_repeated_keys(tmp_path: Path, heads: int, kv_heads: int,
     o = torch.randn(hidden, heads * size)
     queries = order_of_queries(q, heads, kv_heads, copies).chunk(tp)
     outs = order_of_queries(o.T, heads, kv_heads, copies).T.chunk(tp, 1)
-    keys, values = (one.repeat(copies, 1).chunk(tp) for one in (k, v))
+    keys, values = (item.repeat(copies, 1).chunk(tp) for item in (k, v))
     ranks = []
     for rank in range(tp):
         own = {"weight_q": queries[rank], "weight_k": keys[rank], "weight_v": values[rank]}
         own = {"weight_qkv": torch.cat(list(own.values()))} if fused else own
-        ranks.append({f"x.qkv_proj.{key}": one for key, one in own.items()} | {"x.o_proj.weight": outs[rank]})
+        ranks.append({f"x.qkv_proj.{key}": event for key, event in own.items()} | {"x.o_proj.weight": outs[rank]})
     folder = write(tmp_path, ranks)
     said = f"llama:kv_size_multiplier={copies},heads={heads},kv_heads={kv_heads}"
-    found = read(folder, said)
+    actual = read(folder, said)
     expected = {"x.q_proj.weight": q, "x.k_proj.weight": k, "x.v_proj.weight": v, "x.o_proj.weight": o}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], one) for key, one in expected.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], value) for key, value in expected.items())
     with pytest.raises(InvalidArgumentError, match="kv_size_multiplier"):
         read(folder, "llama")
 
@@ -84,9 +84,9 @@ def test_attention_with_repeated_keys(tmp_path: Path, heads: int, kv_heads: int,
 def test_gate_and_up_are_taken_apart(tmp_path: Path) -> None:
     gate, up = torch.randn(8, 3), torch.randn(8, 3)
     ranks = [{"x.gate_up_proj.weight": torch.cat([gate.chunk(4)[r], up.chunk(4)[r]])} for r in range(4)]
-    found = read(write(tmp_path, ranks), "llama")
-    assert torch.equal(found["x.gate_proj.weight"], gate)
-    assert torch.equal(found["x.up_proj.weight"], up)
+    actual = read(write(tmp_path, ranks), "llama")
+    assert torch.equal(actual["x.gate_proj.weight"], gate)
+    assert torch.equal(actual["x.up_proj.weight"], up)
 
 
 def test_mixtral_experts_over_both_kinds_of_ranks(tmp_path: Path) -> None:
@@ -102,25 +102,25 @@ def test_mixtral_experts_over_both_kinds_of_ranks(tmp_path: Path) -> None:
     for e in range(ep):
         of_rank = slice(e * experts // ep, (e + 1) * experts // ep)
         for t in range(tp):
-            gate, up = (one.transpose(1, 2).chunk(tp, 2)[t][of_rank] for one in (w1, w3))
+            gate, up = (item.transpose(1, 2).chunk(tp, 2)[t][of_rank] for item in (w1, w3))
             model = {
                 f"{at}.router.linear_router.weight": router,
                 f"{at}.expert_mlps.mlp_op.gate_up_proj.weight": torch.cat([gate, up], 2),
                 f"{at}.expert_mlps.mlp_op.down_proj.weight": w2.transpose(1, 2).chunk(tp, 1)[t][of_rank],
                 "m.norm.weight": norm,
             }
-            file = tmp_path / "model" / name(tp=t, ep=e)
-            save(file, model, experts=frozenset(key for key in model if "expert" in key))
+            file = tmp_path / "model" / rank_file_name(tp=t, ep=e)
+            save_rank_file(file, model, experts=frozenset(key for key in model if "expert" in key))
             if e:  # NxD writes of further expert-parallel ranks the experts only
                 for tid in (0, 3):
                     (file.with_name(file.name + ".tensors") / f"tensor_{tid}.pt").unlink()
-    found = read(tmp_path, "mixtral")
+    actual = read(tmp_path, "mixtral")
     moe = "m.layers.0.block_sparse_moe"
-    assert torch.equal(found[f"{moe}.gate.weight"], router)
-    assert torch.equal(found["m.norm.weight"], norm)
+    assert torch.equal(actual[f"{moe}.gate.weight"], router)
+    assert torch.equal(actual["m.norm.weight"], norm)
     for number in range(experts):
-        for key, one in (("w1", w1), ("w2", w2), ("w3", w3)):
-            assert torch.equal(found[f"{moe}.experts.{number}.{key}.weight"], one[number])
+        for key, item in (("w1", w1), ("w2", w2), ("w3", w3)):
+            assert torch.equal(actual[f"{moe}.experts.{number}.{key}.weight"], item[number])
 
 
 def test_gpt_neox_is_what_its_forward_makes_of_heads(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_gpt_neox_is_what_its_forward_makes_of_heads(tmp_path: Path) -> None:
         {"x.query_key_value.weight": qkv.chunk(2)[r], "x.attention.dense.weight": dense.chunk(2, 1)[r]}
         for r in range(2)
     ]
-    found = read(write(tmp_path, ranks), "gpt-neox")
-    assert torch.equal(found["x.query_key_value.weight"], qkv)
-    assert torch.equal(found["x.attention.dense.weight"], dense)
+    actual = read(write(tmp_path, ranks), "gpt-neox")
+    assert torch.equal(actual["x.query_key_value.weight"], qkv)
+    assert torch.equal(actual["x.attention.dense.weight"], dense)
 
 
 def test_nothing_is_guessed(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def back(folder: Path, layout: Any, tp: int, scratch: Path) -> list[dict[str, to
     layout = layout if isinstance(layout, str) else json.dumps(layout)
     convert(folder, scratch / "native", to="native", layout=layout)
     convert(scratch / "native", scratch / "nxd", to="nxd", layout=layout, tp_size=tp)
-    return [load(scratch / "nxd" / "model" / name(tp=rank)) for rank in range(tp)]
+    return [load_rank_file(scratch / "nxd" / "model" / rank_file_name(tp=rank)) for rank in range(tp)]
 
 
 @settings(max_examples=15)
@@ -175,9 +175,9 @@ def test_the_way_back_of_any_dimension_and_stride(
     whole = torch.randn(shape)
     ranks = [{"w": local(whole, dim, stride, tp, rank), "n": torch.ones(3)} for rank in range(tp)]
     layout = {"rules": [{"match": "w", "dim": dim, "stride": stride}, {"match": "n"}]}
-    found = back(write(folder / "a", ranks), layout, tp, folder)
-    for one, rank in zip(found, ranks, strict=True):
-        assert all(torch.equal(one[key], rank[key]) for key in ("w", "n"))
+    actual = back(write(folder / "a", ranks), layout, tp, folder)
+    for item, rank in zip(actual, ranks, strict=True):
+        assert all(torch.equal(item[key], rank[key]) for key in ("w", "n"))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "copies"), [(8, 2, 2), (12, 2, 3), (4, 1, 4), (8, 4, 1)])
@@ -192,9 +192,9 @@ def test_the_way_back_of_attention(tmp_path: Path, heads: int, kv_heads: int, co
         for rank in range(tp)
     ]
     layout = f"llama:kv_size_multiplier={copies},kv_heads={kv_heads}"
-    found = back(write(tmp_path / "a", ranks), layout, tp, tmp_path)
-    for one, rank in zip(found, ranks, strict=True):
-        assert all(torch.equal(one[key], rank[key]) for key in rank)
+    actual = back(write(tmp_path / "a", ranks), layout, tp, tmp_path)
+    for item, rank in zip(actual, ranks, strict=True):
+        assert all(torch.equal(item[key], rank[key]) for key in rank)
 
 
 def test_the_way_back_of_experts(tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_the_way_back_of_experts(tmp_path: Path) -> None:
         {f"{at}.gate_up_proj.weight": local(gate_up, 2, 2, 2, rank), f"{at}.down_proj.weight": down.chunk(2, 1)[rank]}
         for rank in range(2)
     ]
-    found = back(write(tmp_path / "a", ranks), "mixtral", 2, tmp_path)
-    for one, rank in zip(found, ranks, strict=True):
-        assert all(torch.equal(one[key], rank[key]) for key in rank)
+    actual = back(write(tmp_path / "a", ranks), "mixtral", 2, tmp_path)
+    for item, rank in zip(actual, ranks, strict=True):
+        assert all(torch.equal(item[key], rank[key]) for key in rank)
 
 
 def test_repeated_keys_over_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_tied_weights_have_both_names(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path / "run", "s", model)
     convert(tmp_path / "run", tmp_path / "nxd", to="nxd", layout="llama", tp_size=2)
     for rank in range(2):
-        found = load(tmp_path / "nxd" / "model" / name(tp=rank))
+        actual = load_rank_file(tmp_path / "nxd" / "model" / rank_file_name(tp=rank))
         own = model["lm_head"].weight.chunk(2)[rank]
-        assert torch.equal(found["embed_tokens.weight"], own)
-        assert torch.equal(found["lm_head.weight"], own)
+        assert torch.equal(actual["embed_tokens.weight"], own)
+        assert torch.equal(actual["lm_head.weight"], own)

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.cli.main import app
 from holdfast.conversion.convert import convert
 from holdfast.errors import InvalidArgumentError, TagExistsError
-from tests.helpers.nxd_files import contents, load, name
+from tests.helpers.nxd_files import load_rank_file, rank_file_name, read_files
 from tests.helpers.nxd_llama import (
     CONFIG,
     DP,
@@ -23,11 +23,11 @@ from tests.helpers.nxd_llama import (
     STEPS,
     TP,
     Llama,
-    batch,
-    loss_of,
-    optimizer,
-    single,
+    compute_loss,
+    make_batch,
+    make_optimizer,
     train_rank,
+    train_single,
 )
 from tests.helpers.pool import Ranks
 
@@ -40,34 +40,35 @@ def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_to_transformers(trained: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    before = contents(trained)
-    model, _ = single(STEPS)
+    import transformers
+
+    before = read_files(trained)
+    model, _ = train_single(STEPS)
     convert(trained, tmp_path / "hf", to="hf", layout=LAYOUT)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).config.save_pretrained(tmp_path / "hf")
-    found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    actual, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert all(torch.equal(one, model.state_dict()[key]) for key, one in found.state_dict().items())
-    tokens = batch(9, 0)
-    torch.testing.assert_close(found(tokens).logits, model(tokens))
-    assert contents(trained) == before
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in actual.state_dict().items())
+    tokens = make_batch(9, 0)
+    torch.testing.assert_close(actual(tokens).logits, model(tokens))
+    assert read_files(trained) == before
 
 
 def test_to_torchs_distributed_checkpoint(trained: Path, tmp_path: Path) -> None:
-    model, own = single(STEPS)
+    model, own = train_single(STEPS)
     convert(trained, tmp_path / "dcp", to="dcp", layout=LAYOUT, max_shard_size=5000)
     other = Llama()
-    fresh = optimizer(other.parameters())
-    found = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    fresh = make_optimizer(other.parameters())
+    actual = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
+    dcp.load(actual, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for key, tensor in model.state_dict().items():
-        assert torch.equal(found["model"][key], tensor), key
+        assert torch.equal(actual["model"][key], tensor), key
     expected = get_optimizer_state_dict(model, own)
-    assert found["optim"]["param_groups"][0]["lr"] == 0.01
+    assert actual["optim"]["param_groups"][0]["lr"] == 0.01
     for key, states in expected["state"].items():
         for state, value in states.items():
-            assert torch.equal(found["optim"]["state"][key][state], value), (key, state)
+            assert torch.equal(actual["optim"]["state"][key][state], value), (key, state)
 
 
 def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:
@@ -75,32 +76,32 @@ def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:
     for layer in model.model["layers"]:
         fully_shard(layer)
     fully_shard(model)
-    trained = optimizer(model.parameters())
+    trained = make_optimizer(model.parameters())
     holdfast.load_checkpoint(folder, model=model, optimizer=trained, keys=keys)
     for step in range(STEPS, STEPS + 2):
         model.zero_grad()
-        (sum(loss_of(model, batch(step, half)) for half in range(DP)) / DP).backward()
+        (sum(compute_loss(model, make_batch(step, half)) for half in range(DP)) / DP).backward()
         trained.step()
-    return {key: one.full_tensor().detach() for key, one in model.named_parameters()}
+    return {key: tensor.full_tensor().detach() for key, tensor in model.named_parameters()}
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_fsdp_on_three_ranks_goes_on_as_one_process_does(
     ranks: Ranks, trained: Path, tmp_path: Path, direct: bool
 ) -> None:
-    model, _ = single(STEPS + 2)
+    model, _ = train_single(STEPS + 2)
     if direct:
-        found = ranks(3, go_on, str(trained), {"layout": LAYOUT})
+        results = ranks(3, go_on, str(trained), {"layout": LAYOUT})
     else:
         convert(trained, tmp_path / "native", to="native", layout=LAYOUT)
-        found = ranks(3, go_on, str(tmp_path / "native"), {})
+        results = ranks(3, go_on, str(tmp_path / "native"), {})
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(found[0][key], parameter.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[0][key], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_and_back(trained: Path, tmp_path: Path) -> None:
     """One process's checkpoint, laid out for NxD's ranks, is what these ranks would have saved."""
-    model, own = single(STEPS)
+    model, own = train_single(STEPS)
     holdfast.save_checkpoint(tmp_path / "run", "s", model=model, optimizer=own)
     options: dict[str, Any] = {"tp_size": TP, "pp_size": PP, "dp_size": DP, "master_weights": True, "layout": LAYOUT}
     made = convert(tmp_path / "run", tmp_path / "nxd", to="nxd", **options)
@@ -110,26 +111,26 @@ def test_and_back(trained: Path, tmp_path: Path) -> None:
     assert len(files) == TP * PP * (DP + 1)
     for file in files:
         for other in (made, again):
-            assert equal(load(other / file), load(trained / file)), (file, other)
+            assert equal(load_rank_file(other / file), load_rank_file(trained / file)), (file, other)
     assert (made / "done").read_bytes() == (made / "checkpoint").read_bytes() == b"1"
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(left: Any, other: Any) -> bool:
     """The same, whatever the order of keys."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
+    if isinstance(left, dict):
+        return left.keys() == other.keys() and all(equal(left[key], other[key]) for key in left)
+    if isinstance(left, torch.Tensor):
+        return left.dtype == other.dtype and torch.equal(left, other)
+    return left == other
 
 
 def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "layout": LAYOUT, "master_weights": True, "xser": False}
     made = convert(trained, tmp_path / "nxd", to="nxd", dtype="bfloat16", **options)
-    model = load(made / "model" / name())
-    masters = load(made / "optim" / name())["sharded_master_weights"]
+    model = load_rank_file(made / "model" / rank_file_name())
+    masters = load_rank_file(made / "optim" / rank_file_name())["sharded_master_weights"]
     key = "model.embed_tokens.weight"
-    whole = single(STEPS)[0].state_dict()[key]
+    whole = train_single(STEPS)[0].state_dict()[key]
     assert torch.equal(model[key], whole.chunk(2)[0].bfloat16())
     assert torch.equal(masters[list(model).index(key)], whole.chunk(2)[0].chunk(2)[0])
     back = holdfast.open(made, keys={"layout": LAYOUT})
@@ -139,7 +140,7 @@ def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Pat
 
 
 def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
-    before = contents(trained)
+    before = read_files(trained)
     asked: list[tuple[dict[str, Any], str]] = [
         ({"tp_size": 2}, "need a layout"),
         ({"layout": LAYOUT, "tp_size": 0}, "at least 1"),
@@ -157,7 +158,7 @@ def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(TagExistsError):
         convert(trained, tmp_path / "there", to="nxd", layout=LAYOUT, tp_size=2)
-    assert contents(trained) == before
+    assert read_files(trained) == before
     assert not (tmp_path / "out").exists()
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 

@@ -21,7 +21,16 @@ from holdfast.errors import (
 )
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories
-from tests.helpers.nxd_files import contents, golden, load, name, rows, same, save, zero
+from tests.helpers.nxd_files import (
+    equal_trees,
+    extract_golden,
+    load_rank_file,
+    rank_file_name,
+    read_files,
+    save_rank_file,
+    shard_rows,
+    shard_zero_states,
+)
 
 
 def convert(source: Path, final: Path, ranks: int | None) -> Path:
@@ -30,7 +39,7 @@ def convert(source: Path, final: Path, ranks: int | None) -> Path:
 
 def write(folder: Path, trees: list[dict[str, Any]], *, tp: int = 0, xser: bool = True) -> Path:
     for rank, tree in enumerate(trees):
-        save(folder / "optim" / name(rank, tp), tree, xser=xser)
+        save_rank_file(folder / "optim" / rank_file_name(rank, tp), tree, xser=xser)
     return folder
 
 
@@ -44,28 +53,28 @@ def sample(dp: int, *, masters: bool = True, step: float = 3.0) -> list[dict[str
     states = {
         pid: {
             "step": torch.tensor(step),
-            "exp_avg": torch.randn(one.shape),
-            "exp_avg_sq": torch.rand(one.shape),
+            "exp_avg": torch.randn(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
             "kind": "a",
         }
-        for pid, one in parameters.items()
+        for pid, parameter in parameters.items()
         if pid != 4
     }
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 2, 4]}, {"lr": torch.tensor(0.2), "params": [1, 3]}]
-    return zero(parameters, states, dp, masters=masters, groups=groups)
+    return shard_zero_states(parameters, states, dp, masters=masters, groups=groups)
 
 
 @pytest.mark.parametrize("kind", ["z1_xser1", "z1_nomaster"])
 def test_nxd_files_come_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
-    source = golden(tmp_path) / kind
-    before = contents(source)
+    source = extract_golden(tmp_path) / kind
+    before = read_files(source)
     at = source
     for step, ranks in enumerate([4, 3, 2]):
         at = convert(at, tmp_path / f"{step}", ranks)
-    assert contents(at) == before
+    assert read_files(at) == before
     whole = convert(source, tmp_path / "whole", None)
-    assert contents(convert(whole, tmp_path / "back", 2)) == before
-    assert contents(source) == before
+    assert read_files(convert(whole, tmp_path / "back", 2)) == before
+    assert read_files(source) == before
 
 
 STATES = st.sampled_from(["param", "row", "scalar", "int", "double"])
@@ -90,39 +99,39 @@ def test_any_state_for_any_ranks_is_what_torch_makes_of_it(
     folder = tmp_path_factory.mktemp("zero")
     parameters = {pid: torch.randn(shape) for pid, shape in enumerate(shapes)}
     made = {
-        "param": lambda one: torch.randn(one.shape),
-        "row": lambda one: torch.rand(one.shape[:-1]) if one.ndim > 2 else torch.rand(one.shape),
+        "param": lambda case: torch.randn(case.shape),
+        "row": lambda case: torch.rand(case.shape[:-1]) if case.ndim > 2 else torch.rand(case.shape),
         "scalar": lambda _: torch.tensor(2.5),
         "int": lambda _: 7,
-        "double": lambda one: torch.randn(one.shape).double(),
+        "double": lambda case: torch.randn(case.shape).double(),
     }
     states = {
-        pid: {f"{kind}_row{number}": made[kind](one) for number, kind in enumerate(kinds)}
-        for pid, one in parameters.items()
+        pid: {f"{kind}_row{number}": made[kind](parameter) for number, kind in enumerate(kinds)}
+        for pid, parameter in parameters.items()
         if pid != 1
     }
-    every = {dp: zero(parameters, states, dp, masters=masters) for dp in degrees}
+    every = {dp: shard_zero_states(parameters, states, dp, masters=masters) for dp in degrees}
     at = write(folder / "a", every[degrees[0]], xser=xser)
     for step, dp in enumerate(degrees[1:]):
         if step % 2:
             at = convert(at, folder / f"full{step}", None)
         at = convert(at, folder / f"b{step}", dp)
         for rank, tree in enumerate(every[dp]):
-            found = load(at / "optim" / name(rank))
+            actual = load_rank_file(at / "optim" / rank_file_name(rank))
             tree["param_groups"][0]["betas"] = list(tree["param_groups"][0]["betas"])
-            assert same(found, tree)
+            assert equal_trees(actual, tree)
 
 
 @pytest.mark.parametrize("xser", [True, False])
 def test_what_it_writes_is_what_nxd_writes(tmp_path: Path, xser: bool) -> None:
     source = write(tmp_path / "a", sample(2), xser=xser)
-    found = contents(convert(source, tmp_path / "b", 3))
-    assert found == contents(write(tmp_path / "c", sample(3), xser=xser))
+    actual = read_files(convert(source, tmp_path / "b", 3))
+    assert actual == read_files(write(tmp_path / "c", sample(3), xser=xser))
 
 
 def test_master_weights_are_converted(tmp_path: Path) -> None:
     source = write(tmp_path / "a", sample(2))
-    whole = load(convert(source, tmp_path / "b", None) / "optim" / "full_tp_rank_00_pp_rank_00.pt")
+    whole = load_rank_file(convert(source, tmp_path / "b", None) / "optim" / "full_tp_rank_00_pp_rank_00.pt")
     torch.manual_seed(0)
     for pid, shape in SHAPES.items():
         assert torch.equal(whole["sharded_master_weights"][pid], torch.randn(shape))
@@ -130,23 +139,23 @@ def test_master_weights_are_converted(tmp_path: Path) -> None:
 
 def test_a_column_factor_is_never_guessed(tmp_path: Path) -> None:
     def trees(columns: list[torch.Tensor]) -> list[dict[str, Any]]:
-        found = zero({0: torch.randn(6, 4)}, {0: {}}, 2)
-        for tree, column in zip(found, columns, strict=True):
+        actual = shard_zero_states({0: torch.randn(6, 4)}, {0: {}}, 2)
+        for tree, column in zip(actual, columns, strict=True):
             tree["base_state"][0] = {"exp_avg_sq_row": torch.ones(3), "exp_avg_sq_col": column}
-        return found
+        return actual
 
     alike = convert(write(tmp_path / "a", trees([torch.ones(4)] * 2)), tmp_path / "b", 3)
-    assert load(alike / "optim" / name(2))["base_state"][0]["exp_avg_sq_row"].shape == (2,)
-    assert load(alike / "optim" / name(2))["base_state"][0]["exp_avg_sq_col"].shape == (4,)
+    assert load_rank_file(alike / "optim" / rank_file_name(2))["base_state"][0]["exp_avg_sq_row"].shape == (2,)
+    assert load_rank_file(alike / "optim" / rank_file_name(2))["base_state"][0]["exp_avg_sq_col"].shape == (4,)
     with pytest.raises(CorruptCheckpointError, match="exp_avg_sq_col differs"):
         convert(write(tmp_path / "c", trees([torch.ones(4), torch.zeros(4)])), tmp_path / "d", 3)
 
 
 def test_all_else_in_the_folder_is_taken_along(tmp_path: Path) -> None:
-    source = golden(tmp_path) / "z1_xser1"
+    source = extract_golden(tmp_path) / "z1_xser1"
     made = convert(source, tmp_path / "b", 4)
-    rest = {file: data for file, data in contents(source).items() if not file.startswith("optim/")}
-    assert {file: data for file, data in contents(made).items() if not file.startswith("optim/")} == rest
+    rest = {file: data for file, data in read_files(source).items() if not file.startswith("optim/")}
+    assert {file: data for file, data in read_files(made).items() if not file.startswith("optim/")} == rest
     assert "done" in rest
 
 
@@ -155,14 +164,14 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def _cut(folder: Path) -> None:
-    file = folder / "optim" / f"{name(1)}.tensors" / "tensor_1.pt"
+    file = folder / "optim" / f"{rank_file_name(1)}.tensors" / "tensor_1.pt"
     file.write_bytes(file.read_bytes()[:-700])
 
 
 def _replace(folder: Path, rank: int, tree: dict[str, Any]) -> None:
-    for file in (folder / "optim").glob(f"{name(rank)}*"):
+    for file in (folder / "optim").glob(f"{rank_file_name(rank)}*"):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
-    save(folder / "optim" / name(rank), tree)
+    save_rank_file(folder / "optim" / rank_file_name(rank), tree)
 
 
 def _fill(folder: Path) -> None:
@@ -172,14 +181,18 @@ def _fill(folder: Path) -> None:
 
 
 BROKEN = {
-    "a middle rank is missing": (lambda at: _remove(at, name(1)), CorruptCheckpointError, r"dp_rank_01.* is missing"),
+    "a middle rank is missing": (
+        lambda at: _remove(at, rank_file_name(1)),
+        CorruptCheckpointError,
+        r"dp_rank_01.* is missing",
+    ),
     "the last rank is missing": (
-        lambda at: _remove(at, name(2)),
+        lambda at: _remove(at, rank_file_name(2)),
         CorruptCheckpointError,
         "has shape .* files are missing",
     ),
     "a tensor's file is missing": (
-        lambda at: (at / "optim" / f"{name(1)}.tensors" / "tensor_2.pt").unlink(),
+        lambda at: (at / "optim" / f"{rank_file_name(1)}.tensors" / "tensor_2.pt").unlink(),
         CorruptCheckpointError,
         r"dp_rank_01.*tensor_2.pt is missing",
     ),
@@ -200,7 +213,7 @@ BROKEN = {
         r"dp_rank_02|has shape",
     ),
     "a stale rank is beside them": (
-        lambda at: save(at / "optim" / name(3), sample(3)[2]),
+        lambda at: save_rank_file(at / "optim" / rank_file_name(3), sample(3)[2]),
         CorruptCheckpointError,
         "has shape",
     ),
@@ -215,16 +228,16 @@ def test_files_that_do_not_belong_together_are_named_and_nothing_is_written(tmp_
     damage, error, message = BROKEN[case]
     source = write(tmp_path / "a", sample(3))
     damage(source)
-    before = contents(source)
+    before = read_files(source)
     with pytest.raises(error, match=message):
         convert(source, tmp_path / "b", 2)
-    assert contents(source) == before
+    assert read_files(source) == before
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     source = write(tmp_path / "a", sample(2))
-    before = contents(source)
+    before = read_files(source)
     (tmp_path / "there").mkdir()
     asked: list[tuple[Path, Path, int | None, type[HoldfastError], str]] = [
         (source, source, 4, InvalidArgumentError, "must not contain each other"),
@@ -235,23 +248,23 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
         (tmp_path / "none", tmp_path / "new", 4, NoCheckpointError, "no folder"),
         (tmp_path / "there", tmp_path / "new", 4, FormatError, "no ranks' files"),
     ]
-    for one, final, ranks, error, message in asked:
+    for item, final, ranks, error, message in asked:
         with pytest.raises(error, match=message):
-            convert(one, final, ranks)
+            convert(item, final, ranks)
     whole = convert(source, tmp_path / "whole", None)
     with pytest.raises(InvalidArgumentError, match="whole states already"):
         convert(whole, tmp_path / "new", None)
-    assert contents(source) == before
+    assert read_files(source) == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "there", "whole"]
 
 
 def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a", sample(2))
-    before = contents(source)
+    before = read_files(source)
     monkeypatch.setattr("holdfast.compat.nxd.convert.torch_files._verify_range", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", 3)
-    assert contents(source) == before
+    assert read_files(source) == before
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
@@ -274,7 +287,7 @@ def test_the_rows_of_ranks_are_those_of_fsdp() -> None:
         for dp in range(1, 6):
             whole = torch.arange(float(size))
             trimmed = list(torch.chunk(whole, dp))
-            own = rows(whole, dp)
+            own = shard_rows(whole, dp)
             assert torch.equal(torch.cat(own)[:size], whole)
             for part, row in zip(trimmed, own, strict=False):
                 assert torch.equal(row[: len(part)], part)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import OptimizerMismatchError
-from tests.distributed.test_fsdp1 import full_optimizer, full_state, nested, net, train
+from tests.helpers.fsdp1 import gather_optimizer_state, gather_state_dict, make_nested, make_net, train_model
 from tests.helpers.pool import Ranks
 
 Flat = dict[str, torch.Tensor]
@@ -18,44 +18,44 @@ Flat = dict[str, torch.Tensor]
 
 def gathered(model: Any, optimizer: torch.optim.Optimizer) -> Flat:
     """Model and states, by the names that a checkpoint has for them, as torch's own state dicts tell."""
-    found = {f"model/{name}": tensor for name, tensor in full_state(model).items()}
-    for fqn, states in full_optimizer(model, optimizer).items():
-        found |= {f"optimizer/{fqn}/{name}": torch.as_tensor(tensor).clone() for name, tensor in states.items()}
-    return found
+    actual = {f"model/{name}": tensor for name, tensor in gather_state_dict(model).items()}
+    for fqn, states in gather_optimizer_state(model, optimizer).items():
+        actual |= {f"optimizer/{fqn}/{name}": torch.as_tensor(tensor).clone() for name, tensor in states.items()}
+    return actual
 
 
 def save(path: str, *, orig: bool) -> Flat:
-    model = nested(use_orig_params=orig)
+    model = make_nested(use_orig_params=orig)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer)
+    train_model(model, optimizer)
     holdfast.save_checkpoint(path, "s", model, optimizer)
     return gathered(model, optimizer)
 
 
 def load(path: str, *, orig: bool, stepped: bool) -> Flat:
-    model = nested(use_orig_params=orig)
+    model = make_nested(use_orig_params=orig)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     if stepped:
-        train(model, optimizer, 1)
+        train_model(model, optimizer, 1)
     holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
-    found = gathered(model, optimizer)
-    train(model, optimizer, 1)  # goes on
-    return found
+    actual = gathered(model, optimizer)
+    train_model(model, optimizer, 1)  # goes on
+    return actual
 
 
 def load_fsdp2(path: str) -> Flat:
-    model = net()
+    model = make_net()
     fully_shard(model.body)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {f"model/{name}": getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
+    actual = {f"model/{name}": getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
     for p, states in optimizer.state.items():
         for name, t in states.items():
-            found[f"optimizer/{names[id(p)]}/{name}"] = getattr(t, "full_tensor", lambda t=t: t)()
-    return found
+            actual[f"optimizer/{names[id(p)]}/{name}"] = getattr(t, "full_tensor", lambda t=t: t)()
+    return actual
 
 
 def stored(folder: Path) -> Flat:
@@ -66,10 +66,10 @@ def stored(folder: Path) -> Flat:
     }
 
 
-def assert_same(found: Flat, expected: Flat) -> None:
-    for name in found.keys() & expected.keys():
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(found[name].view(expected[name].shape), expected[name]), name
+def assert_same(actual: Flat, expected: Flat) -> None:
+    for name in actual.keys() & expected.keys():
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name].view(expected[name].shape), expected[name]), name
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
@@ -85,12 +85,12 @@ def test_what_fsdp1_saves_is_what_torch_gathers_and_comes_back_anywhere(
     }
     assert_same(on_disk, expected)
     for readers, flat in ((1, True), (2, True), (3, False), (4, True), (4, False)):
-        for found in ranks(readers, _load, str(tmp_path), flat, readers != 3):
-            assert found.keys() == expected.keys()
-            assert_same(found, expected)
-    for found in ranks(3, load_fsdp2, str(tmp_path)):
-        assert {"model/embed.weight", "optimizer/scale/exp_avg"} <= found.keys()
-        assert_same(found, expected)
+        for result in ranks(readers, _load, str(tmp_path), flat, readers != 3):
+            assert result.keys() == expected.keys()
+            assert_same(result, expected)
+    for result in ranks(3, load_fsdp2, str(tmp_path)):
+        assert {"model/embed.weight", "optimizer/scale/exp_avg"} <= result.keys()
+        assert_same(result, expected)
 
 
 def _save(path: str, orig: bool) -> Flat:
@@ -102,7 +102,7 @@ def _load(path: str, orig: bool, stepped: bool) -> Flat:
 
 
 def refused(path: str) -> str:
-    model = nested(use_orig_params=False)
+    model = make_nested(use_orig_params=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(OptimizerMismatchError) as raised:
         holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
@@ -122,9 +122,9 @@ def test_states_that_a_flat_parameter_cannot_keep_apart_are_refused(
     ranks: Ranks, tmp_path: Path, spoil: Any, words: str
 ) -> None:
     """Parameters that FSDP1 keeps as one have one set of states, of one dtype, and one step."""
-    model = net()
+    model = make_net()
     optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
+    train_model(model, optimizer)
     spoil(optimizer.state[model.scale])
     holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
     assert all(words in message for message in ranks(2, refused, str(tmp_path)))

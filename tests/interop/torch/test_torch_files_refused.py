@@ -16,45 +16,46 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafePickleError
-from tests.hostile.test_hostile import little_memory, look
-from tests.interop.torch.test_torch_files import KINDS, LEGACY, net, same, saved, stored
-from tests.unit.formats.test_pickles import EVIL
+from tests.helpers.bounded_reads import limit_memory, read_checkpoint
+from tests.helpers.equality import equal_bits
+from tests.helpers.torch_files import LEGACY_OPTIONS, SAVE_OPTIONS, make_net, save_tree, write_archive
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
 @pytest.fixture
 def entries(tmp_path: Path) -> dict[str, bytes]:
-    file = saved(tmp_path, {"model": {"w": torch.arange(6.0), "v": torch.ones(3)}, "epoch": 1})
+    file = save_tree(tmp_path, {"model": {"w": torch.arange(6.0), "v": torch.ones(3)}, "epoch": 1})
     with zipfile.ZipFile(file) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def assert_refused(file: Path, *kinds: type[HoldfastError], match: str | None = None) -> None:
-    with little_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
-        look(file)
+    with limit_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
+        read_checkpoint(file)
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", EVIL)
-@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
+@pytest.mark.parametrize("options", SAVE_OPTIONS)
 def test_a_pickle_that_runs_code_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = saved(tmp_path, {"model": {"w": torch.ones(1)}, "evil": EVIL[kind]}, **options)
+    file = save_tree(tmp_path, {"model": {"w": torch.ones(1)}, "evil": UNSAFE_OBJECTS[kind]}, **options)
     assert_refused(file, UnsafePickleError)
     with pytest.raises(UnsafePickleError, match=str(file)):
         holdfast.load_checkpoint(file, model=torch.nn.Linear(1, 1))
-    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+    assert [item.name for item in tmp_path.iterdir()] == [file.name]
 
 
 def test_objects_of_unknown_classes_are_named(tmp_path: Path) -> None:
-    file = saved(tmp_path, {"model": {"w": torch.ones(1)}, "whole": net()})
+    file = save_tree(tmp_path, {"model": {"w": torch.ones(1)}, "whole": make_net()})
     assert_refused(file, UnsafePickleError, match="torch.nn.modules")
 
 
-@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("options", SAVE_OPTIONS)
 def test_a_file_cut_short_anywhere_is_damage(tmp_path: Path, options: Any) -> None:
-    file = saved(tmp_path, {"model": {"w": torch.arange(6.0), "v": torch.ones(3)}}, **options)
+    file = save_tree(tmp_path, {"model": {"w": torch.arange(6.0), "v": torch.ones(3)}}, **options)
     raw = file.read_bytes()
     for size in [*range(0, len(raw) - 1, 7), len(raw) - 1]:
         file.write_bytes(raw[:size])
@@ -62,17 +63,17 @@ def test_a_file_cut_short_anywhere_is_damage(tmp_path: Path, options: Any) -> No
 
 
 def test_entries_that_are_compressed(tmp_path: Path, entries: dict[str, bytes]) -> None:
-    assert_refused(stored(tmp_path / "x.pt", entries, zipfile.ZIP_DEFLATED), FormatError, match="compressed")
+    assert_refused(write_archive(tmp_path / "x.pt", entries, zipfile.ZIP_DEFLATED), FormatError, match="compressed")
 
 
 def test_a_zip_bomb(tmp_path: Path, entries: dict[str, bytes]) -> None:
     """256 MiB of zeros in a few hundred KiB."""
     entries["some/data/0"] = bytes(2**28)
-    assert_refused(stored(tmp_path / "x.pt", entries, zipfile.ZIP_DEFLATED), FormatError, match="compressed")
+    assert_refused(write_archive(tmp_path / "x.pt", entries, zipfile.ZIP_DEFLATED), FormatError, match="compressed")
 
 
 def test_an_entry_twice(tmp_path: Path, entries: dict[str, bytes]) -> None:
-    first = stored(tmp_path / "x.pt", entries)
+    first = write_archive(tmp_path / "x.pt", entries)
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(first, "a") as archive:
         archive.writestr("some/data/0", entries["some/data/0"])
     assert_refused(tmp_path / "x.pt", CorruptCheckpointError, match="two of its entries")
@@ -81,18 +82,18 @@ def test_an_entry_twice(tmp_path: Path, entries: dict[str, bytes]) -> None:
 @pytest.mark.parametrize("missing", ["some/data.pkl", "some/data/0", "some/data/1"])
 def test_an_entry_missing(tmp_path: Path, entries: dict[str, bytes], missing: str) -> None:
     del entries[missing]
-    assert_refused(stored(tmp_path / "x.pt", entries), CorruptCheckpointError, FormatError)
+    assert_refused(write_archive(tmp_path / "x.pt", entries), CorruptCheckpointError, FormatError)
 
 
 @pytest.mark.parametrize("size", [0, 23, 25, 1000])
 def test_a_storage_of_another_size(tmp_path: Path, entries: dict[str, bytes], size: int) -> None:
     entries["some/data/0"] = bytes(size)
-    assert_refused(stored(tmp_path / "x.pt", entries), CorruptCheckpointError, match="storage '0'")
+    assert_refused(write_archive(tmp_path / "x.pt", entries), CorruptCheckpointError, match="storage '0'")
 
 
 def test_the_other_byte_order(tmp_path: Path, entries: dict[str, bytes]) -> None:
     entries["some/byteorder"] = b"big"
-    assert_refused(stored(tmp_path / "x.pt", entries), FormatError, match="big-endian")
+    assert_refused(write_archive(tmp_path / "x.pt", entries), FormatError, match="big-endian")
 
 
 def test_a_torchscript_program(tmp_path: Path) -> None:
@@ -101,8 +102,8 @@ def test_a_torchscript_program(tmp_path: Path) -> None:
 
 
 def test_a_zip_file_of_something_else(tmp_path: Path) -> None:
-    assert_refused(stored(tmp_path / "x.zip", {"a/b.txt": b"hello"}), FormatError, match="a zip file")
-    assert_refused(stored(tmp_path / "y.zip", {"a": b""}), FormatError)
+    assert_refused(write_archive(tmp_path / "x.zip", {"a/b.txt": b"hello"}), FormatError, match="a zip file")
+    assert_refused(write_archive(tmp_path / "y.zip", {"a": b""}), FormatError)
 
 
 def pickled(tree: bytes) -> dict[str, bytes]:
@@ -145,12 +146,12 @@ ABSURD = {
 
 @pytest.mark.parametrize("kind", ABSURD)
 def test_absurd_tensors(tmp_path: Path, kind: str) -> None:
-    assert_refused(stored(tmp_path / "x.pt", pickled(b"}X\x01\0\0\0w" + tensor(*ABSURD[kind]) + b"s")))
+    assert_refused(write_archive(tmp_path / "x.pt", pickled(b"}X\x01\0\0\0w" + tensor(*ABSURD[kind]) + b"s")))
 
 
 def test_the_tensor_of_which_these_are_variants_is_read(tmp_path: Path) -> None:
-    file = stored(tmp_path / "x.pt", pickled(b"}X\x01\0\0\0w" + tensor((2,), (1,)) + b"s"))
-    assert same(holdfast.open(file)["model/w"], torch.zeros(2))
+    file = write_archive(tmp_path / "x.pt", pickled(b"}X\x01\0\0\0w" + tensor((2,), (1,)) + b"s"))
+    assert equal_bits(holdfast.open(file)["model/w"], torch.zeros(2))
 
 
 def doubled(levels: int) -> bytes:
@@ -159,28 +160,28 @@ def doubled(levels: int) -> bytes:
 
 
 def test_values_that_name_each_other_again_and_again(tmp_path: Path) -> None:
-    assert_refused(stored(tmp_path / "x.pt", pickled(doubled(60))), CorruptCheckpointError, match="more work")
+    assert_refused(write_archive(tmp_path / "x.pt", pickled(doubled(60))), CorruptCheckpointError, match="more work")
 
 
 def test_values_inside_themselves(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert_refused(saved(tmp_path, loop), CorruptCheckpointError, match="levels")
+    assert_refused(save_tree(tmp_path, loop), CorruptCheckpointError, match="levels")
 
 
 @pytest.mark.parametrize("field", range(20))
 def test_numbers_in_the_directory(tmp_path: Path, field: int) -> None:
     """Each 32 bits of the end of the file, which says where the directory is, made the largest there are."""
-    file = saved(tmp_path, {"model": {"w": torch.arange(6.0)}})
+    file = save_tree(tmp_path, {"model": {"w": torch.arange(6.0)}})
     raw = bytearray(file.read_bytes())
     at = len(raw) - 98 + 4 * field
     if bytes(raw[at : at + 4]) in {b"PK\5\6", b"PK\6\6", b"PK\6\7"}:
         return
     struct.pack_into("<I", raw, at, 0xFFFFFFFF)
     file.write_bytes(raw)
-    with little_memory():
+    with limit_memory():
         try:
-            assert same(holdfast.open(file)["model/w"], torch.arange(6.0))
+            assert equal_bits(holdfast.open(file)["model/w"], torch.arange(6.0))
         except HoldfastError as error:
             assert str(file) in str(error)
 
@@ -188,8 +189,8 @@ def test_numbers_in_the_directory(tmp_path: Path, field: int) -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_any_change_is_read_or_refused_by_an_error_of_ours(tmp_path: Path, data: st.DataObject) -> None:
-    options = data.draw(st.sampled_from([{}, LEGACY]))
-    file = saved(tmp_path, {"model": {"w": torch.arange(6.0)}, "a": [1, {"b": torch.ones(2)}]}, **options)
+    options = data.draw(st.sampled_from([{}, LEGACY_OPTIONS]))
+    file = save_tree(tmp_path, {"model": {"w": torch.arange(6.0)}, "a": [1, {"b": torch.ones(2)}]}, **options)
     raw = bytearray(file.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -205,7 +206,7 @@ def test_any_change_is_read_or_refused_by_an_error_of_ours(tmp_path: Path, data:
 
 def test_a_flipped_bit_in_the_pickle_is_found_by_its_crc(tmp_path: Path) -> None:
     """torch writes CRCs, and checks none."""
-    file = saved(tmp_path, {"model": {"w": torch.arange(6.0)}, "epoch": 7})
+    file = save_tree(tmp_path, {"model": {"w": torch.arange(6.0)}, "epoch": 7})
     raw = bytearray(file.read_bytes())
     raw[raw.index(b"epoch") + 10] ^= 1
     file.write_bytes(raw)
@@ -215,12 +216,12 @@ def test_a_flipped_bit_in_the_pickle_is_found_by_its_crc(tmp_path: Path) -> None
 def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        file = saved(tmp_path, {"w": torch.arange(6.0)})
+        file = save_tree(tmp_path, {"w": torch.arange(6.0)})
     finally:
         torch.serialization.set_crc32_options(True)
-    assert same(holdfast.open(file)["model/w"], torch.arange(6.0))
+    assert equal_bits(holdfast.open(file)["model/w"], torch.arange(6.0))
 
 
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
-    file = saved(tmp_path, {"a": np.array([object], dtype=object)})
+    file = save_tree(tmp_path, {"a": np.array([object], dtype=object)})
     assert_refused(file, FormatError)

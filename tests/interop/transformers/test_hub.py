@@ -65,18 +65,18 @@ def wrapped(model: nn.Module, layout: str) -> nn.Module:
     if layout == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         cut: dict[int, nn.Parameter] = {}
-        for number, (path, one) in enumerate(list(model.named_parameters(remove_duplicate=False))):
-            placed = distribute_tensor(one.detach(), mesh, [Shard(number % one.ndim)], src_data_rank=None)
+        for number, (path, tensor) in enumerate(list(model.named_parameters(remove_duplicate=False))):
+            placed = distribute_tensor(tensor.detach(), mesh, [Shard(number % tensor.ndim)], src_data_rank=None)
             owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, cut.setdefault(id(one), nn.Parameter(placed)))
+            setattr(model.get_submodule(owner), name, cut.setdefault(id(tensor), nn.Parameter(placed)))
     return model
 
 
 def whole(model: nn.Module, build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """A plain model with the values of a sharded one."""
     plain = built(build, dtype, seed=2)
-    for name, one in model.state_dict().items():
-        plain.state_dict()[name].copy_(one.full_tensor() if isinstance(one, DTensor) else one)
+    for name, tensor in model.state_dict().items():
+        plain.state_dict()[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     return plain
 
 
@@ -100,11 +100,11 @@ def test_from_pretrained_opens_what_save_model_writes(
 ) -> None:
     ranks(n, save, str(tmp_path / "m"), layout, build, dtype)
     expected = built(build, dtype)
-    found, info = type(expected).from_pretrained(tmp_path / "m", output_loading_info=True)
+    actual, info = type(expected).from_pretrained(tmp_path / "m", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert found.dtype == dtype
-    assert torch.equal(logits(found.eval()), logits(expected))
+    assert actual.dtype == dtype
+    assert torch.equal(logits(actual.eval()), logits(expected))
     expected.save_pretrained(tmp_path / "theirs")
     with safe_open(tmp_path / "theirs/model.safetensors", "pt") as theirs:
         names = {name for file in (tmp_path / "m").glob("*.safetensors") for name in load_file(file)}
@@ -125,16 +125,16 @@ def test_load_model_takes_what_save_pretrained_writes(
 ) -> None:
     expected = built(build, dtype)
     expected.save_pretrained(tmp_path, max_shard_size="4KB")
-    for found in ranks(n, load, str(tmp_path), layout, build, dtype):
-        assert torch.equal(found, logits(expected))
+    for result in ranks(n, load, str(tmp_path), layout, build, dtype):
+        assert torch.equal(result, logits(expected))
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_so_it_does_with_files_of_torch_save(ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     expected = built(build, torch.float32)
     holdfast.save_model(expected, tmp_path / "m", shard=True, size_per_shard=0.004, use_safetensors=False)
-    found = type(expected).from_pretrained(tmp_path / "m")
-    assert torch.equal(logits(found.eval()), logits(expected))
+    loaded = type(expected).from_pretrained(tmp_path / "m")
+    assert torch.equal(logits(loaded.eval()), logits(expected))
     other = built(build, torch.float32, seed=7)
     holdfast.load_model(other, tmp_path / "m")
     assert torch.equal(logits(other), logits(expected))

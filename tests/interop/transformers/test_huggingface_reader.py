@@ -79,9 +79,9 @@ def test_every_tensor_is_what_the_safetensors_library_reads(folder: Path) -> Non
     assert opened.format == "huggingface"
     assert opened.keys() == sorted(f"model/{name}" for name in expected)
     for name, tensor in expected.items():
-        found = opened[f"model/{name}"]
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+        actual = opened[f"model/{name}"]
+        assert actual.dtype == tensor.dtype
+        assert torch.equal(actual, tensor)
 
 
 def test_the_folders_are_of_one_file_and_of_several(written: Path) -> None:
@@ -113,10 +113,10 @@ def test_any_part_of_a_tensor_is_read(folder: Path) -> None:
 def test_there_are_no_values_and_verifying_says_what_is_there(folder: Path) -> None:
     opened = holdfast.open(folder)
     assert opened.values == {}
-    found = list(opened.verify())
-    assert [one.problem for one in found] == [None] * len(found)
-    assert {one.name for one in found} == set(opened.keys())
-    assert sum(one.nbytes for one in found) == sum(tensor.nbytes for tensor in weights(folder).values())
+    actual = list(opened.verify())
+    assert [item.problem for item in actual] == [None] * len(actual)
+    assert {item.name for item in actual} == set(opened.keys())
+    assert sum(item.nbytes for item in actual) == sum(tensor.nbytes for tensor in weights(folder).values())
 
 
 def test_one_file_by_itself_is_a_checkpoint(written: Path) -> None:
@@ -246,7 +246,7 @@ def test_an_index_that_says_a_tensor_is_where_it_is_not_is_damage(written: Path,
         table["weight_map"][first(table)] = next(file for file in files if file != table["weight_map"][first(table)])
 
     folder = edited(written, tmp_path, move)
-    problems = [found.problem for found in holdfast.open(folder).verify() if found.problem]
+    problems = [check.problem for check in holdfast.open(folder).verify() if check.problem]
     assert len(problems) == 1
     assert str(folder / INDEX) in problems[0]
     with pytest.raises(CorruptCheckpointError, match=str(folder / INDEX)):

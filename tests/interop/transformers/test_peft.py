@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,10 +15,8 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidArgumentError
 from tests.helpers.pool import Ranks
-from tests.helpers.trainer_runs import Numbers, launched
-from tests.helpers.trainer_runs import model as base_model
-
-peft = pytest.importorskip("peft")
+from tests.helpers.trainer_runs import Numbers, launch
+from tests.helpers.trainer_runs import make_model as base_model
 
 
 def lora() -> nn.Module:
@@ -93,9 +92,9 @@ def test_it_is_not_converted_into_a_hugging_face_folder(
     holdfast.convert(tmp_path / "run", tmp_path / "again/s", to="native")
     assert cannot_be_opened(tmp_path / "again/s/model")
     file = holdfast.convert(tmp_path / "run", tmp_path / "all.safetensors", to="safetensors")
-    found, state = load_file(file), model.state_dict()
-    assert {state[name].data_ptr() for name in found} == {value.data_ptr() for value in state.values()}
-    assert all(torch.equal(value, state[name]) for name, value in found.items())
+    actual, state = load_file(file), model.state_dict()
+    assert {state[name].data_ptr() for name in actual} == {value.data_ptr() for value in state.values()}
+    assert all(torch.equal(value, state[name]) for name, value in actual.items())
 
 
 def trainer(path: Path, steps: int) -> Any:
@@ -115,19 +114,19 @@ def trainer(path: Path, steps: int) -> Any:
 
 
 def trained(path: Path) -> dict[str, Any]:
-    with launched(), warnings.catch_warnings(record=True) as seen:
+    with launch(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         run = trainer(path, 4)
         run.train()
         run.save_model(str(path / "adapter"))
     return {
-        "warnings": [str(one.message) for one in seen if "PEFT adapters" in str(one.message)],
+        "warnings": [str(warning.message) for warning in seen if "PEFT adapters" in str(warning.message)],
         "weights": {name: value.clone() for name, value in run.model.state_dict().items()},
     }
 
 
 def resumed(path: Path) -> dict[str, torch.Tensor]:
-    with launched():
+    with launch():
         run = trainer(path, 4)
         run.train(resume_from_checkpoint=str(path / "checkpoint-2"))
     return {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -135,13 +134,13 @@ def resumed(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_trainer_warns_once_and_save_model_writes_the_adapter(ranks: Ranks, tmp_path: Path, n: int) -> None:
-    found = ranks(n, trained, tmp_path)
-    assert [len(one["warnings"]) for one in found] == [1, 0][:n]
-    assert "trainer.save_model()" in found[0]["warnings"][0]
+    results = ranks(n, trained, tmp_path)
+    assert [len(item["warnings"]) for item in results] == [1, 0][:n]
+    assert "trainer.save_model()" in results[0]["warnings"][0]
     for step in (2, 4):
         assert cannot_be_opened(tmp_path / f"checkpoint-{step}/model")
     opened = peft.PeftModel.from_pretrained(base_model(), tmp_path / "adapter").state_dict()
-    weights = found[0]["weights"]
+    weights = results[0]["weights"]
     assert opened.keys() == weights.keys()
     assert all(torch.equal(opened[name], value) for name, value in weights.items())
     again = ranks(n, resumed, tmp_path)[0]

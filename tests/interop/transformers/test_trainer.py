@@ -12,7 +12,7 @@ import transformers
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.trainer_runs import accelerated, train
+from tests.helpers.trainer_runs import train, train_with_accelerate
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -33,11 +33,11 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, bef
     whole = ranks(1, train, tmp_path / "whole", 6)[0]
     ranks(before, train, tmp_path / "run", 3)
     saved = holdfast.open(tmp_path / "run")
-    found = ranks(after, train, tmp_path / "run", 6, True)
-    assert found[0]["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    results = ranks(after, train, tmp_path / "run", 6, True)
+    assert results[0]["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     # The gradients of keys' biases are rounding errors, which Adam makes steps of.
     for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
-        torch.testing.assert_close(found[0]["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(results[0]["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
     assert saved.values["user_content"]["trainer_state"]["global_step"] == 3
 
 
@@ -66,23 +66,23 @@ def test_under_fsdp_it_resumes_on_another_number_of_ranks(
 ) -> None:
     whole = ranks(1, train, tmp_path / "whole", 6)[0]
     ranks(before, _train, tmp_path / "run", 3, sharded(version))
-    found = ranks(after, _train, tmp_path / "run", 6, sharded(version, resume=True))[0]
-    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    result = ranks(after, _train, tmp_path / "run", 6, sharded(version, resume=True))[0]
+    assert result["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
-        torch.testing.assert_close(found["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(result["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", FSDP)
 def test_under_fsdp_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path, version: int) -> None:
     trained = ranks(2, _train, tmp_path, 3, sharded(version))[0]
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
-    assert same(found.state_dict(), trained["weights"])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
+    assert same(loaded.state_dict(), trained["weights"])
 
 
 def test_what_is_saved_opens_with_transformers(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks(2, train, tmp_path, 3)[0]
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
-    assert same(found.state_dict(), trained["weights"])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3/model")
+    assert same(loaded.state_dict(), trained["weights"])
 
 
 def test_arguments_mean_what_they_mean(ranks: Ranks, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_transformers_own_is_left_to_it(ranks: Ranks, tmp_path: 
 
 
 def test_what_accelerate_wraps_is_saved_as_what_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    weights = ranks(2, accelerated, tmp_path)[0]
+    weights = ranks(2, train_with_accelerate, tmp_path)[0]
     plain = torch.nn.Linear(6, 6)
     optimizer = torch.optim.AdamW(plain.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

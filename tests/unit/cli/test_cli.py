@@ -1,423 +1,25 @@
-"""Tests the command line: its output agrees with the files, and its exit codes with its output."""
+"""Tests what all commands share: arguments, exit codes, streams, progress bars, and the format of values."""
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
 import shutil
 import subprocess
 import sys
-import time
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.format_values import format_brief, format_lines
-from holdfast.cli.main import app
 from holdfast.cli.show.modules import summarize_modules
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import TensorInfo
-from tests.helpers.training import trained
-
-CONTENT = {
-    "total_steps": 3,
-    "cli_args": {"lr": 3e-4, "data": "/data/" + "x" * 60},
-    "losses": [0.5] * 1000,
-    "ema": torch.zeros(3, 4),
-    "best": float("nan"),
-    "numbers": {"a": np.float32(2.5), "b": np.int64(-7), "c": np.complex64(1 - 2j), "d": np.uint64(2**63)},
-    "types": {"dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2, 3])},
-    "namespace": Namespace(lr=0.5),
-    "\x1b[31mred": "\x1b[2J",
-}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three checkpoints; tests that change it take a copy."""
-    path = tmp_path_factory.mktemp("cli") / "run"
-    run = trained("plain")
-    for step in (1, 2, 3):
-        holdfast.save_checkpoint(
-            path,
-            f"step_{step}",
-            run.model,
-            run.optimizer,
-            run.scheduler,
-            CONTENT,
-            step=step,
-            metrics={"val_loss": 2.5 - step, "bleu": float("inf")},
-        )
-    return path
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def call(*args: object, code: int = 0, columns: int | None = None) -> Any:
-    """Run a command in this process; ``columns`` is the width asked for by the environment."""
-    env = {"COLUMNS": None if columns is None else str(columns)}
-    result = CliRunner().invoke(app, [str(arg) for arg in args], env=env)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result
-
-
-def call_json(*args: object, code: int = 0) -> Any:
-    return json.loads(call(*args, "--json", code=code).stdout)
-
-
-def size_on_disk(checkpoint: Path) -> int:
-    """All files but the manifest, which does not list itself."""
-    return sum(os.stat(f).st_size for f in checkpoint.rglob("*") if f.is_file() and f.name != "manifest.json")  # noqa: PTH116
-
-
-def stored(file: Path) -> dict[str, tuple[str, list[int], int]]:
-    """Dtype, shape and bytes of the tensors of a file, as the safetensors library sees them."""
-    with safe_open(file, "pt") as opened:
-        return {
-            name: (
-                opened.get_slice(name).get_dtype(),
-                opened.get_slice(name).get_shape(),
-                opened.get_tensor(name).nbytes,
-            )
-            for name in opened.keys()  # noqa: SIM118 - it is no dict
-        }
-
-
-def flip(file: Path, tensor: str) -> None:
-    """Flip one bit in the middle of a tensor, found without holdfast."""
-    raw = bytearray(file.read_bytes())
-    size = int.from_bytes(raw[:8], "little")
-    start, stop = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"]
-    raw[8 + size + (start + stop) // 2] ^= 0x10
-    file.write_bytes(raw)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-40])
-
-
-class TestLs:
-    def test_names_each_checkpoint_oldest_first_and_marks_the_latest(self, made: Path) -> None:
-        rows = call("ls", made).stdout.splitlines()[1:]
-        assert [row.split()[0] for row in rows] == ["step_1", "step_2", "step_3"]
-        assert ["latest" in row for row in rows] == [False, False, True]
-        assert all("complete" in row for row in rows)
-
-    def test_shows_step_size_local_time_and_metrics(self, made: Path) -> None:
-        row = call("ls", made).stdout.splitlines()[3]
-        saved = json.loads((made / "step_3/manifest.json").read_text())["time"]
-        shown = [
-            "step_3",
-            "3",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
-            f"{size_on_disk(made / 'step_3') / 1000:.1f} kB",
-            "complete (latest)",
-            "val_loss=-0.5 bleu=n/a",
-        ]
-        assert re.split("  +", row) == shown
-
-    def test_json_has_the_numbers_of_the_files(self, made: Path) -> None:
-        found = call_json("ls", made)
-        assert (found["path"], found["latest"], found["leftovers"]) == (str(made), "step_3", [])
-        for number, one in enumerate(found["checkpoints"], 1):
-            manifest = json.loads((made / f"step_{number}/manifest.json").read_text())
-            assert one["tag"] == f"step_{number}"
-            assert one["path"] == str(made / f"step_{number}")
-            assert one["bytes"] == size_on_disk(made / f"step_{number}")
-            assert one["metrics"] == {"val_loss": 2.5 - number, "bleu": None}
-            assert (one["status"], one["problem"]) == ("complete", None)
-            assert all(one[name] == manifest[name] for name in ("step", "sequence", "time"))
-
-    def test_a_damaged_manifest_is_shown_as_damaged_and_is_exit_1(self, run: Path) -> None:
-        cut(run / "step_3/manifest.json")
-        lines = call("ls", run, code=1).stdout.splitlines()
-        assert re.split("  +", lines[1]) == ["step_3", "damaged"]
-        assert lines[3].startswith("step_2")
-        assert "latest" in lines[3]
-        assert str(run / "step_3/manifest.json") in lines[4]
-        found = call_json("ls", run, code=1)
-        assert found["latest"] == "step_2"
-        assert found["checkpoints"][0] | {"problem": ""} == {
-            "tag": "step_3",
-            "path": str(run / "step_3"),
-            "status": "damaged",
-            "problem": "",
-            "step": None,
-            "metrics": {},
-            "sequence": None,
-            "time": None,
-            "bytes": None,
-        }
-
-    def test_saves_that_never_ended_are_shown_on_request_only(self, run: Path) -> None:
-        name = ".step_4.fedcba9876543210.0123456789abcdef.partial"
-        (run / name / "model").mkdir(parents=True)
-        (run / name / "model/model.safetensors").write_bytes(bytes(50_000))
-        (run / ".unrelated").mkdir()
-        assert "step_4" not in call("ls", run).stdout
-        text = call("ls", run, "--all").stdout
-        assert re.search(r"^step_4 .* unfinished$", text, re.MULTILINE)
-        assert "unrelated" not in text
-        (leftover,) = call_json("ls", run, "--all")["leftovers"]
-        assert (leftover["name"], leftover["tag"]) == (name, "step_4")
-        assert leftover["bytes"] >= 50_000
-
-    def test_an_empty_folder_is_exit_1_and_one_line(self, tmp_path: Path) -> None:
-        result = call("ls", tmp_path, code=1)
-        assert (result.stdout, result.stderr) == ("", f"error: there is no checkpoint in {tmp_path}\n")
-
-    @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune --keep 1", "diff", "consolidate"])
-    @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
-    def test_a_missing_folder_is_exit_2_everywhere(self, tmp_path: Path, command: str, more: list[str]) -> None:
-        name, *options = command.split()
-        paths = [tmp_path / "nothing"] * (2 if name == "diff" else 1)
-        result = call(name, *paths, *options, *more, code=2)
-        assert result.stdout == ""
-        assert re.match(f"error: there is no .*{tmp_path}/nothing\n", result.stderr)
-
-    def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
-        (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
-        assert "--all also lists 1 interrupted save" in call("ls", tmp_path, code=1).stderr
-        assert "unfinished" in call("ls", tmp_path, "--all", code=1).stdout
-
-    def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
-        assert "holdfast show" in call("ls", made / "step_1", code=2).stderr
-
-
-class TestShow:
-    def test_json_lists_what_the_files_hold(self, made: Path) -> None:
-        found = call_json("show", made / "step_2")
-        parts = {part: stored(made / f"step_2/{part}/{part}.safetensors") for part in ("model", "optimizer")}
-        expected = {f"{part}/{name}": facts for part, table in parts.items() for name, facts in table.items()}
-        assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in found["tensors"]} == expected
-        assert found["tied"] == {"model/head.weight": "model/embed.weight"}
-        assert found["bytes"] == size_on_disk(made / "step_2")
-        assert {f["path"]: f["bytes"] for f in found["files"]} == {
-            str(f): f.stat().st_size for f in (made / "step_2").rglob("*") if f.is_file() and f.name != "manifest.json"
-        }
-        assert (found["format"], found["tag"], found["step"], found["sequence"]) == ("holdfast", "step_2", 2, 2)
-        assert (found["world_size"], found["metrics"]) == (1, {"val_loss": 0.5, "bleu": None})
-
-    def test_json_keeps_the_values_and_describes_tensors_in_them(self, made: Path) -> None:
-        values = call_json("show", made)["values"]
-        assert [group["class"] for group in values["optimizer"]["groups"]] == ["AdamW", "AdamW"]
-        assert [group["settings"]["weight_decay"] for group in values["optimizer"]["groups"]] == [0.01, 0.1]
-        assert values["scheduler"]["state"]["last_epoch"] == 3
-        content = values["user_content"]
-        assert (content["total_steps"], content["cli_args"], content["best"]) == (3, CONTENT["cli_args"], "nan")
-        assert content["losses"] == CONTENT["losses"]
-        assert content["ema"] == {"kind": "tensor", "dtype": "F32", "shape": [3, 4]}
-        assert content["numbers"] == {"a": 2.5, "b": -7, "c": "(1-2j)", "d": 2**63}
-        assert content["types"] == {"dtype": "bfloat16", "device": "cpu", "size": [2, 3]}
-        assert content["namespace"] == {"lr": 0.5}
-
-    def test_long_values_end_where_people_stop_reading(self, tmp_path: Path) -> None:
-        content = {f"setting_{i}": i for i in range(500)}
-        holdfast.save_checkpoint(tmp_path, "a", user_content=content)
-        text = call("show", tmp_path).stdout
-        assert "setting_29 " in text
-        assert "setting_30 " not in text
-        assert "--json lists all" in text
-        assert call_json("show", tmp_path)["values"]["user_content"] == content
-
-    def test_a_range_longer_than_a_list_can_be(self, tmp_path: Path) -> None:
-        long = range(10**60)
-        holdfast.save_checkpoint(tmp_path, "a", user_content={"r": long, "s": range(5)}, rng=False)
-        holdfast.save_checkpoint(tmp_path, "b", user_content={"r": range(1, 10**60), "s": range(5)}, rng=False)
-        text = call("show", tmp_path / "a").stdout
-        assert re.search(r"^  r +range\(0, 10{10,}\.\.\.0{10,}\)$", text, re.MULTILINE)
-        assert re.search(r"^  s +range\(0, 5\)$", text, re.MULTILINE)
-        assert call_json("show", tmp_path / "a")["values"]["user_content"]["r"] == str(long)
-        assert "1 value differs" in call("diff", tmp_path / "a", tmp_path / "b", code=1).stdout
-
-    def test_of_a_run_it_shows_the_latest(self, made: Path) -> None:
-        text = call("show", made).stdout
-        assert re.search(rf"^path +{made / 'step_3'}$", text, re.MULTILINE)
-        assert re.search(r"^saved +20\d\d-\d\d-\d\d \d\d:\d\d by 1 rank$", text, re.MULTILINE)
-        assert re.search(rf"^size +{format_size(size_on_disk(made / 'step_3'))} in \d+ files$", text, re.MULTILINE)
-
-    def test_text_has_tensors_modules_and_values(self, made: Path) -> None:
-        text = call("show", made).stdout
-        for row in (
-            r"model/body\.0\.weight +F32 +\[13, 6\] +312 B",
-            r"model/seen +I64 +\[\] +8 B",
-            r"model/head\.weight = model/embed\.weight +tied",
-            r"  body +3 +676 B +\d+\.\d %",
-            r"  group 1  5 parameters, .*weight_decay=0\.1.*",
-            r"  last_epoch +3",
-            r"  total_steps +3",
-            r"  cli_args\.lr +0\.0003",
-            r"  losses +\[0\.5, .*\.\.\.\] \(1,000 items\)",
-            r"  ema +tensor F32 \[3, 4\]",
-            r"  types +\{'dtype': bfloat16, 'device': cpu, 'size': \(2, 3\)\}",
-            r"  namespace +\{'lr': 0\.5\}",
-        ):
-            assert re.search(f"^{row}$", text, re.MULTILINE), row
-
-    @pytest.mark.parametrize(
-        ("pattern", "expected"),
-        [
-            (
-                "body.2",
-                {"model/body.2.weight", *(f"optimizer/body.2.weight/{s}" for s in ("exp_avg", "exp_avg_sq", "step"))},
-            ),
-            ("model/norm.*", {"model/norm.weight", "model/norm.bias"}),
-            ("norm.?????", set()),
-            ("norm.??????", {"model/norm.weight"}),
-            ("*[02].bias*step", {"optimizer/body.0.bias/step"}),
-        ],
-    )
-    def test_a_pattern_is_part_of_a_name_or_a_glob(self, made: Path, pattern: str, expected: set[str]) -> None:
-        if not expected:
-            assert "Without a pattern" in call("show", made, pattern, code=1).stderr
-            return
-        assert {tensor["name"] for tensor in call_json("show", made, pattern)["tensors"]} == expected
-        text = call("show", made, pattern).stdout
-        assert set(re.findall(r"^((?:model|optimizer)/\S+)  ", text, re.MULTILINE)) == expected
-        assert "scheduler" not in text
-
-    def test_names_are_whole_in_a_pipe_and_cut_in_the_middle_where_columns_are_few(self, tmp_path: Path) -> None:
-        name = "model.layers.10." + "deeply." * 12 + "nested.weight"
-        holdfast.save_checkpoint(tmp_path, "a", {name: torch.zeros(2, 3), "b": torch.zeros(1)})
-        assert f"model/{name}  F32" in call("show", tmp_path).stdout
-        narrow = call("show", tmp_path, columns=80).stdout.splitlines()
-        assert max(len(row) for row in narrow if not row.startswith("path ")) == 80  # a path is for copying
-        assert any(
-            re.match(r"model/model\.layers\.10\..*….*nested\.weight +F32 +\[2, 3\] +24 B$", row) for row in narrow
-        )
-
-    def test_long_versions_go_on_in_the_next_row(self, tmp_path: Path) -> None:
-        with mock.patch("holdfast.save.build_manifest.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
-            holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
-        rows = call("show", tmp_path, columns=80).stdout.splitlines()
-        assert any(re.match(r"with +holdfast 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
-        assert any(re.match(r" +Python \d", row) for row in rows)
-        assert max(len(row) for row in rows if not row.startswith("path ")) <= 80
-
-    def test_layer_2_comes_before_layer_10(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {f"{n}.w": torch.zeros(1) for n in (10, 9, 2)})
-        assert [t["name"] for t in call_json("show", tmp_path)["tensors"]] == ["model/2.w", "model/9.w", "model/10.w"]
-
-    def test_nothing_in_a_checkpoint_can_steer_the_terminal(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w\x1b[2J": torch.zeros(1)}, user_content=CONTENT)
-        text = call("show", tmp_path).stdout
-        assert "\x1b" not in text
-        assert "w\\x1b[2J" in text
-        assert "\\x1b[31mred" in text
-
-    def test_tensors_among_the_settings_of_an_optimizer_are_described(self, tmp_path: Path) -> None:
-        """They are kept inside the values, as several ranks may have them."""
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
-        (group,) = call_json("show", tmp_path)["values"]["optimizer"]["groups"]
-        assert group["settings"]["lr"] == {"kind": "tensor", "dtype": "F32", "shape": []}
-
-    def test_other_formats_are_shown_too(self, tmp_path: Path) -> None:
-        save_file({"a.w": torch.zeros(5, dtype=torch.float16)}, tmp_path / "model.safetensors")
-        found = call_json("show", tmp_path)
-        assert (found["format"], found["tag"], found["values"]) == ("huggingface", None, {})
-        assert found["tensors"] == [{"name": "model/a.w", "dtype": "F16", "shape": [5], "bytes": 10}]
-        assert found["bytes"] == (tmp_path / "model.safetensors").stat().st_size
-        assert "model/a.w  F16    [5]     10 B" in call("show", tmp_path).stdout
-
-    def test_a_damaged_checkpoint_is_exit_1(self, run: Path) -> None:
-        (run / "step_3/model/model.safetensors").unlink()
-        assert "model.safetensors is missing" in call("show", run, code=1).stderr
-
-
-class TestVerify:
-    def test_reads_every_tensor_of_the_latest(self, made: Path) -> None:
-        (found,) = call_json("verify", made)["checkpoints"]
-        sizes = [nbytes for f in (made / "step_3").rglob("*.safetensors") for _, _, nbytes in stored(f).values()]
-        assert (found["path"], found["status"], found["problems"]) == (str(made / "step_3"), "verified", [])
-        assert (found["tensors"], found["checksummed"], found["bytes"]) == (len(sizes), len(sizes), sum(sizes))
-        text = call("verify", made).stdout
-        assert f"{len(sizes)} tensors, {format_size(sum(sizes))} in " in text
-        assert re.search(r"\d B/s\)$", text.replace("k", "").replace("M", "").replace("G", ""), re.MULTILINE)
-
-    def test_names_every_damaged_tensor_and_only_those(self, run: Path) -> None:
-        model, optimizer = run / "step_3/model/model.safetensors", run / "step_3/optimizer/optimizer.safetensors"
-        flip(model, "body.0.weight")
-        flip(optimizer, "norm.bias/exp_avg")
-        result = call("verify", run, code=1)
-        problems = result.stdout.splitlines()[1:-1]
-        assert len(problems) == 2
-        assert "'body.0.weight'" in problems[0]
-        assert str(model) in problems[0]
-        assert "'norm.bias/exp_avg'" in problems[1]
-        assert str(optimizer) in problems[1]
-        found = call_json("verify", run, code=1)
-        assert found["ok"] is False
-        assert found["checkpoints"][0]["status"] == "damaged"
-        assert len(found["checkpoints"][0]["problems"]) == 2
-
-    @pytest.mark.parametrize("file", ["state.json", "ranks.json", "ranks.safetensors", "manifest.json"])
-    def test_names_a_damaged_file(self, run: Path, file: str) -> None:
-        cut(run / "step_3" / file)
-        assert str(run / "step_3" / file) in call("verify", run / "step_3", code=1).stdout
-
-    def test_all_of_a_run(self, run: Path) -> None:
-        flip(run / "step_2/model/model.safetensors", "scale")
-        assert call_json("verify", run)["ok"] is True
-        found = call_json("verify", run, "--all", code=1)
-        assert [Path(one["path"]).name for one in found["checkpoints"]] == ["step_1", "step_2", "step_3"]
-        assert [one["status"] for one in found["checkpoints"]] == ["verified", "damaged", "verified"]
-
-    def test_of_a_run_it_names_a_damaged_manifest_as_that_may_be_the_latest(self, run: Path) -> None:
-        cut(run / "step_3/manifest.json")
-        found = call_json("verify", run, code=1)["checkpoints"]
-        assert [(Path(one["path"]).name, one["status"]) for one in found] == [
-            ("step_3", "damaged"),
-            ("step_2", "verified"),
-        ]
-
-    def test_where_every_manifest_is_damaged_it_names_all(self, run: Path) -> None:
-        for step in (1, 2, 3):
-            cut(run / f"step_{step}/manifest.json")
-        assert call("verify", run, code=1).stdout.count("manifest.json") == 3
-        assert "none of the 3 checkpoint(s)" in call("show", run, code=1).stderr
-
-    def test_says_where_there_are_no_checksums(self, tmp_path: Path) -> None:
-        save_file({"w": torch.zeros(5)}, tmp_path / "model.safetensors")
-        assert "no checksums" in call("verify", tmp_path).stdout
-        (found,) = call_json("verify", tmp_path)["checkpoints"]
-        assert (found["status"], found["tensors"], found["checksummed"], found["bytes"]) == ("unchecked", 1, 0, 20)
-
-    def test_says_how_much_has_no_checksums(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"ours": torch.zeros(2)})
-        model = tmp_path / "a/model"
-        save_file({"theirs": torch.zeros(3)}, model / "b.safetensors")
-        weight_map = {"ours": "model.safetensors", "theirs": "b.safetensors"}
-        (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        assert "1 of 2 tensors has no checksums: only its structure" in call("verify", model).stdout
-
-    def test_lists_no_more_problems_than_a_screen_takes(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {f"w{i}": torch.zeros(1) for i in range(30)})
-        for i in range(30):
-            flip(tmp_path / "a/model/model.safetensors", f"w{i}")
-        assert "and 10 more problems; --json" in call("verify", tmp_path, code=1).stdout
-        assert len(call_json("verify", tmp_path, code=1)["checkpoints"][0]["problems"]) == 30
-
-    def test_weights_of_ours_have_checksums_outside_of_their_checkpoint_too(self, run: Path) -> None:
-        assert call_json("verify", run / "step_3/model")["checkpoints"][0]["status"] == "verified"
-        flip(run / "step_3/model/model.safetensors", "scale")
-        assert "'scale'" in call("verify", run / "step_3/model", code=1).stdout
+from tests.helpers.commands import invoke, invoke_json
 
 
 class TestCalls:
@@ -425,22 +27,22 @@ class TestCalls:
     def test_what_is_no_checkpoint_is_exit_2_and_two_lines(self, tmp_path: Path, command: str) -> None:
         (tmp_path / "text.txt").write_text("hello")
         for path in (tmp_path, tmp_path / "text.txt", tmp_path / "nothing", "s3://bucket/run"):
-            result = call(command, path, code=2)
+            result = invoke(command, path, code=2)
             assert result.stdout == ""
             assert result.stderr.startswith("error: ")
             assert len(result.stderr.splitlines()) <= 2
 
     @pytest.mark.parametrize("args", [["ls"], ["frobnicate"], ["show", "x", "--frobnicate"], ["ls", "a", "b"]])
     def test_wrong_arguments_are_exit_2(self, args: list[str]) -> None:
-        assert "Usage" in call(*args, code=2).stderr
+        assert "Usage" in invoke(*args, code=2).stderr
 
     @pytest.mark.parametrize("options", [["--keep", "1"], ["--leftovers"]])
     def test_a_checkpoint_is_no_run_to_be_pruned(self, made: Path, options: list[str]) -> None:
-        assert "is a checkpoint itself" in call("prune", made / "step_1", *options, code=2).stderr
+        assert "is a checkpoint itself" in invoke("prune", made / "step_1", *options, code=2).stderr
 
     @pytest.mark.parametrize("number", [0, -1])
     def test_one_checkpoint_is_always_kept(self, run: Path, number: int) -> None:
-        assert f"--keep must be a number above 0; got {number}" in call("prune", run, "--keep", number, code=2).stderr
+        assert f"--keep must be a number above 0; got {number}" in invoke("prune", run, "--keep", number, code=2).stderr
         assert len(list(run.iterdir())) == 3
 
     @pytest.mark.parametrize(
@@ -455,11 +57,11 @@ class TestCalls:
     def test_an_option_that_would_do_nothing_is_refused(
         self, made: Path, tmp_path: Path, options: list[str], said: str
     ) -> None:
-        assert said in call("convert", made, tmp_path / "out", "--to", "hf", *options, code=2).stderr
+        assert said in invoke("convert", made, tmp_path / "out", "--to", "hf", *options, code=2).stderr
         assert list(tmp_path.iterdir()) == []
 
     def test_version(self) -> None:
-        assert call("--version").stdout == f"holdfast {holdfast.__version__}\n"
+        assert invoke("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
     def test_as_a_module_in_a_pipe_without_torch_and_without_colour(self, made: Path) -> None:
         """``ls`` and ``show`` answer at once: they do not import torch."""
@@ -490,7 +92,7 @@ class TestCalls:
             assert (done.returncode, done.stderr) == (0, "")
             assert bool(done.stdout) == (">&-" not in closed.split())
             if "convert" in args:
-                assert call_json("diff", made, tmp_path / "out", "model/*")["equal"]
+                assert invoke_json("diff", made, tmp_path / "out", "model/*")["equal"]
 
     @pytest.mark.parametrize("args", ["ls", "show", "ls --json"])
     def test_what_cannot_be_written_is_exit_1(self, made: Path, args: str) -> None:
@@ -557,8 +159,8 @@ class TestWords:
 
         llama = {f"model.layers.{i}.w": big(100) for i in range(32)}
         llama |= {"model.embed.weight": big(500), "model.norm.weight": big(1), "lm_head.weight": big(99)}
-        found = {part.name: part.nbytes for part in summarize_modules({"model": llama})}
-        assert found == {"": 3800, "model.layers": 3200, "model.embed": 500, "lm_head": 99, "model.norm": 1}
+        actual = {part.name: part.nbytes for part in summarize_modules({"model": llama})}
+        assert actual == {"": 3800, "model.layers": 3200, "model.embed": 500, "lm_head": 99, "model.norm": 1}
 
     def test_values_take_a_line_each_unless_they_fit_on_one(self) -> None:
         tree = {"a": {"b": 1}, "long": {"first": "x" * 40, "second": "y" * 40}, "many": [{"k": "z" * 30}] * 9}

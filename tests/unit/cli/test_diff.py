@@ -19,9 +19,10 @@ from holdfast.cli.diff import tensors as abreast
 from holdfast.cli.diff.distances import measure_change
 from holdfast.cli.main import app
 from holdfast.state.tensors import DTYPES
+from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.pool import Ranks
-from tests.helpers.training import trained
-from tests.unit.cli.test_cli import CONTENT, flip
+from tests.helpers.training import train_run
+from tests.helpers.user_content import USER_CONTENT
 
 
 def call(*args: object, code: int = 0) -> Any:
@@ -38,11 +39,11 @@ def call_json(*args: object, code: int = 0) -> Any:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of one state, and one a step later."""
     path = tmp_path_factory.mktemp("diff")
-    run = trained("plain")
+    run = train_run("plain")
     for tag in ("a", "same"):
-        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, CONTENT, step=3)
+        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, USER_CONTENT, step=3)
     run.step(3)
-    holdfast.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**CONTENT, "total_steps": 4})
+    holdfast.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**USER_CONTENT, "total_steps": 4})
     return path
 
 
@@ -78,14 +79,14 @@ def both(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     if draw(st.booleans()) and first == second:
         width = DTYPES[first].itemsize
         raw = [draw(st.binary(min_size=size * width, max_size=size * width)) for _ in range(2)]
-        made = [torch.frombuffer(bytearray(one), dtype=torch.uint8).view(DTYPES[first]) for one in raw]
+        made = [torch.frombuffer(bytearray(byte), dtype=torch.uint8).view(DTYPES[first]) for byte in raw]
     else:
         numbers = [draw(st.lists(st.sampled_from(_SPECIAL), min_size=size, max_size=size)) for _ in range(2)]
         kinds = [DTYPES[name] for name in (first, second)]
         whole = any(not kind.is_floating_point for kind in kinds)
         made = [
-            torch.tensor([abs(n) if math.isfinite(n) and whole else 2.0 if whole else n for n in one]).to(kind)
-            for one, kind in zip(numbers, kinds, strict=True)
+            torch.tensor([abs(n) if math.isfinite(n) and whole else 2.0 if whole else n for n in item]).to(kind)
+            for item, kind in zip(numbers, kinds, strict=True)
         ]
     return made[0], made[0].clone() if draw(st.integers(0, 4)) == 0 else made[1]
 
@@ -96,10 +97,10 @@ class TestAmounts:
     def test_of_many_tensors_at_once_are_those_of_each(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """All tensors of the dtypes of the first, one after the other."""
         dtypes = found[0][0].dtype, found[0][1].dtype
-        alike = [one for one in found if (one[0].dtype, one[1].dtype) == dtypes]
-        sides = [torch.cat([one[n].view(torch.uint8) for one in alike]).numpy() for n in range(2)]
+        alike = [item for item in found if (item[0].dtype, item[1].dtype) == dtypes]
+        sides = [torch.cat([item[n].view(torch.uint8) for item in alike]).numpy() for n in range(2)]
         names = {dtype: name for name, dtype in DTYPES.items()}
-        sizes = [one[0].numel() for one in alike]
+        sizes = [item[0].numel() for item in alike]
         starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).numpy()
         bits = [side.view(f"u{dtype.itemsize}") for side, dtype in zip(sides, dtypes, strict=True)]
         seen = measure_change(bits[0], bits[1], (names[dtypes[0]], names[dtypes[1]]), starts)
@@ -114,24 +115,24 @@ class TestAmounts:
         tensors = {"a": torch.tensor([2**62]), "b": torch.tensor([-(2**63)])}
         holdfast.save_checkpoint(tmp_path, "a", tensors)
         holdfast.save_checkpoint(tmp_path, "b", {"a": torch.tensor([2**62 + 1]), "b": torch.tensor([2**63 - 1])})
-        one, other = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
-        assert (one["differing"], one["max_abs"]) == (1, 1.0)
+        left, other = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+        assert (left["differing"], left["max_abs"]) == (1, 1.0)
         assert other["max_abs"] == float(2**64 - 1)
 
     def test_booleans_and_complex_numbers(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {"b": torch.tensor([True, False]), "c": torch.tensor([3 + 4j, 1j])})
         holdfast.save_checkpoint(tmp_path, "b", {"b": torch.tensor([True, True]), "c": torch.tensor([0j, 1j])})
-        found = {one["name"]: one for one in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
-        assert [found["model/b"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 1.0, 1.0]
-        assert [found["model/c"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 5.0, 1.0]
+        actual = {entry["name"]: entry for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
+        assert [actual["model/b"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 1.0, 1.0]
+        assert [actual["model/c"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 5.0, 1.0]
 
 
 class TestTensors:
     def test_what_is_alike_is_not_even_read(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(abreast, "compare_tensors", None)
-        found = call_json(made / "a", made / "same")
-        assert found["equal"] is True
-        assert found["compared"] == found["equal_by_checksum"] > 30
+        report = call_json(made / "a", made / "same")
+        assert report["equal"] is True
+        assert report["compared"] == report["equal_by_checksum"] > 30
         assert "no difference" in call(made / "a", made / "same").stdout
 
     @pytest.mark.parametrize("slices", [(2**19, 8), (5, 2)], ids=["at once", "in many slices"])
@@ -142,11 +143,11 @@ class TestTensors:
         monkeypatch.setattr(abreast, "_SLICES", slices[1])
         left, right = holdfast.open(made / "a"), holdfast.open(made / "later")
         expected = {name: by_hand(left[name], right[name]) for name in left}
-        found = call_json(made / "a", made / "later", code=1)
-        seen = {one["name"]: (one["differing"], one["max_abs"], one["max_rel"]) for one in found["tensors"]}
+        report = call_json(made / "a", made / "later", code=1)
+        seen = {entry["name"]: (entry["differing"], entry["max_abs"], entry["max_rel"]) for entry in report["tensors"]}
         inside = seen.pop("ranks[0].rng.torch")
         assert inside[0] > 0
-        assert seen == {name: pytest.approx(one, rel=1e-12) for name, one in expected.items() if one[0]}
+        assert seen == {name: pytest.approx(value, rel=1e-12) for name, value in expected.items() if value[0]}
 
     def test_those_of_one_side_and_of_other_shapes(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(
@@ -155,8 +156,8 @@ class TestTensors:
         holdfast.save_checkpoint(
             tmp_path, "b", {"w": torch.zeros(2), "y": torch.zeros(6), "z": torch.zeros(0)}, rng=False
         )
-        found = call_json(tmp_path / "a", tmp_path / "b", code=1)
-        assert found["tensors"] == [
+        report = call_json(tmp_path / "a", tmp_path / "b", code=1)
+        assert report["tensors"] == [
             {"name": "model/x", "a": {"dtype": "F32", "shape": [2]}},
             {"name": "model/y", "a": {"dtype": "F32", "shape": [2, 3]}, "b": {"dtype": "F32", "shape": [6]}},
             {"name": "model/w", "b": {"dtype": "F32", "shape": [2]}},
@@ -172,7 +173,7 @@ class TestTensors:
             holdfast.save_checkpoint(tmp_path, tag, model, user_content=content, rng=False)
             holdfast.save_checkpoint(tmp_path, f"{tag}1", {"w": model["w"]}, user_content={"lr": lr}, rng=False)
         ends = [("a", "b"), ("a1", "b1"), ("a1", "c1")]
-        said = [call(tmp_path / one, tmp_path / other, code=1).stdout.splitlines()[-1].strip() for one, other in ends]
+        said = [call(tmp_path / left, tmp_path / other, code=1).stdout.splitlines()[-1].strip() for left, other in ends]
         assert said == [
             "1 of 2 tensors differs, 1 equal by its checksums, 2 values differ",
             "1 of 1 tensor differs, 1 value differs",
@@ -183,8 +184,8 @@ class TestTensors:
         holdfast.save_checkpoint(tmp_path, "a", {"w": torch.tensor([1.0, 2.0])})
         holdfast.save_checkpoint(tmp_path, "b", {"w": torch.tensor([1.0, 2.5]).bfloat16()})
         holdfast.save_checkpoint(tmp_path, "c", {"w": torch.tensor([1.0, 2.0]).double()})
-        (one,) = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
-        assert (one["differing"], one["max_abs"], one["max_rel"]) == (1, 0.5, 0.2)
+        (entry,) = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+        assert (entry["differing"], entry["max_abs"], entry["max_rel"]) == (1, 0.5, 0.2)
         assert call_json(tmp_path / "a", tmp_path / "c", code=1)["tensors"][0]["differing"] == 0
         assert "F32 BF16" in call(tmp_path / "a", tmp_path / "b", code=1).stdout
 
@@ -193,7 +194,9 @@ class TestTensors:
         holdfast.save_checkpoint(tmp_path, "a", {"embed": shared, "head": shared}, rng=False)
         holdfast.save_checkpoint(tmp_path, "b", {"embed": torch.ones(3), "head": torch.zeros(3)}, rng=False)
         holdfast.save_checkpoint(tmp_path, "c", {"embed": shared, "head": shared}, rng=False)
-        assert [one["name"] for one in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]] == ["model/head"]
+        assert [entry["name"] for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]] == [
+            "model/head"
+        ]
         assert call_json(tmp_path / "a", tmp_path / "c")["compared"] == 1
 
     @pytest.mark.parametrize("to", ["torch", "lightning", "hf", "safetensors", "native"])
@@ -201,20 +204,20 @@ class TestTensors:
         other = tmp_path / {"torch": "x.pt", "lightning": "x.ckpt", "safetensors": "x.safetensors"}.get(to, "x")
         holdfast.convert(made / "a", other, to=to)
         assert call_json(made / "a", other, "model/*")["equal"] is True
-        found = call_json(made / "later", other, "model/*", code=1)["tensors"]
+        report = call_json(made / "later", other, "model/*", code=1)["tensors"]
         expected = call_json(made / "later", made / "a", "model/*", code=1)["tensors"]
-        assert found == expected
+        assert report == expected
 
     def test_a_pattern_takes_some(self, made: Path) -> None:
-        found = call_json(made / "a", made / "later", "norm", code=1)
-        assert {one["name"].split("/")[1].split(".")[0] for one in found["tensors"]} == {"norm"}
-        assert (found["compared"], found["values"]) == (8, [])
+        report = call_json(made / "a", made / "later", "norm", code=1)
+        assert {entry["name"].split("/")[1].split(".")[0] for entry in report["tensors"]} == {"norm"}
+        assert (report["compared"], report["values"]) == (8, [])
         assert "Without a pattern" in call(made / "a", made / "later", "nothing", code=1).stderr
 
     def test_damage_is_damage_and_no_difference(self, made: Path, tmp_path: Path) -> None:
         for tag in ("a", "later"):
             shutil.copytree(made / tag, tmp_path / tag)
-        flip(tmp_path / "later/model/model.safetensors", "body.0.weight")
+        flip_tensor_bit(tmp_path / "later/model/model.safetensors", "body.0.weight")
         result = call(tmp_path / "a", tmp_path / "later", code=1)
         assert "'body.0.weight'" in result.stderr
         assert "is corrupt" in result.stderr
@@ -223,18 +226,18 @@ class TestTensors:
 
 class TestValues:
     def test_each_leaf_that_differs_is_named(self, made: Path) -> None:
-        found = {one["path"]: one for one in call_json(made / "a", made / "later", code=1)["values"]}
-        assert found["user_content.total_steps"] == {"path": "user_content.total_steps", "a": 3, "b": 4}
-        assert found["scheduler.state.last_epoch"]["b"] == 4
-        assert {"optimizer.groups[0].settings.lr", "optimizer.groups[1].settings.lr"} <= set(found)
-        assert not {path for path in found if path.startswith(("user_content.best", "user_content.ema"))}
+        actual = {entry["path"]: entry for entry in call_json(made / "a", made / "later", code=1)["values"]}
+        assert actual["user_content.total_steps"] == {"path": "user_content.total_steps", "a": 3, "b": 4}
+        assert actual["scheduler.state.last_epoch"]["b"] == 4
+        assert {"optimizer.groups[0].settings.lr", "optimizer.groups[1].settings.lr"} <= set(actual)
+        assert not {path for path in actual if path.startswith(("user_content.best", "user_content.ema"))}
 
     def test_kinds_of_numbers_zeros_and_lengths_count(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", user_content={"n": 1, "z": 0.0, "l": [1, 2], "t": True, "x": math.nan})
         other = {"n": 1.0, "z": -0.0, "l": [1, 2, 3], "x": math.nan, "new": None}
         holdfast.save_checkpoint(tmp_path, "b", user_content=other)
-        found = call_json(tmp_path / "a", tmp_path / "b", code=1)["values"]
-        assert found == [
+        report = call_json(tmp_path / "a", tmp_path / "b", code=1)["values"]
+        assert report == [
             {"path": "user_content.n", "a": 1, "b": 1.0},
             {"path": "user_content.z", "a": 0.0, "b": -0.0},
             {"path": "user_content.l", "a": [1, 2], "b": [1, 2, 3]},
@@ -247,17 +250,19 @@ class TestValues:
         for tag, number in (("a", 0.5), ("b", 0.25)):
             optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(number))
             holdfast.save_checkpoint(tmp_path, tag, model, optimizer, user_content={"ema": torch.full((3,), number)})
-        found = {one["name"]: one["max_abs"] for one in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
-        assert found == {"optimizer.groups[0].settings.lr": 0.25, "user_content.ema": 0.25}
+        actual = {
+            entry["name"]: entry["max_abs"] for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+        }
+        assert actual == {"optimizer.groups[0].settings.lr": 0.25, "user_content.ema": 0.25}
 
     def test_one_state_saved_by_other_ranks_is_the_same(self, ranks: Ranks, tmp_path: Path) -> None:
         for size in (1, 2):
             ranks(size, _save, tmp_path, f"by_{size}")
-        found = call_json(tmp_path / "by_1", tmp_path / "by_2")
-        assert found["equal"] is True
-        assert found["notes"] == ["saved by 1 and by 2 ranks: values of single ranks are not compared"]
+        report = call_json(tmp_path / "by_1", tmp_path / "by_2")
+        assert report["equal"] is True
+        assert report["notes"] == ["saved by 1 and by 2 ranks: values of single ranks are not compared"]
 
 
 def _save(path: Path, tag: str) -> None:
-    run = trained("fsdp")
+    run = train_run("fsdp")
     holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler)

@@ -46,15 +46,15 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def imported(told: str) -> set[str]:
-    return set(re.findall(r"\| +(torch|numpy|rich)$", told, re.MULTILINE))
+def imported(reported: str) -> set[str]:
+    return set(re.findall(r"\| +(torch|numpy|rich)$", reported, re.MULTILINE))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["show", "--help"]])
 def test_on_a_terminal_help_is_in_colour(arguments: list[str]) -> None:
-    shown, told = on_a_terminal(*arguments)
+    shown, reported = on_a_terminal(*arguments)
     assert "\x1b[1;33mUsage" in shown
-    assert imported(told) == {"rich"}
+    assert imported(reported) == {"rich"}
     if arguments == ["--help"]:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
         assert all(name in plain and command.summary in plain for name, command in COMMANDS.items())

@@ -17,8 +17,8 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from tests.unit.engine.test_local import bytes_of
-from tests.unit.engine.test_plan import Job, jobs
+from tests.helpers.simulated_jobs import Job, jobs
+from tests.helpers.tensors import tensor_bytes as bytes_of
 
 #: Sizes that make cells, shares and stripes out of few bytes.
 CELL = 32
@@ -59,7 +59,7 @@ def written_spans(plan: SavePlan) -> list[tuple[int, int, int]]:
     return spans + [(received.file, received.start, received.stop) for received in plan.received]
 
 
-def tensor_bytes(plan: SavePlan) -> dict[int, set[int]]:
+def planned_bytes(plan: SavePlan) -> dict[int, set[int]]:
     return {
         number: {
             byte
@@ -84,7 +84,7 @@ def test_each_byte_is_written_once_and_each_cell_by_one_host(
             written[file] += range(start, stop)
             for cell in range(start // CELL, -(-stop // CELL)):
                 hosts_of_cell[file, cell].add(host_of[rank])
-    for number, expected in tensor_bytes(plans[0]).items():
+    for number, expected in planned_bytes(plans[0]).items():
         assert sorted(written[number]) == sorted(expected)
         for cell in range(-(-plans[0].files[number].data_start // CELL)):  # rank 0 writes the header
             hosts_of_cell[number, cell].add(host_of[0])

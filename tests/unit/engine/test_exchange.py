@@ -35,14 +35,14 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.state.tensors import DTYPES, NAMES
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.memory import Bytes
-from tests.unit.engine.test_local import bytes_of, noise
-from tests.unit.engine.test_plan import Job, Key, job_of, jobs, mesh, tensors
+from tests.helpers.simulated_jobs import Job, Key, jobs, make_job, make_mesh, named_tensors
+from tests.helpers.tensors import random_tensor, tensor_bytes
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
 SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96}
 
 #: Every stripe needs every rank.
-COLUMNS = PlacementLayout(mesh(4), (Sharded(1),))
+COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
 
 #: Seconds after which a rank that goes on without an end is given up.
 PATIENCE = 30
@@ -162,13 +162,13 @@ class Outcome(NamedTuple):
 def outcomes(size: int, work: Callable[[int, FakeWire], T]) -> list[Outcome]:
     """What ranks return or raise that work at the same time. Raises where one waits in vain."""
     post = Post(size)
-    found = [Outcome(error=StuckError(f"rank {rank} goes on without an end")) for rank in range(size)]
+    actual = [Outcome(error=StuckError(f"rank {rank} goes on without an end")) for rank in range(size)]
 
     def run(rank: int) -> None:
         try:
-            found[rank] = Outcome(work(rank, FakeWire(rank, post)))
+            actual[rank] = Outcome(work(rank, FakeWire(rank, post)))
         except BaseException as error:  # noqa: BLE001 - looked at by the test
-            found[rank] = Outcome(error=error)
+            actual[rank] = Outcome(error=error)
         post.leave(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -176,19 +176,19 @@ def outcomes(size: int, work: Callable[[int, FakeWire], T]) -> list[Outcome]:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    errors = [outcome.error for outcome in found if outcome.error is not None]
+    errors = [outcome.error for outcome in actual if outcome.error is not None]
     if any(isinstance(error, StuckError) for error in errors):
         raise min(errors, key=lambda error: isinstance(error, StuckError))
-    return found
+    return actual
 
 
 def together(size: int, work: Callable[[int, FakeWire], T]) -> list[T]:
     """What ranks return that work at the same time."""
-    found = outcomes(size, work)
-    for outcome in found:
+    actual = outcomes(size, work)
+    for outcome in actual:
         if outcome.error is not None:
             raise outcome.error
-    return [outcome.value for outcome in found]
+    return [outcome.value for outcome in actual]
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,30 +240,30 @@ class Saved:
 
             return write_all(saved.paths, plans[rank], part_of, wire)
 
-        for found in together(len(plans), work):
-            for tensor, fragments in found.items():
+        for actual in together(len(plans), work):
+            for tensor, fragments in actual.items():
                 saved.fragments[saved.plan.tensors[tensor]] += fragments
         return saved
 
     def extents(self) -> dict[Key, list[FileExtent]]:
         """Where each tensor lies."""
-        found = {}
+        result = {}
         names = iter(self.plan.tensors)
         for path, file in zip(self.paths, self.plan.files, strict=True):
             for entry in file.entries.values():
                 start, stop = entry.data_offsets
-                found[next(names)] = [FileExtent(path, file.data_start + start, 0, stop - start)]
-        return found
+                result[next(names)] = [FileExtent(path, file.data_start + start, 0, stop - start)]
+        return result
 
     def bytes_of(self, key: Key) -> bytes:
         return b"".join(
-            one.file.read_bytes()[one.offset : one.offset + one.stop - one.start] for one in self.extents()[key]
+            item.file.read_bytes()[item.offset : item.offset + item.stop - item.start] for item in self.extents()[key]
         )
 
 
 def assert_hashed(fragments: Sequence[blocks.Fragment], tensor: torch.Tensor) -> None:
     """The fragments of all ranks are the CRCs of every block."""
-    raw = bytes_of(tensor)
+    raw = tensor_bytes(tensor)
     crcs = [blocks.crc64(raw[start : start + blocks.BLOCK_BYTES]) for start in range(0, len(raw), blocks.BLOCK_BYTES)]
     assert blocks.assemble_crcs(fragments, len(raw)) == crcs
 
@@ -274,7 +274,7 @@ def test_what_ranks_save_together_is_every_tensor_whole_and_hashed(tmp_path_fact
     saved = Saved.of(tmp_path_factory.mktemp("save"), job, in_place)
     assert set(saved.plan.tensors) == job.tensors.keys()
     for key, tensor in job.tensors.items():
-        assert saved.bytes_of(key) == bytes_of(tensor)
+        assert saved.bytes_of(key) == tensor_bytes(tensor)
         assert_hashed(saved.fragments[key], tensor)
 
 
@@ -288,14 +288,14 @@ def test_what_ranks_save_together_is_read_by_the_safetensors_library(tmp_path_fa
         own = list(itertools.islice(keys, len(file.entries)))
         crcs = [blocks.assemble_crcs(saved.fragments[key], file.entries[key[1]].nbytes) for key in own]
         path.write_bytes(file.build_header(itertools.chain(*crcs)) + path.read_bytes()[file.data_start :])
-        found = load_file(path)
-        loaded |= {key: found[key[1]] for key in own}
-        assert len(found) == len(own)
+        actual = load_file(path)
+        loaded |= {key: actual[key[1]] for key in own}
+        assert len(actual) == len(own)
     assert loaded.keys() == job.tensors.keys()
     for key, tensor in job.tensors.items():
         assert loaded[key].dtype == tensor.dtype
         assert loaded[key].shape == tensor.shape
-        assert bytes_of(loaded[key]) == bytes_of(tensor)
+        assert tensor_bytes(loaded[key]) == tensor_bytes(tensor)
 
 
 class Stored:
@@ -304,18 +304,18 @@ class Stored:
     def __init__(self, extents: Mapping[Key, Sequence[FileExtent]], tensors: Mapping[Key, torch.Tensor]) -> None:
         self._extents = extents
         self.numbered = sorted(tensors)
-        self.infos = {key: TensorInfo(NAMES[one.dtype], tuple(one.shape)) for key, one in tensors.items()}
+        self.infos = {key: TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()}
         self.groups: dict[str, dict[str, TensorInfo]] = {}
         for (group, name), info in self.infos.items():
             self.groups.setdefault(group, {})[name] = info
 
     def find_extents(self, group: str, name: str, start: int, stop: int) -> list[FileExtent]:
-        found = []
+        result = []
         for file, offset, first, last in self._extents[group, name]:
             low, high = max(start, first), min(stop, last)
             if low < high:
-                found.append(FileExtent(file, offset + low - first, low, high))
-        return found
+                result.append(FileExtent(file, offset + low - first, low, high))
+        return result
 
 
 @dataclass
@@ -329,7 +329,7 @@ class Loading:
     targets: list[dict[Key, torch.Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        blank = {key: noise(tensor.shape, tensor.dtype, seed=99) for key, tensor in self.job.tensors.items()}
+        blank = {key: random_tensor(tensor.shape, tensor.dtype, seed=99) for key, tensor in self.job.tensors.items()}
         self.targets = [
             {
                 key: placed(self.job.part(key, rank, blank[key]), self.in_place)
@@ -342,7 +342,7 @@ class Loading:
     def plan(self, rank: int) -> tuple[load_plan.LoadPlan, list[Path]]:
         """As ``reading.py`` makes it: files have the numbers that it gives them."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
-        held = {numbers[one.group, one.name]: one for one in self.job.membership().iter_tensors()}
+        held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
         files = read_plan._FileIndex(self.stored, self.stored.numbered, held)
         plan = load_plan.plan_load(held, rank, files.locate_tensor, exchange=self.exchange)
         return plan, list(files.numbers)
@@ -355,39 +355,39 @@ class Loading:
             key = self.stored.numbered[tensor]
             return TensorBytes(self.targets[rank][key], DTYPES[self.stored.infos[key].dtype])
 
-        found = read_shared.read_shared(files, plan.exchanged, sink_of, wire) if self.exchange else {}
+        actual = read_shared.read_shared(files, plan.exchanged, sink_of, wire) if self.exchange else {}
         assert self.exchange or not plan.exchanged
-        found |= read_shared.read_stripes(files, plan.local_stripes, rank, sink_of)
-        found |= read.read_host_shared(files, plan.host_shared, rank, sink_of)
-        return found | read.read_file_ranges(files, plan.file_ranges, sink_of)
+        actual |= read_shared.read_stripes(files, plan.local_stripes, rank, sink_of)
+        actual |= read.read_host_shared(files, plan.host_shared, rank, sink_of)
+        return actual | read.read_file_ranges(files, plan.file_ranges, sink_of)
 
     def run_all(self) -> dict[Key, list]:
         """What all ranks hashed of each tensor."""
-        found: dict[Key, list] = defaultdict(list)
-        for one in together(len(self.targets), self.run):
-            for tensor, fragments in one.items():
-                found[self.stored.numbered[tensor]] += fragments
-        return found
+        result: dict[Key, list] = defaultdict(list)
+        for item in together(len(self.targets), self.run):
+            for tensor, fragments in item.items():
+                result[self.stored.numbered[tensor]] += fragments
+        return result
 
     def assert_filled(self, rank: int) -> None:
         """Its targets are what torch's chunking gives the rank of every tensor."""
         for key, target in self.targets[rank].items():
-            assert bytes_of(target) == bytes_of(self.job.part(key, rank)), key
+            assert tensor_bytes(target) == tensor_bytes(self.job.part(key, rank)), key
 
 
 @pytest.mark.parametrize(
     ("layout", "alone"),
     [
         (None, False),
-        (PlacementLayout(mesh(4), (Sharded(0),)), True),
-        (PlacementLayout(mesh(4), (Replicated(),)), False),
+        (PlacementLayout(make_mesh(4), (Sharded(0),)), True),
+        (PlacementLayout(make_mesh(4), (Replicated(),)), False),
     ],
 )
 def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
     tmp_path: Path, layout: PlacementLayout | None, alone: bool
 ) -> None:
     """The first stays in the page cache, the other need not go there."""
-    job = job_of(noise((16, 8), torch.float32), 4, layout)
+    job = make_job(random_tensor((16, 8), torch.float32), 4, layout)
     loading = Loading(strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0])), job, exchange=False)
     plans = [loading.plan(rank)[0] for rank in range(4)]
     assert all(bool(plan.file_ranges) == alone and bool(plan.host_shared) != alone for plan in plans)
@@ -395,16 +395,16 @@ def test_what_other_ranks_read_too_is_told_from_what_one_reads_alone(
 
 def test_a_stripe_lies_in_memory_as_far_from_a_page_as_in_its_file(tmp_path: Path) -> None:
     """Else it could not be written past the page cache."""
-    found = []
+    result = []
 
     def seen(_: DirectWriter, offset: int, data: memoryview) -> None:
-        found.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR_BYTES, offset % SECTOR_BYTES))
+        result.append((np.frombuffer(data, np.uint8).ctypes.data % SECTOR_BYTES, offset % SECTOR_BYTES))
 
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     with mock.patch.object(DirectWriter, "write", seen):
         Saved.of(tmp_path, job, limit=2**40)
-    assert sorted(offset for _, offset in found) == sorted(64 * number % SECTOR_BYTES for number in range(80))
-    assert all(address == offset for address, offset in found)
+    assert sorted(offset for _, offset in result) == sorted(64 * number % SECTOR_BYTES for number in range(80))
+    assert all(address == offset for address, offset in result)
 
 
 #: Ranges of files, as path, start and stop.
@@ -414,15 +414,15 @@ Ranges = list[tuple[Path, int, int]]
 @contextmanager
 def counted_reads() -> Iterator[Ranges]:
     """All that any rank reads."""
-    found: Ranges = []
+    result: Ranges = []
     whole = BufferedReader._read_buffered
 
     def counted(reader: BufferedReader, offset: int, into: memoryview) -> None:
-        found.append((reader._path, offset, offset + len(into)))
+        result.append((reader._path, offset, offset + len(into)))
         whole(reader, offset, into)
 
     with mock.patch.object(BufferedReader, "_read_buffered", counted):
-        yield found
+        yield result
 
 
 def each_byte(ranges: Ranges) -> list[tuple[Path, int]]:
@@ -431,14 +431,14 @@ def each_byte(ranges: Ranges) -> list[tuple[Path, int]]:
 
 def wanted(stored: Stored, job: Job) -> Ranges:
     """Where every tensor of a job lies."""
-    extents = [one for key, tensor in job.tensors.items() for one in stored.find_extents(*key, 0, tensor.nbytes)]
+    extents = [item for key, tensor in job.tensors.items() for item in stored.find_extents(*key, 0, tensor.nbytes)]
     return [(file, offset, offset + stop - start) for file, offset, start, stop in extents]
 
 
 @st.composite
 def resaved(draw: st.DrawFn) -> tuple[Job, Job]:
     """Two jobs over the same tensors: how they are saved, and how some of them are loaded."""
-    chosen = draw(tensors())
+    chosen = draw(named_tensors())
     kept = draw(st.lists(st.sampled_from(sorted(chosen)), min_size=1, unique=True))
     return draw(jobs(chosen)), draw(jobs({key: chosen[key] for key in kept}))
 
@@ -451,17 +451,17 @@ def test_what_is_saved_in_any_layout_is_loaded_in_any_other(
     before, after = case
     saved = Saved.of(tmp_path_factory.mktemp("save"), before, limit=200)
     loading = Loading(Stored(saved.extents(), before.tensors), after, exchange, in_place)
-    found = loading.run_all()
+    actual = loading.run_all()
     for rank in after.ranks:
         loading.assert_filled(rank)
     for key, tensor in after.tensors.items() if exchange else ():
-        assert_hashed(found[key], tensor)
+        assert_hashed(actual[key], tensor)
 
 
 @st.composite
 def strewn(draw: st.DrawFn) -> tuple[Job, dict[Key, list[int]], list[int]]:
     """A job, where each of its tensors is cut, and the file that each piece of them is in."""
-    job = draw(jobs(draw(tensors())))
+    job = draw(jobs(draw(named_tensors())))
     cuts = {}
     for key, tensor in job.tensors.items():
         inside = draw(st.lists(st.integers(0, tensor.numel()), max_size=3))
@@ -476,7 +476,7 @@ def strew(folder: Path, case: tuple[Job, dict[Key, list[int]], list[int]]) -> St
     contents, number = defaultdict(bytearray), iter(files)
     extents: dict[Key, list[FileExtent]] = {}
     for key, tensor in job.tensors.items():
-        raw, extents[key] = bytes_of(tensor), []
+        raw, extents[key] = tensor_bytes(tensor), []
         for start, stop in itertools.pairwise(cuts[key]):
             path = folder / f"of rank {next(number)}"
             extents[key].append(FileExtent(path, len(contents[path]), start, stop))
@@ -492,12 +492,12 @@ def test_with_exchange_each_byte_is_read_once_by_all_ranks_together(tmp_path_fac
     stored = strew(tmp_path_factory.mktemp("load"), case)
     loading = Loading(stored, case[0], exchange=True, in_place=in_place)
     with counted_reads() as reads:
-        found = loading.run_all()
+        actual = loading.run_all()
     assert each_byte(reads) == each_byte(wanted(stored, case[0]))
     for rank in loading.job.ranks:
         loading.assert_filled(rank)
     for key, tensor in loading.job.tensors.items():
-        assert_hashed(found[key], tensor)
+        assert_hashed(actual[key], tensor)
 
 
 @given(strewn(), st.booleans())
@@ -511,7 +511,7 @@ def test_without_exchange_each_rank_reads_for_itself(tmp_path_factory, case, in_
 
 
 def test_without_exchange_a_rank_reads_no_more_than_the_stripes_that_it_has_part_in(tmp_path: Path) -> None:
-    job = job_of(noise((16, 8), torch.float32), 4, PlacementLayout(mesh(2, 2), (Sharded(0), Sharded(1))))
+    job = make_job(random_tensor((16, 8), torch.float32), 4, PlacementLayout(make_mesh(2, 2), (Sharded(0), Sharded(1))))
     stored = strew(tmp_path, (job, {("model", "w"): [0, 512]}, [0]))
     with counted_reads() as reads:
         Loading(stored, job, exchange=False).run(2, FakeWire(2, mock.Mock(spec=())))
@@ -520,10 +520,10 @@ def test_without_exchange_a_rank_reads_no_more_than_the_stripes_that_it_has_part
 
 def test_elements_are_cast_on_their_way_in(tmp_path: Path) -> None:
     tensor = torch.arange(64.0).view(8, 8)
-    layout = PlacementLayout(mesh(2, 2), (Replicated(), Sharded(1)))
-    stored = strew(tmp_path, (job_of(tensor, 4, layout), {("model", "w"): [0, 256]}, [0]))
+    layout = PlacementLayout(make_mesh(2, 2), (Replicated(), Sharded(1)))
+    stored = strew(tmp_path, (make_job(tensor, 4, layout), {("model", "w"): [0, 256]}, [0]))
     for exchange in (True, False):
-        loading = Loading(stored, job_of(tensor, 4, layout), exchange)
+        loading = Loading(stored, make_job(tensor, 4, layout), exchange)
         for targets in loading.targets:
             targets["model", "w"] = torch.zeros(8, 4, dtype=torch.bfloat16)
         loading.run_all()
@@ -536,7 +536,7 @@ def test_ranks_that_meet_files_in_another_order_still_agree_on_who_reads_what(tm
     """The second rank has no part in the first tensor, whose file the first rank therefore meets first."""
     job = Job([0, 1])
     for name, ranks in (("a", [0]), ("b", [0, 1]), ("c", [0, 1])):
-        job.tensors["model", name] = noise((64,), torch.uint8, seed=ord(name))
+        job.tensors["model", name] = random_tensor((64,), torch.uint8, seed=ord(name))
         job.held["model", name] = dict.fromkeys(ranks)
     stored = strew(tmp_path, (job, {key: [0, 64] for key in job.tensors}, [1, 0, 1]))
     loading = Loading(stored, job, exchange=True)
@@ -553,7 +553,7 @@ def test_what_ranks_share_is_not_cut_inside_an_element_wherever_it_lies_in_its_f
 ) -> None:
     """Files of other systems need not be aligned to the tensors in them."""
     job = Job([0, 1, 2])
-    for name, tensor in (("a", noise((before,), torch.uint8)), ("b", noise((50,), torch.float64))):
+    for name, tensor in (("a", random_tensor((before,), torch.uint8)), ("b", random_tensor((50,), torch.float64))):
         job.tensors["model", name] = tensor
         job.held["model", name] = dict.fromkeys(job.ranks)
     stored = strew(tmp_path, (job, {("model", "a"): [0, before], ("model", "b"): [0, 400]}, [0, 0]))
@@ -565,18 +565,20 @@ def test_what_ranks_share_is_not_cut_inside_an_element_wherever_it_lies_in_its_f
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_tensor_of_nothing_is_loaded_on_several_ranks(tmp_path: Path, exchange: bool) -> None:
-    job = job_of(torch.zeros(0, 3), 2)
+    job = make_job(torch.zeros(0, 3), 2)
     loading = Loading(strew(tmp_path, (job, {("model", "w"): [0]}, [])), job, exchange)
     assert loading.run_all() == {}
 
 
 def test_more_stripes_than_can_be_in_flight_are_saved_and_loaded(tmp_path: Path) -> None:
     """Each rank owns a hundred stripes, and gives to three hundred."""
-    job = job_of(
-        noise((1600, 16), torch.float32), 4, PlacementLayout(MeshShape((2, 2), (3, 0, 2, 1)), (Sharded(1), Sharded(1)))
+    job = make_job(
+        random_tensor((1600, 16), torch.float32),
+        4,
+        PlacementLayout(MeshShape((2, 2), (3, 0, 2, 1)), (Sharded(1), Sharded(1))),
     )
     saved = Saved.of(tmp_path, job, limit=2**40)
-    assert saved.bytes_of(("model", "w")) == bytes_of(job.tensors["model", "w"])
+    assert saved.bytes_of(("model", "w")) == tensor_bytes(job.tensors["model", "w"])
     loading = Loading(Stored(saved.extents(), job.tensors), job, exchange=True)
     with counted_reads() as reads:
         loading.run_all()
@@ -621,7 +623,7 @@ def break_for_one(folder: Path) -> None:
 def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
     tmp_path: Path, one_broken_rank: None, broken: int
 ) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     plans = job.plans(2**40)
     paths = empty_files(tmp_path, plans[0])
     break_for_one(tmp_path)
@@ -632,12 +634,12 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
             seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, CellExchange((), (), wire)
         )
 
-    found = outcomes(4, work)
-    assert [type(outcome.error) for outcome in found] == [
+    actual = outcomes(4, work)
+    assert [type(outcome.error) for outcome in actual] == [
         StorageError if rank == broken else type(None) for rank in range(4)
     ]
-    raw, expected = paths[0].read_bytes()[plans[0].files[0].data_start :], bytes_of(job.tensors["model", "w"])
-    written = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
+    raw, expected = paths[0].read_bytes()[plans[0].files[0].data_start :], tensor_bytes(job.tensors["model", "w"])
+    written = [fragment for outcome in actual if outcome.value for fragment in outcome.value[0]]
     assert sum(fragment.stop - fragment.start for fragment in written) == 3 * len(expected) // 4
     for start, stop, crc in written:
         assert raw[start:stop] == expected[start:stop]
@@ -649,7 +651,7 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
 def test_a_rank_that_cannot_read_still_passes_on_something(
     tmp_path: Path, one_broken_rank: None, broken: int, layout: PlacementLayout | None
 ) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, layout)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, layout)
     stored = strew(tmp_path, (job, {("model", "w"): [0, 5120]}, [0]))
     break_for_one(tmp_path)
     loading = Loading(stored, job, exchange=True)
@@ -659,12 +661,12 @@ def test_a_rank_that_cannot_read_still_passes_on_something(
         target = TensorBytes(loading.targets[rank]["model", "w"])
         return read_shared.read_shared(seen_by(rank, broken, files), plan.exchanged, lambda _: target, wire)
 
-    found = outcomes(4, work)
-    assert [type(outcome.error) for outcome in found] == [
+    actual = outcomes(4, work)
+    assert [type(outcome.error) for outcome in actual] == [
         CorruptCheckpointError if rank == broken else type(None) for rank in range(4)
     ]
-    raw = bytes_of(job.tensors["model", "w"])
-    read_well = [fragment for outcome in found if outcome.value for fragment in outcome.value[0]]
+    raw = tensor_bytes(job.tensors["model", "w"])
+    read_well = [fragment for outcome in actual if outcome.value for fragment in outcome.value[0]]
     assert all(blocks.crc64(raw[start:stop]) == crc for start, stop, crc in read_well)
     assert 0 < sum(fragment.stop - fragment.start for fragment in read_well) < len(raw)
 
@@ -682,7 +684,7 @@ class AbandonedWire(FakeWire):
 
 
 def test_a_rank_whose_wire_breaks_raises_and_leaves_no_thread_behind(tmp_path: Path) -> None:
-    job = job_of(noise((160, 8), torch.float32), 4, COLUMNS)
+    job = make_job(random_tensor((160, 8), torch.float32), 4, COLUMNS)
     plans = job.plans(2**40)
     paths = empty_files(tmp_path, plans[0])
     stored = strew(tmp_path, (job, {("model", "w"): [0, 5120]}, [0]))

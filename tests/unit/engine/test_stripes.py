@@ -26,7 +26,7 @@ from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.engine.plan.stripes import Bytes, is_narrow, split_into_stripes, stripe_slice
 from holdfast.ondisk.dtypes import WIDTHS, dtype_width
 from holdfast.ondisk.files import TensorInfo
-from tests.unit.engine.test_parts import laid_out
+from tests.helpers.placements import tensor_layouts
 
 #: Whole elements of any dtype, as the real one.
 sizes = st.sampled_from([8, 16, 24, 64, 256, 4096])
@@ -58,9 +58,9 @@ def cuts(mine: LocalShard, memory: Bytes) -> Iterator[tuple[ElementRange, Bytes]
 @settings(max_examples=200)
 def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int, ...], size: int) -> None:
     with mock.patch.object(striping, "STRIPE", size):
-        found = list(split_into_stripes(shape))
+        actual = list(split_into_stripes(shape))
     reached = 0
-    for start, stop in found:
+    for start, stop in actual:
         assert start == reached
         assert 0 < stop - start <= size
         reached = stop
@@ -71,8 +71,8 @@ def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int
 def test_stripes_are_no_crumbs(shape: tuple[int, ...], size: int) -> None:
     """Only where a row ends is one less than half full, and its neighbour is not."""
     with mock.patch.object(striping, "STRIPE", size):
-        found = [stop - start for start, stop in split_into_stripes(shape)]
-    assert all(one + other > size / 2 for one, other in itertools.pairwise(found))
+        actual = [stop - start for start, stop in split_into_stripes(shape)]
+    assert all(left + other > size / 2 for left, other in itertools.pairwise(actual))
 
 
 def test_stripes_are_rows_while_a_row_fits_and_pieces_of_rows_where_not() -> None:
@@ -96,7 +96,7 @@ def test_a_stripe_of_a_tensor_of_terabytes_costs_nothing() -> None:
     assert next(split_into_stripes((2**20, 2**22))) == ElementRange(0, striping.STRIPE)
 
 
-@given(laid_out(), sizes)
+@given(tensor_layouts(), sizes)
 @settings(max_examples=200)
 def test_the_shares_of_all_parts_put_together_are_the_stripes(
     case: tuple[TensorInfo, PlacementLayout], size: int
@@ -113,7 +113,7 @@ def test_the_shares_of_all_parts_put_together_are_the_stripes(
     assert filled == info.nbytes
 
 
-@given(laid_out(), sizes)
+@given(tensor_layouts(), sizes)
 @settings(max_examples=200)
 def test_taking_a_share_out_of_a_stripe_is_the_inverse_of_putting_it_in(
     case: tuple[TensorInfo, PlacementLayout], size: int
@@ -128,7 +128,7 @@ def test_taking_a_share_out_of_a_stripe_is_the_inverse_of_putting_it_in(
                 assert taken.tobytes() == data.tobytes()
 
 
-@given(laid_out(), sizes)
+@given(tensor_layouts(), sizes)
 def test_putting_a_share_in_leaves_the_rest_of_the_stripe_alone(
     case: tuple[TensorInfo, PlacementLayout], size: int
 ) -> None:
@@ -184,7 +184,7 @@ def test_runs_of_a_quarter_of_a_mebibyte_are_not_narrow(columns: int, narrow: bo
     assert is_narrow(first) == narrow
 
 
-@given(laid_out())
+@given(tensor_layouts())
 def test_what_is_narrow_has_several_runs_and_what_is_not_has_few_or_long_ones(
     case: tuple[TensorInfo, PlacementLayout],
 ) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
-import functools
-import io
-import os
 import pathlib
 import pickle
 import pickletools
@@ -26,8 +23,10 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafePickleError
 from holdfast.formats.pickles.builtin_types import PLAIN
 from holdfast.formats.pickles.unpickle import unpickle
-from tests.hostile.test_hostile import little_memory
-from tests.unit.ondisk.test_values import fingerprint, plain, text, times
+from tests.helpers.bounded_reads import limit_memory
+from tests.helpers.fingerprint import fingerprint
+from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
+from tests.helpers.value_strategies import plain_values, texts, time_values
 
 WHAT = "some.pt"
 
@@ -38,10 +37,10 @@ def read(raw: bytes) -> Any:
     return unpickle(raw, PLAIN, WHAT)
 
 
-paths = st.builds(pathlib.Path, text) | st.builds(pathlib.PurePosixPath, text)
-leaves = plain | times | paths | st.uuids() | st.binary(max_size=9).map(bytearray)
+paths = st.builds(pathlib.Path, texts) | st.builds(pathlib.PurePosixPath, texts)
+leaves = plain_values | time_values | paths | st.uuids() | st.binary(max_size=9).map(bytearray)
 #: Integers as large as others are no keys of a checkpoint, and a way to make a dict slow.
-keys = plain.filter(lambda key: not isinstance(key, int) or abs(key) < 2**64)
+keys = plain_values.filter(lambda key: not isinstance(key, int) or abs(key) < 2**64)
 trees = st.recursive(
     leaves,
     lambda inner: (
@@ -50,7 +49,7 @@ trees = st.recursive(
         | st.sets(keys, max_size=3)
         | st.frozensets(keys, max_size=3)
         | st.dictionaries(keys, inner, max_size=3)
-        | st.dictionaries(text, inner, max_size=3).map(collections.OrderedDict)
+        | st.dictionaries(texts, inner, max_size=3).map(collections.OrderedDict)
         | st.builds(collections.deque, st.lists(inner, max_size=3), st.none() | st.integers(3, 9))
         | st.dictionaries(st.text("ab", min_size=1), inner, max_size=2).map(lambda names: Namespace(**names))
     ),
@@ -80,57 +79,28 @@ def test_also_from_the_protocol_of_torch(leaf: Any, protocol: int) -> None:
 def test_what_is_shared_stays_shared_and_loops_stay_loops() -> None:
     shared: list[Any] = [1]
     shared.append(shared)
-    found = read(pickle.dumps({"a": shared, "b": shared}, 4))
-    assert found["a"] is found["b"] is found["a"][1]
+    actual = read(pickle.dumps({"a": shared, "b": shared}, 4))
+    assert actual["a"] is actual["b"] is actual["a"][1]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_default_dict_is_a_dict(protocol: int) -> None:
     table = collections.defaultdict(list, {"a": [1]})
-    found = read(pickle.dumps(table, protocol))
-    assert type(found) is dict
-    assert found == {"a": [1]}
-
-
-class Reduced:
-    """Pickled as a call of anything with anything."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-MARK = "HOLDFAST_WAS_HERE"
-
-EVIL = {
-    "a shell": Reduced(os.system, f"touch {MARK}"),
-    "a process": Reduced(subprocess.check_output, ["touch", MARK]),
-    "eval": Reduced(eval, f"open({MARK!r}, 'w')"),
-    "exec": Reduced(exec, f"open({MARK!r}, 'w')"),
-    "open": Reduced(open, MARK, "w"),
-    "getattr": Reduced(getattr, "text", "format"),
-    "partial": Reduced(functools.partial, print),
-    "a file": Reduced(io.FileIO, MARK, "w"),
-    "__import__": Reduced(__import__, "os"),
-    "a path's method": Reduced(Path.touch, Path(MARK)),
-    "a class of ours": Reduced(Reduced, 1),
-    "pickle itself": Reduced(pickle.loads, b"N."),
-    "a type": Reduced(type, "A", (), {}),
-}
+    actual = read(pickle.dumps(table, protocol))
+    assert type(actual) is dict
+    assert actual == {"a": [1]}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("kind", EVIL)
+@pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 def test_whatever_else_is_named_is_refused_by_name_and_not_run(
     kind: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = pickle.dumps({"weights": [1.0], "evil": EVIL[kind]}, protocol)
+    raw = pickle.dumps({"weights": [1.0], "evil": UNSAFE_OBJECTS[kind]}, protocol)
     with pytest.raises(UnsafePickleError, match=WHAT) as caught:
         read(raw)
-    name = EVIL[kind].call[0].__qualname__.split(".")[0]
+    name = UNSAFE_OBJECTS[kind].call[0].__qualname__.split(".")[0]
     assert name in str(caught.value) or "getattr" in str(caught.value)  # which early protocols have methods by
     assert not list(tmp_path.iterdir())
 
@@ -179,13 +149,13 @@ BOMBS = {
 @pytest.mark.timeout(20)
 def test_few_bytes_cannot_cost_much(kind: str) -> None:
     started = time.process_time()
-    with little_memory(), pytest.raises(CorruptCheckpointError, match=WHAT):
+    with limit_memory(), pytest.raises(CorruptCheckpointError, match=WHAT):
         read(BOMBS[kind])
     assert time.process_time() - started < 5
 
 
 def test_what_would_cost_others_much_is_no_harm() -> None:
-    with little_memory():
+    with limit_memory():
         assert read(b"\x80\x02Nr" + LARGE + b".") is None
         assert read(b"\x80\x04\x95" + LARGE * 2 + b"N.") is None
         assert len(read(b"]" * 100_000 + b"a" * 99_999 + b".")) == 1

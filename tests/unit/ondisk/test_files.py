@@ -83,21 +83,21 @@ def test_a_file_passes_the_limit_only_for_one_tensor_that_is_larger(tensors: dic
 
 @given(st.dictionaries(st.integers(), st.integers(0, 9)), st.integers(1, 12))
 def test_shelves_keep_the_order_and_pass_the_limit_only_for_one_item(sizes: dict[int, int], limit: int) -> None:
-    found = list(split_by_size(sizes, limit))
-    assert [item for shelf in found for item in shelf] == list(sizes)
-    assert found
-    own = [[sizes[item] for item in shelf] for shelf in found]
+    actual = list(split_by_size(sizes, limit))
+    assert [item for shelf in actual for item in shelf] == list(sizes)
+    assert actual
+    own = [[sizes[item] for item in shelf] for shelf in actual]
     assert all(sum(shelf) <= limit or len([size for size in shelf if size]) == 1 for shelf in own)
     assert all(sum(shelf) + following[0] > limit for shelf, following in pairwise(own))
 
 
 @given(groups, limits)
 def test_the_safetensors_library_opens_what_is_laid_out(tensors: dict, limit: int) -> None:
-    found: dict[str, tuple[Any, ...]] = {}
+    result: dict[str, tuple[Any, ...]] = {}
     for file in pack_files("model", tensors, {}, limit):
         for name, tensor in safetensors.deserialize(contents(file)):
-            found[name] = (tensor["dtype"], tuple(tensor["shape"]), len(tensor["data"]))
-    assert found == {name: (info.dtype, info.shape, info.nbytes) for name, info in tensors.items()}
+            result[name] = (tensor["dtype"], tuple(tensor["shape"]), len(tensor["data"]))
+    assert result == {name: (info.dtype, info.shape, info.nbytes) for name, info in tensors.items()}
 
 
 @given(groups, st.randoms(use_true_random=False))
@@ -127,9 +127,9 @@ def test_the_header_is_as_long_whatever_the_crcs(crcs: list[int]) -> None:
 def test_the_header_says_what_is_tied_and_that_it_is_torch() -> None:
     tensors = {"embed": TensorInfo("F32", (2,)), "other": TensorInfo("F32", (2,))}
     first, second = pack_files("model", tensors, {"head": "embed", "alias": "embed"}, 8)
-    found = header.decode_header(first.build_header([1]), first.size, "f").metadata
-    assert found["format"] == "pt"
-    assert json.loads(found[TIED_KEY]) == {"alias": "embed", "head": "embed"}
+    actual = header.decode_header(first.build_header([1]), first.size, "f").metadata
+    assert actual["format"] == "pt"
+    assert json.loads(actual[TIED_KEY]) == {"alias": "embed", "head": "embed"}
     assert TIED_KEY not in header.decode_header(second.build_header([1]), second.size, "f").metadata
 
 

@@ -65,8 +65,8 @@ def test_the_safetensors_library_reads_the_header(table: dict, metadata: dict[st
     entries = packed(table)
     file = with_data(header.encode_header(entries, metadata), entries)
     theirs = {
-        name: (found["dtype"], tuple(found["shape"]), bytes(found["data"]))
-        for name, found in safetensors.deserialize(file)
+        name: (actual["dtype"], tuple(actual["shape"]), bytes(actual["data"]))
+        for name, actual in safetensors.deserialize(file)
     }
     start = read(file).size
     ours = {
@@ -80,9 +80,9 @@ def test_the_safetensors_library_reads_the_header(table: dict, metadata: dict[st
 def test_what_is_written_comes_back(table: dict, metadata: dict[str, str]) -> None:
     entries = packed(table)
     head = header.encode_header(entries, metadata)
-    found = read(with_data(head, entries))
-    assert found == header.SafetensorsHeader(entries, metadata, len(head))
-    assert list(found.entries) == list(entries)
+    actual = read(with_data(head, entries))
+    assert actual == header.SafetensorsHeader(entries, metadata, len(head))
+    assert list(actual.entries) == list(entries)
 
 
 @given(tables, texts)
@@ -98,9 +98,9 @@ def test_data_starts_at_a_page_and_the_padding_is_spaces(table: dict, metadata: 
 @given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=5), texts)
 def test_files_of_the_safetensors_library_are_read(table: dict, metadata: dict[str, str]) -> None:
     tensors = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in table.items()}
-    found = read(save(tensors, metadata or None))
-    assert {name: (entry.dtype, entry.shape) for name, entry in found.entries.items()} == table
-    assert found.metadata == metadata
+    actual = read(save(tensors, metadata or None))
+    assert {name: (entry.dtype, entry.shape) for name, entry in actual.entries.items()} == table
+    assert actual.metadata == metadata
 
 
 def test_every_dtype_has_the_width_that_torch_gives_it() -> None:
@@ -109,12 +109,12 @@ def test_every_dtype_has_the_width_that_torch_gives_it() -> None:
 
 def assert_refused_by_name_or_read_as_the_library_does(file: bytes) -> None:
     try:
-        found = read(file)
+        actual = read(file)
     except HoldfastError as error:
         assert FILE in str(error)
         return
     theirs = {name: (value["dtype"], tuple(value["shape"])) for name, value in safetensors.deserialize(file)}
-    assert {name: (entry.dtype, entry.shape) for name, entry in found.entries.items()} == theirs
+    assert {name: (entry.dtype, entry.shape) for name, entry in actual.entries.items()} == theirs
 
 
 @given(st.binary(max_size=200))

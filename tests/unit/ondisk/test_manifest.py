@@ -21,7 +21,7 @@ from holdfast.ondisk import manifest
 from holdfast.ondisk.blocks import crc64
 from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
 from holdfast.run.scan import CheckpointInfo
-from tests.unit.engine.test_blocks import slow_crc
+from tests.helpers.crc import crc64_by_bits
 
 FILE = "run/step_7/manifest.json"
 
@@ -74,14 +74,14 @@ def sealed(table: dict[str, Any] | str) -> bytes:
     """A manifest of this JSON with a right CRC, made without holdfast."""
     text = table if isinstance(table, str) else json.dumps(table, indent=2)
     body = text.removesuffix("\n}").encode()
-    return body + b',\n  "crc64nvme": "%016x"\n}\n' % slow_crc(body)
+    return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64_by_bits(body)
 
 
 def table(**changes: Any) -> dict[str, Any]:
     """The JSON of the example, without its CRC."""
-    found = json.loads(manifest.encode_manifest(example()))
-    del found["crc64nvme"]
-    return {**found, **changes}
+    report = json.loads(manifest.encode_manifest(example()))
+    del report["crc64nvme"]
+    return {**report, **changes}
 
 
 @given(manifests)
@@ -104,7 +104,7 @@ def test_the_published_schema_is_the_one_that_is_checked() -> None:
 def test_its_last_line_is_the_crc_of_all_before_it() -> None:
     raw = manifest.encode_manifest(example())
     body, crc = raw.split(b',\n  "crc64nvme": ')
-    assert crc == b'"%016x"\n}\n' % slow_crc(body)
+    assert crc == b'"%016x"\n}\n' % crc64_by_bits(body)
     assert sealed(table()) == raw
 
 
@@ -247,9 +247,9 @@ def test_a_run_goes_on_beside_a_manifest_with_a_huge_number(tmp_path: Path, sequ
     """Beyond the limit it is corrupt; at the limit the next save has the same number and a later time."""
     holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.zeros(1)})
     file = tmp_path / "step_1/manifest.json"
-    found = json.loads(file.read_bytes())
-    del found["crc64nvme"]
-    file.write_bytes(sealed({**found, "sequence": sequence}))
+    report = json.loads(file.read_bytes())
+    del report["crc64nvme"]
+    file.write_bytes(sealed({**report, "sequence": sequence}))
     for step in (2, 3):
         holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((1,), float(step))})
         assert holdfast.open(tmp_path).path.name == f"step_{step}"
@@ -306,7 +306,7 @@ def test_the_latest_is_told_by_sequence_then_time_then_id(tmp_path: Path) -> Non
         example(sequence=2, time=2.0, id="1" * 16),
     ]
     for mixed in itertools.permutations(oldest_first):
-        ages = sorted(mixed, key=lambda one: CheckpointInfo.of(tmp_path, one).age)
+        ages = sorted(mixed, key=lambda case: CheckpointInfo.of(tmp_path, case).age)
         assert ages == oldest_first
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import struct
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_numpy
 from torch import nn
 
 import holdfast
@@ -31,7 +29,10 @@ from holdfast.errors import CorruptCheckpointError, UnsupportedValueError
 from holdfast.ondisk import values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
-from holdfast.state.tensors import DTYPES, NAMES
+from holdfast.state.tensors import NAMES
+from tests.helpers.fingerprint import fingerprint
+from tests.helpers.forged_values import FORGED_VALUES
+from tests.helpers.value_strategies import make_namespace, trees
 
 FILE = "step_1/state.json"
 
@@ -46,139 +47,6 @@ def there_and_back(tree: dict[str, Any]) -> Any:
     for name, tensor in back.tensors.items():
         tensor.copy_(out.tensors[name])
     return result
-
-
-def fingerprint(value: Any) -> Any:
-    """Equal only for values of equal types and equal bits; sets without an order, all else with it."""
-    kind = type(value)
-    return (kind.__name__, _content(kind, value))
-
-
-def _content(kind: type, value: Any) -> Any:  # noqa: C901, PLR0911 - one line for each kind of type
-    if kind is float:
-        return "nan" if math.isnan(value) else struct.pack("d", value)
-    if kind is complex:
-        return [fingerprint(value.real), fingerprint(value.imag)]
-    if kind in {list, tuple, torch.Size}:
-        return [fingerprint(item) for item in value]
-    if kind in {set, frozenset}:
-        return sorted(map(repr, map(fingerprint, value)))
-    if kind in {dict, collections.OrderedDict, collections.Counter}:
-        return [(fingerprint(key), fingerprint(item)) for key, item in value.items()]
-    if kind is collections.deque:
-        return value.maxlen, [fingerprint(item) for item in value]
-    if kind is Namespace:
-        return fingerprint(vars(value))
-    if kind in {dt.datetime, dt.time}:
-        return repr(value), value.fold
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.name, value.shape, value.tobytes()
-    if kind is torch.Tensor:
-        return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).tolist()
-    return repr(value)
-
-
-text = st.text() | st.text(st.characters()) | st.text("\ud83d\ude00\udcff$a", max_size=4)
-zones = (
-    st.none() | st.just(dt.UTC) | st.builds(dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)))
-)
-folds = st.integers(0, 1)
-plain = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-(2**9_999), 2**9_999)
-    | st.floats()
-    | st.complex_numbers()
-    | text
-    | st.binary(max_size=20)
-)
-times = (
-    st.dates()
-    | st.timedeltas()
-    | st.builds(lambda one, zone, fold: one.replace(tzinfo=zone, fold=fold), st.datetimes(), zones, folds)
-    | st.builds(lambda one, zone, fold: one.replace(tzinfo=zone, fold=fold), st.times(), zones, folds)
-    | zones
-)
-words = st.text("abc./\\ é", max_size=6)
-
-
-def windows_path(word: str) -> pathlib.PureWindowsPath:
-    """Written once: of some words, such as ``//.//``, Python makes a path whose text makes another, equal one."""
-    return pathlib.PureWindowsPath(str(pathlib.PureWindowsPath(word)))
-
-
-paths = st.builds(pathlib.Path, words) | st.builds(pathlib.PurePosixPath, words) | st.builds(windows_path, words)
-numpy_dtypes = st.sampled_from([np.dtype(name).type for name in (*"?bhilBHILefdF",)])
-scalars = (numpy_dtypes | st.just(np.complex128)).flatmap(
-    lambda kind: st_numpy.arrays(kind, ()).map(lambda array: array[()])
-)
-torch_dtypes = st.sampled_from(
-    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-)
-devices = st.sampled_from(["cpu", "cuda", "cuda:7", "meta", "mps", "xpu:1"]).map(torch.device)
-sizes = st.lists(st.integers(0, 2**40), max_size=4).map(torch.Size)
-hashable = st.recursive(
-    plain | times | paths | st.uuids() | scalars | torch_dtypes | devices | sizes,
-    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
-    max_leaves=5,
-)
-arrays = numpy_dtypes.flatmap(
-    lambda kind: st_numpy.arrays(kind, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=3))
-)
-tensors = st.builds(
-    lambda dtype, shape, seed: (
-        torch.randint(
-            0,
-            2 if dtype is torch.bool else 256,
-            (*shape, dtype.itemsize),
-            dtype=torch.uint8,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        .view(dtype)
-        .reshape(shape)
-    ),
-    st.sampled_from(list(DTYPES.values())),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 100),
-)
-whole = st.integers(-100, 100)
-steps = st.integers(-5, 5).filter(bool)
-leaves = (
-    hashable
-    | arrays
-    | tensors
-    | st.binary(max_size=9).map(bytearray)
-    | st.builds(range, whole, whole, steps)
-    | st.builds(slice, st.none() | whole, st.none() | whole, st.none() | whole)
-)
-
-
-def namespace(table: dict[str, Any]) -> Namespace:
-    """With attributes of any name, ``__dict__`` too."""
-    space = Namespace()
-    vars(space).update(table)
-    return space
-
-
-def branches(inner: st.SearchStrategy) -> st.SearchStrategy:
-    tables = st.dictionaries(hashable, inner, max_size=3)
-    named = st.dictionaries(text | st.sampled_from(["$tuple", "$", "__metadata__"]), inner, max_size=3)
-    lists = st.lists(inner, max_size=3)
-    return (
-        lists
-        | lists.map(tuple)
-        | st.sets(hashable, max_size=3)
-        | tables
-        | named
-        | tables.map(collections.OrderedDict)
-        | st.dictionaries(hashable, st.integers() | st.floats(), max_size=3).map(collections.Counter)
-        | st.builds(collections.deque, lists, st.none() | st.integers(3, 9))
-        | named.map(namespace)
-    )
-
-
-trees = st.dictionaries(text, st.recursive(leaves, branches, max_leaves=12), max_size=4)
 
 
 @given(trees)
@@ -239,7 +107,7 @@ def test_a_value_comes_back_to_its_type_and_last_bit(value: Any) -> None:
 
 
 def test_attributes_of_a_namespace_that_are_no_text_come_back() -> None:
-    assert vars(there_and_back({"it": namespace({1: "one"})})["it"]) == {1: "one"}
+    assert vars(there_and_back({"it": make_namespace({1: "one"})})["it"]) == {1: "one"}
 
 
 def test_an_empty_tree_is_an_empty_object() -> None:
@@ -270,17 +138,17 @@ def test_the_same_set_has_the_same_bytes_in_every_process() -> None:
 
 def test_tensors_are_named_by_their_place_and_no_name_comes_twice() -> None:
     out = ArrayEncoder()
-    one = torch.zeros(1)
-    values.dump_values({"a": {"b": one, 1: [one, (one,)]}, "a.b": one, "\ud800": one}, out, "7/")
+    item = torch.zeros(1)
+    values.dump_values({"a": {"b": item, 1: [item, (item,)]}, "a.b": item, "\ud800": item}, out, "7/")
     assert list(out.tensors) == ["7/a.b", "7/a.1.0", "7/a.1.1.0", "7/a.b#2", "7/\\ud800"]
 
 
 def test_a_tensor_is_stored_as_it_is_seen() -> None:
     base = torch.randn(2, 3, dtype=torch.complex64)
-    found = there_and_back({"conj": base.conj(), "transposed": base.T, "parameter": torch.nn.Parameter(base)})
-    assert torch.equal(found["conj"], base.conj().resolve_conj())
-    assert torch.equal(found["transposed"], base.T)
-    assert torch.equal(found["parameter"], base)
+    actual = there_and_back({"conj": base.conj(), "transposed": base.T, "parameter": torch.nn.Parameter(base)})
+    assert torch.equal(actual["conj"], base.conj().resolve_conj())
+    assert torch.equal(actual["transposed"], base.T)
+    assert torch.equal(actual["parameter"], base)
 
 
 def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_path: pathlib.Path) -> None:
@@ -288,16 +156,16 @@ def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_p
     plain = torch.zeros(1)
     content = {"w": nn.Parameter(torch.arange(3.0)), "frozen": frozen, "x@parameter": plain, "x": nn.Parameter(plain)}
     holdfast.save_checkpoint(tmp_path, "s", user_content=content, per_rank_content=[content["w"]])
-    found = holdfast.restore(tmp_path)
-    kinds = {name: (type(one), one.requires_grad) for name, one in found.user_content.items()}
+    restored = holdfast.restore(tmp_path)
+    kinds = {name: (type(value), value.requires_grad) for name, value in restored.user_content.items()}
     assert kinds == {
         "w": (nn.Parameter, True),
         "frozen": (nn.Parameter, False),
         "x@parameter": (torch.Tensor, False),
         "x": (nn.Parameter, True),
     }
-    assert all(torch.equal(one, content[name]) for name, one in found.user_content.items())
-    assert type(found.per_rank_content[0]) is nn.Parameter
+    assert all(torch.equal(value, content[name]) for name, value in restored.user_content.items())
+    assert type(restored.per_rank_content[0]) is nn.Parameter
     opened = holdfast.open(tmp_path).values["user_content"]
     assert type(opened["w"]) is nn.Parameter
     assert torch.equal(opened["w"], content["w"])
@@ -413,126 +281,7 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
             values.dump_values(tree, ArrayEncoder())
 
 
-FORGED = [
-    '{"$unknown":1}',
-    '{"$":1}',
-    '{"$tuple":[],"$set":[]}',
-    '{"$tuple":[],"a":1}',
-    '{"a":1,"$tuple":[]}',
-    '{"$tuple":{}}',
-    '{"$tuple":"ab"}',
-    '{"$set":[[1]]}',
-    '{"$set":[{}]}',
-    '{"$frozenset":[{"$set":[]}]}',
-    '{"$set":"abc"}',
-    '{"$dict":[[[1],2]]}',
-    '{"$dict":[[1]]}',
-    '{"$dict":[[1,2,3]]}',
-    '{"$dict":[1]}',
-    '{"$dict":{"a":1}}',
-    '{"$dict":[[1,2],[1,3]]}',
-    '{"$ordereddict":[["a",1],["a",1]]}',
-    '{"$counter":[[1,2],[true,3]]}',
-    '{"$ordereddict":[[{},1]]}',
-    '{"$counter":[["a"]]}',
-    '{"$counter":{"a":1}}',
-    '{"$float":"nonsense"}',
-    '{"$float":"1.5"}',
-    '{"$float":1.5}',
-    '{"$float":null}',
-    '{"$bytes":"*"}',
-    '{"$bytes":[1]}',
-    '{"$bytes":"AAA"}',
-    '{"$bytearray":"é"}',
-    '{"$bytearray":9999999999999}',
-    '{"$str":"AAA"}',
-    '{"$str":"/w=="}',
-    '{"$complex":[1]}',
-    '{"$complex":[1,2,3]}',
-    '{"$complex":["1","2"]}',
-    '{"$complex":"12"}',
-    '{"$range":[]}',
-    '{"$range":[1,2,0]}',
-    '{"$range":[1,2,3,4]}',
-    '{"$range":[1.5]}',
-    '{"$range":10}',
-    '{"$slice":[1,2]}',
-    '{"$datetime":"2024-01-01"}',
-    '{"$datetime":["2024-13-01T00:00:00",null,0]}',
-    '{"$datetime":["2024-01-01T00:00:00",null,2]}',
-    '{"$datetime":["2024-01-01T00:00:00","UTC",0]}',
-    '{"$time":["25:00:00",null,0]}',
-    '{"$timezone":[1]}',
-    '{"$timezone":[]}',
-    '{"$timezone":[{"$timedelta":[2,0,0]}]}',
-    '{"$date":"tomorrow"}',
-    '{"$date":5}',
-    '{"$timedelta":[1,2]}',
-    '{"$timedelta":["1",2,3]}',
-    '{"$timedelta":[999999999999,0,0]}',
-    '{"$timedelta":[1e308,0,0]}',
-    '{"$uuid":"1"}',
-    '{"$uuid":1}',
-    '{"$path":1}',
-    '{"$path":["/"]}',
-    '{"$namespace":[]}',
-    '{"$deque":[]}',
-    '{"$deque":[[1],-1]}',
-    '{"$deque":[[1],"2"]}',
-    '{"$deque":[[1],99999999999999999999]}',
-    '{"$deque":5}',
-    '{"$numpy":["object","00"]}',
-    '{"$numpy":["O","0000000000000000"]}',
-    '{"$numpy":["<U1","41000000"]}',
-    '{"$numpy":["V8","0000000000000000"]}',
-    '{"$numpy":["int32",""]}',
-    '{"$numpy":["int32","0000"]}',
-    '{"$numpy":["int32","0000000000000000"]}',
-    '{"$numpy":["int32","nothex!!"]}',
-    '{"$numpy":["int32",7]}',
-    '{"$numpy":[["int32"],"00000000"]}',
-    '{"$numpy":"int32"}',
-    '{"$numpy":[]}',
-    '{"$numpy":{}}',
-    '{"$dtype":"float33"}',
-    '{"$dtype":"nn"}',
-    '{"$dtype":["float32"]}',
-    '{"$dtype":null}',
-    '{"$device":"toaster"}',
-    '{"$device":"cpu:x"}',
-    '{"$device":3}',
-    '{"$device":null}',
-    '{"$device":["cpu"]}',
-    '{"$size":["a"]}',
-    '{"$size":"12"}',
-    '{"$size":5}',
-    '{"$size":{"a":1}}',
-    '{"$size":[1.5]}',
-    '{"$tensor":"missing"}',
-    '{"$tensor":["t"]}',
-    '{"$tensor":{}}',
-    '{"$tensor":null}',
-    '{"$array":"missing"}',
-    '{"$array":"brain"}',
-    '{"$set":[{"$array":"t"}]}',
-    '{"a":1,"a":2}',
-    '{"$tuple":[1],"$tuple":[2]}',
-    "NaN",
-    "Infinity",
-    "1e999",
-    "[" + "9" * 5_000 + "]",
-    '"\\ud800"',
-    "[1,]",
-    "",
-    "[" * 100_000 + "]" * 100_000,
-    '{"a":' * 100_000 + "1" + "}" * 100_000,
-    '{"$tuple":[' * 100_000 + "]}" * 100_000,
-    "[" * 900 + "]" * 900,
-    '{"$tuple":[' * 400 + "]}" * 400,
-]
-
-
-@pytest.mark.parametrize("forged", FORGED, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
+@pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
 def test_values_that_holdfast_could_not_have_written_are_refused(forged: str) -> None:
     infos = {"t": TensorInfo("F32", (2,)), "brain": TensorInfo("BF16", (2,))}
     for raw in (f'{{"a":{forged}}}', forged):
@@ -551,11 +300,11 @@ def test_a_tag_inside_of_a_name_is_no_tag() -> None:
 @given(st.binary(max_size=60))
 def test_noise_is_refused(noise: bytes) -> None:
     try:
-        found = values.load_values(noise, ArrayDecoder({}), FILE)
+        actual = values.load_values(noise, ArrayDecoder({}), FILE)
     except CorruptCheckpointError as error:
         assert FILE in str(error)
     else:
-        assert fingerprint(found) == fingerprint(json.loads(noise))
+        assert fingerprint(actual) == fingerprint(json.loads(noise))
 
 
 tags = st.sampled_from(sorted({*values._DECODERS, "$numpy", "$dtype", "$device", "$size", "$tensor", "$array", "$x"}))
@@ -575,8 +324,8 @@ junk = st.recursive(
 def test_forged_json_is_refused_by_name_or_is_some_value(tree: Any) -> None:
     infos = {"": TensorInfo("F32", (2,))}
     try:
-        found = values.load_values(json.dumps(tree).encode(), ArrayDecoder(infos), FILE)
+        actual = values.load_values(json.dumps(tree).encode(), ArrayDecoder(infos), FILE)
     except CorruptCheckpointError as error:
         assert FILE in str(error)
     else:
-        assert isinstance(fingerprint(found), tuple)
+        assert isinstance(fingerprint(actual), tuple)

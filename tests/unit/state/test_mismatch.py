@@ -18,12 +18,12 @@ from holdfast.errors import (
     UnsupportedTensorError,
     UnsupportedValueError,
 )
-from tests.helpers.training import Net, make_optimizer, start, trained
+from tests.helpers.training import Net, make_optimizer, start_run, train_run
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    run = trained("plain")
+    run = train_run("plain")
     holdfast.save_checkpoint(tmp_path, "s", run.model, run.optimizer, run.scheduler)
     return tmp_path
 
@@ -53,7 +53,7 @@ def test_not_strict_loads_what_matches_and_reports_the_rest(saved: Path) -> None
     result = holdfast.restore(saved, model=state, strict=False)
     assert result.missing == ("new",)
     assert result.unexpected == ("scale",)
-    assert torch.equal(state["body.0.weight"], trained("plain").model.body[0].weight)
+    assert torch.equal(state["body.0.weight"], train_run("plain").model.body[0].weight)
     assert state["new"] == 7
 
 
@@ -62,14 +62,14 @@ def test_weights_that_are_tied_in_the_checkpoint_alone_are_both_filled(saved: Pa
     model.head.weight = nn.Parameter(torch.zeros(11, 6))
     holdfast.load_checkpoint(saved, model=model)
     assert model.head.weight is not model.embed.weight
-    assert torch.equal(model.head.weight, trained("plain").model.embed.weight)
-    assert torch.equal(model.embed.weight, trained("plain").model.embed.weight)
+    assert torch.equal(model.head.weight, train_run("plain").model.embed.weight)
+    assert torch.equal(model.embed.weight, train_run("plain").model.embed.weight)
 
 
 def test_map_dtype_casts_as_copy_does(saved: Path) -> None:
     model = Net().to(torch.bfloat16)
     holdfast.load_checkpoint(saved, model=model, cast_dtype=True)
-    expected = trained("plain").model.state_dict()
+    expected = train_run("plain").model.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
 
@@ -102,7 +102,7 @@ def test_other_groups_are_an_error_that_names_the_parameters(saved: Path) -> Non
 
 def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
     holdfast.save_checkpoint(tmp_path, "s", Net())
-    run = start("plain")
+    run = start_run("plain")
     with pytest.raises(MismatchError, match=r"(?s)missing.*: optimizer.*missing.*: scheduler"):
         holdfast.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
 

@@ -29,16 +29,16 @@ def frequencies() -> dict[str, torch.Tensor]:
 
 
 def resolved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: one.resolve_conj().resolve_neg().clone() for name, one in tensors.items()}
+    return {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in tensors.items()}
 
 
 def test_lazy_conjugates_and_negations_are_no_ties(tmp_path: Path) -> None:
     expected = resolved(frequencies())
     holdfast.save_checkpoint(tmp_path, "s", buffers(**frequencies()))
-    separate = buffers(**{name: torch.zeros_like(one) for name, one in expected.items()})
+    separate = buffers(**{name: torch.zeros_like(value) for name, value in expected.items()})
     holdfast.load_checkpoint(tmp_path, model=separate)
-    for name, one in separate.named_buffers():
-        assert torch.equal(one, expected[name]), name
+    for name, tensor in separate.named_buffers():
+        assert torch.equal(tensor, expected[name]), name
     assert {"model/conj", "model/neg"} <= set(holdfast.open(tmp_path).keys())
 
 
@@ -48,13 +48,13 @@ def test_lazy_views_of_one_memory_are_filled_with_what_they_show(tmp_path: Path)
     blank = frequencies()
     blank["z"].zero_()
     holdfast.load_checkpoint(tmp_path, model=buffers(**blank))
-    for name, one in blank.items():
-        assert torch.equal(one.resolve_conj().resolve_neg(), expected[name]), name
+    for name, value in blank.items():
+        assert torch.equal(value.resolve_conj().resolve_neg(), expected[name]), name
 
 
 def test_a_lazy_conjugate_among_a_models_values_is_stored_as_it_is_seen(tmp_path: Path) -> None:
     class Told(nn.Module):
-        told: torch.Tensor | None = None
+        reported: torch.Tensor | None = None
 
         def get_extra_state(self) -> Any:
             return torch.tensor([1 + 2j]).conj()
@@ -157,8 +157,8 @@ def test_and_when_it_is_loaded(make: Callable[[], nn.Module], tmp_path: Path) ->
 
 def test_a_lazy_module_that_has_run_is_a_module_like_any_other(tmp_path: Path) -> None:
     model, other = nn.LazyLinear(3), nn.LazyLinear(3)
-    for one in (model, other):
-        one(torch.ones(1, 2))
+    for item in (model, other):
+        item(torch.ones(1, 2))
     holdfast.save_checkpoint(tmp_path, "s", model)
     holdfast.load_checkpoint(tmp_path, model=other)
     assert torch.equal(other.weight, model.weight)

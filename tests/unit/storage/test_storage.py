@@ -391,13 +391,13 @@ def test_what_lacks_a_file_is_told_from_what_is_not_there(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to("with")
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    found = {name: posix.is_directory_without(tmp_path / name, "file") for name in ("with", "link", "absent")}
-    assert found == dict.fromkeys(found, False)
-    found = {
+    actual = {name: posix.is_directory_without(tmp_path / name, "file") for name in ("with", "link", "absent")}
+    assert actual == dict.fromkeys(actual, False)
+    actual = {
         name: posix.is_directory_without(tmp_path / name, "file")
         for name in ("without", "folder", "a file", "dangling", "loop")
     }
-    assert found == dict.fromkeys(found, True)
+    assert actual == dict.fromkeys(actual, True)
 
 
 def test_what_is_renamed_while_it_is_looked_at_does_not_lack_anything(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ class TensorMetadata:
 class DcpMetadata:
     """The entries of a checkpoint by their flat names: tensors, other values, and tensors that holdfast cannot read.
 
-    ``paths`` has the path of each entry in the tree. ``save_id`` is the id that torch gave the save.
+    ``paths`` has the path of each entry in the tree. ``save_id`` is the id that torch gave the save, and ``version``
+    the version of torch's format; both are ``None`` in checkpoints of older releases.
     """
 
     tensors: dict[str, TensorMetadata] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class DcpMetadata:
     unreadable: dict[str, UnreadableTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     save_id: str | None = None
+    version: str | None = None
 
     def merge_rank(self, other: DcpMetadata, source: str) -> None:
         """Add the entries of another rank's metadata file. If both have an entry, that of ``self`` stays."""
@@ -98,6 +100,7 @@ class DcpMetadata:
         self.unreadable = {**other.unreadable, **self.unreadable}
         self.paths = {**other.paths, **self.paths}
         self.save_id = self.save_id or other.save_id
+        self.version = self.version or other.version
 
 
 def decode_metadata(raw: bytes, source: str, budget: ReadBudget | None = None) -> DcpMetadata:
@@ -146,13 +149,17 @@ def _decode_state(state: Mapping[str, Any], source: str) -> DcpMetadata:
     if isinstance(paths, dict):
         decoded.paths = {name: _check_path(path, name) for name, path in _check_table(paths, "planner_data").items()}
     decoded.save_id = _decode_save_id(state.get("storage_meta"))
+    decoded.version = _text_or_none(state.get("version"))
     return decoded
 
 
 def _decode_save_id(meta: Any) -> str | None:
     """Return the id of the save, or ``None`` for checkpoints of torch before 2.4."""
-    save_id = _state_of(meta, "StorageMeta").get("save_id") if isinstance(meta, OpaqueObject) else None
-    return save_id if isinstance(save_id, str) else None
+    return _text_or_none(_state_of(meta, "StorageMeta").get("save_id")) if isinstance(meta, OpaqueObject) else None
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _decode_tensor(

@@ -1,0 +1,156 @@
+"""Points of a save and of a load at which something can happen to a rank: function calls."""
+
+from __future__ import annotations
+
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point before (or ``after``) a call of a function, which all ranks or only rank 0 (``rank_0_only``) make.
+
+    ``phase``: only calls about the vote of this name. ``may_be_committed``: the save may be committed by then.
+    ``condition``: the kind of save that reaches the point.
+    """
+
+    name: str
+    function: str
+    after: bool = False
+    rank_0_only: bool = False
+    phase: str = ""
+    may_be_committed: bool = False
+    condition: str = ""
+
+
+_POST = "holdfast.engine.comm.vote.VoteRound.post_outcome"
+_WRITER = "holdfast.storage.direct_io.DirectWriter"
+_STAGING = "holdfast.run.staging_dir.StagingDirectory"
+
+SAVE_POINTS = (
+    Point("opening the session", "holdfast.engine.comm.session.RankGroup.open_session"),
+    Point("capturing the objects", "holdfast.save.negotiation.capture_training"),
+    Point("posting the announcement", _POST, phase="looking at what to save"),
+    Point("announcement posted", _POST, after=True, phase="looking at what to save"),
+    Point("deciding for all ranks", "holdfast.save.negotiation._decide_globally", rank_0_only=True),
+    Point("planning", "holdfast.save.checkpoint_save.plan_save"),
+    Point("comparing replicas", "holdfast.engine.integrity.replicas.digest_replicas"),
+    Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
+    Point("sizing a file", "holdfast.storage.posix.allocate_space", rank_0_only=True),
+    Point("staging directory created", f"{_STAGING}.create", after=True, rank_0_only=True),
+    Point("prepared", _POST, after=True, phase="preparing the save"),
+    Point("making a gloo group", "holdfast.engine.comm.session._make_gloo_group", condition="a second process group"),
+    Point("staging", "holdfast.save.shard_writer.stage_tensors", condition="asynchronous"),
+    Point("staged", _POST, after=True, phase="copying what is to be saved", condition="asynchronous"),
+    Point("sending a stripe", "holdfast.engine.io.p2p.P2PExchange.send"),
+    Point("receiving a stripe", "holdfast.engine.io.p2p.P2PExchange.receive"),
+    Point("waiting for a stripe", "holdfast.engine.io.p2p.P2PExchange.wait"),
+    Point("assembling a stripe", "holdfast.engine.plan.stripes.StripeSlice.copy_in"),
+    Point("writing", f"{_WRITER}.write"),
+    Point("syncing", f"{_WRITER}.sync"),
+    Point("encoding the CRCs", "holdfast.engine.integrity.crc_gather.encode_fragments"),
+    Point(
+        "sending CRCs to the bucket",
+        "holdfast.engine.integrity.crc_gather._RankBucket.publish_report",
+        condition="buckets of ranks",
+    ),
+    Point(
+        "merging the CRCs of the bucket",
+        "holdfast.engine.integrity.crc_gather._RankBucket.merge_reports",
+        condition="buckets of ranks",
+    ),
+    Point("CRCs reported", _POST, after=True, phase="writing", may_be_committed=True),
+    Point("writing headers", "holdfast.ondisk.files.DataFile.build_header", rank_0_only=True),
+    Point("writing small files", "holdfast.storage.posix.write_small", rank_0_only=True),
+    Point("syncing directories", "holdfast.storage.posix.fsync_directory", rank_0_only=True),
+    Point("publishing", f"{_STAGING}.publish", rank_0_only=True, condition="a new name"),
+    Point("overwriting", f"{_STAGING}.replace", rank_0_only=True, condition="a name that is taken"),
+    Point("renaming", "holdfast.storage.directories._renameat2", rank_0_only=True),
+    Point("renamed", "holdfast.storage.directories._renameat2", after=True, rank_0_only=True, may_be_committed=True),
+    Point(
+        "published", f"{_STAGING}.publish", after=True, rank_0_only=True, may_be_committed=True, condition="a new name"
+    ),
+    Point(
+        "overwritten",
+        f"{_STAGING}.replace",
+        after=True,
+        rank_0_only=True,
+        may_be_committed=True,
+        condition="a name that is taken",
+    ),
+    Point(
+        "removing old checkpoints",
+        "holdfast.save.checkpoint_save.CheckpointSave._remove_old_checkpoints",
+        may_be_committed=True,
+        condition="old checkpoints removed",
+    ),
+    Point(
+        "between two renames",
+        "holdfast.storage.directories.fsync_directory",
+        rank_0_only=True,
+        condition="no exchange of names",
+    ),
+    Point(
+        "old checkpoint hidden",
+        "holdfast.run.cleanup.rename_path",
+        after=True,
+        rank_0_only=True,
+        may_be_committed=True,
+        condition="retention",
+    ),
+    Point(
+        "file of an old checkpoint removed",
+        "os.unlink",
+        after=True,
+        rank_0_only=True,
+        may_be_committed=True,
+        condition="old checkpoints removed",
+    ),
+    Point("leaving the session", "holdfast.engine.comm.session.Session.leave", may_be_committed=True),
+)
+
+LOAD_POINTS = (
+    Point("opening the session", "holdfast.engine.comm.session.RankGroup.open_session"),
+    Point("selecting the checkpoint", "holdfast.load.selection.CheckpointSelector.select_next", rank_0_only=True),
+    Point("checkpoint selected", _POST, after=True, phase="finding the checkpoint"),
+    Point("opening the checkpoint", "holdfast.load.operation.LoadOperation._open_reader"),
+    Point("matching the tensors", "holdfast.state.restore.LoadTargets.match_targets"),
+    Point("tensors matched", _POST, after=True, phase="reading the metadata"),
+    Point("planning", "holdfast.load.read_plan.plan_load"),
+    Point("making a gloo group", "holdfast.engine.comm.session._make_gloo_group", condition="a second process group"),
+    Point("reading", "holdfast.engine.io.source_reader.SourceReader.read"),
+    Point("sending a stripe", "holdfast.engine.io.p2p.P2PExchange.send"),
+    Point("receiving a stripe", "holdfast.engine.io.p2p.P2PExchange.receive"),
+    Point("waiting for a stripe", "holdfast.engine.io.p2p.P2PExchange.wait"),
+    Point("verifying checksums", "holdfast.engine.integrity.verify.ChecksumVerifier.verify_local"),
+    Point(
+        "verifying checksums across ranks",
+        "holdfast.engine.integrity.verify.ChecksumVerifier.verify_across_ranks",
+        rank_0_only=True,
+    ),
+    Point("applying the values", "holdfast.state.restore.LoadTargets.apply", may_be_committed=True),
+)
+
+
+@contextmanager
+def call_at_point(point: Point, action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` when this process first reaches a point."""
+    call = pkgutil.resolve_name(point.function)
+    sprung = threading.Lock()
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        here = not point.phase or args[0].phase == point.phase
+        if here and not point.after and sprung.acquire(blocking=False):
+            action()
+        result = call(*args, **options)
+        if here and point.after and sprung.acquire(blocking=False):
+            action()
+        return result
+
+    with mock.patch(point.function, wrapped):
+        yield

@@ -1,0 +1,277 @@
+"""Tests a run's directory over time: retention, replacement, leftovers of dead saves, and a full disk."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+import holdfast.errors
+from holdfast import api
+from holdfast.errors import HoldfastError, StorageError, TagExistsError
+from holdfast.ondisk.hidden_names import HiddenName
+from holdfast.storage import directories
+from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
+
+
+def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    with pytest.raises(TagExistsError, match="overwrite=True"):
+        save_step(tmp_path, 1)
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 9.0)}, overwrite=True)
+    assert list_tags(tmp_path) == ["step_2", "step_1"]
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 9.0
+    assert not list_hidden_names(tmp_path)
+    holdfast.save_checkpoint(tmp_path, "new", {"w": torch.ones(1)}, overwrite=True)
+
+
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    with (
+        mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),
+        pytest.raises(StorageError),
+    ):
+        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 1.0
+    assert not list_hidden_names(tmp_path)
+
+
+def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, there is a moment in which neither has it."""
+    save_step(tmp_path, 1)
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    aside = tmp_path / HiddenName("step_1", info.run, "2" * 16, "replaced").name
+    other = tmp_path / HiddenName("step_1", info.run, "2" * 16, "partial").name
+    other.mkdir()
+    (tmp_path / "step_1").rename(aside)
+    save_step(tmp_path, 2)
+    assert list_tags(tmp_path) == ["step_1", "step_2"]
+    assert {item.run for item in holdfast.list_checkpoints(tmp_path)} == {info.run}
+    other.mkdir()
+    (tmp_path / "step_1").rename(aside)
+    holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
+
+
+def put_aside(path: Path) -> Path:
+    """A folder as it is between the two renames of an overwrite. Returns the one that waits for the name."""
+    (info,) = holdfast.list_checkpoints(path)
+    waiting = HiddenName(info.tag, info.run, "2" * 16, "partial")
+    (path / waiting.name).mkdir()
+    info.path.rename(path / waiting.with_state("replaced").name)
+    return path / waiting.name
+
+
+def test_a_checkpoint_without_its_name_is_one_that_there_is(tmp_path: Path) -> None:
+    """A script that asks first would begin anew, and save over it."""
+    save_step(tmp_path, 1)
+    put_aside(tmp_path)
+    assert holdfast.has_checkpoint(tmp_path)
+    target = {"w": torch.zeros(4)}
+    holdfast.load_checkpoint(tmp_path, model=target)
+    assert float(target["w"][0]) == 1.0
+
+
+def test_a_living_overwrite_finds_the_name_free_whoever_loads_meanwhile(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    waiting = put_aside(tmp_path)
+    with closing(directories.DirectoryLock(waiting)):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+        assert not (tmp_path / "step_1").exists()
+    holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+    assert (tmp_path / "step_1").exists()
+
+
+def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    run = holdfast.list_checkpoints(tmp_path)[0].run
+    mine, removed, other = (
+        leave_draft(tmp_path, run),
+        leave_draft(tmp_path, run, "removed"),
+        leave_draft(tmp_path, "f" * 16),
+    )
+    (tmp_path / ".hidden.of.mine").mkdir()
+    save_step(tmp_path, 2)
+    assert not mine.exists()
+    assert not removed.exists()
+    assert other.exists()
+    assert (tmp_path / ".hidden.of.mine").exists()
+
+
+@pytest.fixture(params=["a local file system", "NFS"])
+def is_local(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """File systems whose locks all see, and those that other hosts may use with locks of their own."""
+    magic = {"a local file system": 0xEF53, "NFS": 0x6969}[request.param]
+    with mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic):
+        yield magic == 0xEF53
+
+
+@pytest.mark.parametrize("there", ["nothing", "another run"])
+def test_first_saves_that_died_are_removed(tmp_path: Path, is_local: bool, there: str) -> None:
+    """Each restart of a job that has saved nothing yet is a run of its own."""
+    if there == "another run":
+        save_step(tmp_path, 0)
+    dead = [leave_draft(tmp_path, f"{number:x}" * 16) for number in range(1, 7)]
+    for folder, seconds in zip(dead, (0, 60, 3600, 2 * 86_400, 0, 0), strict=True):
+        make_older(folder, seconds)
+    same = tmp_path / HiddenName("step_1", "a" * 16, "1" * 16, "partial").name
+    same.mkdir()
+    save_step(tmp_path, 1)
+    gone = [folder for folder in (*dead, same) if not folder.exists()]
+    assert gone == ([dead[2], dead[3], same] if is_local else [dead[3]])
+    assert list_tags(tmp_path)[-1] == "step_1"
+
+
+def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_of_a_run(
+    tmp_path: Path, is_local: bool
+) -> None:
+    save_step(tmp_path, 0)
+    living = leave_draft(tmp_path, "a" * 16)
+    (tmp_path / "step_0").rename(tmp_path / "kept")
+    of_a_run = leave_draft(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    writing = leave_draft(tmp_path, "b" * 16)
+    for folder in (living, of_a_run, writing):
+        make_older(folder, 1e6)
+    os.utime(writing / "model/model.safetensors")  # a rank of another host has just written
+    with closing(directories.DirectoryLock(living)), mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+        save_step(tmp_path, 1)
+    assert [folder.exists() for folder in (living, of_a_run, writing)] == [True, True, True]
+    with mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+        save_step(tmp_path, 2)
+    assert [folder.exists() for folder in (living, of_a_run, writing)] == [False, True, True]
+
+
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
+    dead = leave_draft(tmp_path, "a" * 16)
+    make_older(dead, 1e6)
+    with mock.patch("holdfast.storage.directories.fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+        save_step(tmp_path, 1)
+    assert dead.exists()
+
+
+DIE = """
+import os, sys, torch, holdfast
+from holdfast.run.staging_dir import StagingDirectory
+StagingDirectory.publish = lambda *_: os._exit(9)
+holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
+"""
+
+
+def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], check=False).returncode == 9
+        assert len(list_hidden_names(tmp_path)) == 1
+    save_step(tmp_path, 0)
+    assert not list_hidden_names(tmp_path)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from holdfast.storage.directories import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+print(lock.held, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_living_save_is_left_alone_until_it_dies(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    living = leave_draft(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(living)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "True"
+        save_step(tmp_path, 2)
+        assert living.exists()
+        process.kill()
+    save_step(tmp_path, 3)
+    assert not living.exists()
+
+
+def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
+    """Another save of the run, in this moment, would leave it alone."""
+    seen = []
+
+    def look(*_: Any) -> Any:
+        (partial,) = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        with pytest.raises(BlockingIOError):
+            directories.DirectoryLock(partial)
+        seen.append(partial)
+        return {}
+
+    with mock.patch("holdfast.save.shard_writer.write_file_ranges", look), pytest.raises(HoldfastError):
+        save_step(tmp_path, 1)
+    assert seen
+    assert not list_hidden_names(tmp_path)
+
+
+def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    full = os.statvfs_result((4096, 4096, 1000, 10, 10, 100, 100, 100, 0, 255))
+    with mock.patch("holdfast.storage.directories.os.statvfs", return_value=full):
+        save_step(tmp_path, 1)
+        with pytest.raises(StorageError, match=r"40,960 bytes free.* needs [\d,]+; nothing was written") as raised:
+            holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})
+    assert raised.value.errno == 28
+    assert list_tags(tmp_path) == ["step_1"]
+    assert not list_hidden_names(tmp_path)
+
+
+def test_what_was_replaced_and_then_removed_does_not_come_back(tmp_path: Path) -> None:
+    """The process died before it removed the old one; then the user removed the new one."""
+    save_step(tmp_path, 1)
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    (tmp_path / "step_1").rename(tmp_path / HiddenName("step_1", info.run, "2" * 16, "replaced").name)
+    with pytest.raises(holdfast.errors.NoCheckpointError):
+        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+
+
+def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/precious").write_text("mine")
+    with pytest.raises(TagExistsError, match="not a holdfast checkpoint"):
+        holdfast.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
+    assert (tmp_path / "data/precious").read_text() == "mine"
+    assert not list_hidden_names(tmp_path)
+
+
+def test_an_exchange_that_is_done_is_a_success_whatever_follows(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    with mock.patch.object(Path, "rename", side_effect=OSError(5, "input/output error")):
+        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 2.0)}, overwrite=True)
+    assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0
+    assert not list_hidden_names(tmp_path)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    before = descriptors()
+    write_files = "holdfast.save.checkpoint_save.CheckpointSave._write_files"
+    for where in ("holdfast.engine.io.checkpoint_files.posix.allocate_space", write_files):
+        with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            save_step(tmp_path, 2)
+    for where in ("holdfast.save.background.threading.Thread.start", "holdfast.save.shard_writer.stage_tensors"):
+        with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
+            save_step(tmp_path, 2, async_save=True)
+    assert descriptors() == before
+    assert list_tags(tmp_path) == ["step_1"]
+    assert not list_hidden_names(tmp_path)
+
+
+def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(4)}, async_save=True)
+    holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)}, max_shard_size="1GB", timeout=30.0)
+    a, b = holdfast.list_checkpoints(tmp_path)
+    assert (a.tag, b.tag, a.sequence, b.sequence) == ("a", "b", 1, 2)
+    assert a.run == b.run

@@ -1,0 +1,39 @@
+"""Calls of the command line, in this process and in one of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from typer.testing import CliRunner
+
+from holdfast.cli.main import app
+
+
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "holdfast", *command], capture_output=True, text=True, check=False)
+
+
+def assert_needs_no_torch(*command: str) -> None:
+    """A command that works without torch and without NumPy."""
+    code = (
+        f"import sys\nsys.argv = {['holdfast', *command]!r}\nfrom holdfast.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def invoke(*args: object, code: int = 0, columns: int | None = None) -> Any:
+    """Run a command in this process; ``columns`` is the width asked for by the environment."""
+    env = {"COLUMNS": None if columns is None else str(columns)}
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def invoke_json(*args: object, code: int = 0) -> Any:
+    return json.loads(invoke(*args, "--json", code=code).stdout)

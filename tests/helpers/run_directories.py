@@ -1,0 +1,40 @@
+"""A run directory with small checkpoints, and what lies in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast.ondisk.hidden_names import HiddenName
+
+DEAD = HiddenName("step_9", "0" * 16, "1" * 16, "partial")
+
+
+def save_step(path: Path, step: int, **options: Any) -> None:
+    holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
+
+
+def list_tags(path: Path) -> list[str]:
+    return [info.tag for info in holdfast.list_checkpoints(path)]
+
+
+def list_hidden_names(path: Path) -> list[str]:
+    return [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+
+
+def make_older(folder: Path, seconds: float) -> None:
+    """Make a folder and all in it so many seconds older."""
+    for path in (*folder.rglob("*"), folder):
+        now = path.stat().st_mtime
+        os.utime(path, (now - seconds, now - seconds))
+
+
+def leave_draft(path: Path, run: str, state: str = "partial") -> Path:
+    folder = path / DEAD._replace(run=run, state=state).name
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/model.safetensors").write_bytes(b"half")
+    return folder

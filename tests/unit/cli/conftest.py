@@ -1,0 +1,36 @@
+"""Run directories for the commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from tests.helpers.training import train_run
+from tests.helpers.user_content import USER_CONTENT
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints; tests that change it take a copy."""
+    path = tmp_path_factory.mktemp("cli") / "run"
+    run = train_run("plain")
+    for step in (1, 2, 3):
+        holdfast.save_checkpoint(
+            path,
+            f"step_{step}",
+            run.model,
+            run.optimizer,
+            run.scheduler,
+            USER_CONTENT,
+            step=step,
+            metrics={"val_loss": 2.5 - step, "bleu": float("inf")},
+        )
+    return path
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))

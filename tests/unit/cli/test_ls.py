@@ -1,0 +1,102 @@
+"""Tests ``holdfast ls``: its output agrees with the files, and its exit codes with its output."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import invoke, invoke_json
+from tests.helpers.corruption import cut_file
+from tests.helpers.file_contents import size_on_disk
+
+
+class TestLs:
+    def test_names_each_checkpoint_oldest_first_and_marks_the_latest(self, made: Path) -> None:
+        rows = invoke("ls", made).stdout.splitlines()[1:]
+        assert [row.split()[0] for row in rows] == ["step_1", "step_2", "step_3"]
+        assert ["latest" in row for row in rows] == [False, False, True]
+        assert all("complete" in row for row in rows)
+
+    def test_shows_step_size_local_time_and_metrics(self, made: Path) -> None:
+        row = invoke("ls", made).stdout.splitlines()[3]
+        saved = json.loads((made / "step_3/manifest.json").read_text())["time"]
+        shown = [
+            "step_3",
+            "3",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
+            f"{size_on_disk(made / 'step_3') / 1000:.1f} kB",
+            "complete (latest)",
+            "val_loss=-0.5 bleu=n/a",
+        ]
+        assert re.split("  +", row) == shown
+
+    def test_json_has_the_numbers_of_the_files(self, made: Path) -> None:
+        report = invoke_json("ls", made)
+        assert (report["path"], report["latest"], report["leftovers"]) == (str(made), "step_3", [])
+        for number, entry in enumerate(report["checkpoints"], 1):
+            manifest = json.loads((made / f"step_{number}/manifest.json").read_text())
+            assert entry["tag"] == f"step_{number}"
+            assert entry["path"] == str(made / f"step_{number}")
+            assert entry["bytes"] == size_on_disk(made / f"step_{number}")
+            assert entry["metrics"] == {"val_loss": 2.5 - number, "bleu": None}
+            assert (entry["status"], entry["problem"]) == ("complete", None)
+            assert all(entry[name] == manifest[name] for name in ("step", "sequence", "time"))
+
+    def test_a_damaged_manifest_is_shown_as_damaged_and_is_exit_1(self, run: Path) -> None:
+        cut_file(run / "step_3/manifest.json")
+        lines = invoke("ls", run, code=1).stdout.splitlines()
+        assert re.split("  +", lines[1]) == ["step_3", "damaged"]
+        assert lines[3].startswith("step_2")
+        assert "latest" in lines[3]
+        assert str(run / "step_3/manifest.json") in lines[4]
+        report = invoke_json("ls", run, code=1)
+        assert report["latest"] == "step_2"
+        assert report["checkpoints"][0] | {"problem": ""} == {
+            "tag": "step_3",
+            "path": str(run / "step_3"),
+            "status": "damaged",
+            "problem": "",
+            "step": None,
+            "metrics": {},
+            "sequence": None,
+            "time": None,
+            "bytes": None,
+        }
+
+    def test_saves_that_never_ended_are_shown_on_request_only(self, run: Path) -> None:
+        name = ".step_4.fedcba9876543210.0123456789abcdef.partial"
+        (run / name / "model").mkdir(parents=True)
+        (run / name / "model/model.safetensors").write_bytes(bytes(50_000))
+        (run / ".unrelated").mkdir()
+        assert "step_4" not in invoke("ls", run).stdout
+        text = invoke("ls", run, "--all").stdout
+        assert re.search(r"^step_4 .* unfinished$", text, re.MULTILINE)
+        assert "unrelated" not in text
+        (leftover,) = invoke_json("ls", run, "--all")["leftovers"]
+        assert (leftover["name"], leftover["tag"]) == (name, "step_4")
+        assert leftover["bytes"] >= 50_000
+
+    def test_an_empty_folder_is_exit_1_and_one_line(self, tmp_path: Path) -> None:
+        result = invoke("ls", tmp_path, code=1)
+        assert (result.stdout, result.stderr) == ("", f"error: there is no checkpoint in {tmp_path}\n")
+
+    @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune --keep 1", "diff", "consolidate"])
+    @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+    def test_a_missing_folder_is_exit_2_everywhere(self, tmp_path: Path, command: str, more: list[str]) -> None:
+        name, *options = command.split()
+        paths = [tmp_path / "nothing"] * (2 if name == "diff" else 1)
+        result = invoke(name, *paths, *options, *more, code=2)
+        assert result.stdout == ""
+        assert re.match(f"error: there is no .*{tmp_path}/nothing\n", result.stderr)
+
+    def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
+        (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()
+        assert "--all also lists 1 interrupted save" in invoke("ls", tmp_path, code=1).stderr
+        assert "unfinished" in invoke("ls", tmp_path, "--all", code=1).stdout
+
+    def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
+        assert "holdfast show" in invoke("ls", made / "step_1", code=2).stderr
