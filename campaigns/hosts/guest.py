@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-#: The folder that the server exports, and where clients mount it.
+#: The folder that the server exports, and the folder of the clients' mounts.
 _DISK = Path("/srv/disk")
-EXPORT, MOUNT = _DISK / "export", Path("/shared")
+EXPORT, MOUNTS = _DISK / "export", Path("/shared")
 
 _USERS = ("_rpc", "statd")
 _libc = ctypes.CDLL(None, use_errno=True)

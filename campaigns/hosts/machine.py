@@ -63,7 +63,7 @@ class Machine:
 
     def _command(self, config: Path) -> list[str]:
         devices = [
-            f"vec{place}:transport=tap,ifname={network.link_name(name, self.spec.number)},depth=128"
+            f"vec{place}:transport=tap,ifname={network.link_name(name, self.spec.number)},depth=128,gro=1"
             for place, name in enumerate(("data", "control"))
         ]
         disk = [f"ubd0={self.spec.disk}"] if self.spec.disk else []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,19 +18,25 @@ _SERVER_MODULES = ("nfsd", "nfsv4", "nfsv3")
 _CLIENT_MODULES = ("nfsv4", "nfsv3", "fuse", "9pnet_fd", "9p")
 _SERVER_NUMBER, _FIRST_CLIENT = 2, 11
 
-#: Says that this process is in namespaces of its own.
-_INSIDE = "--inside-namespace"
+#: The kinds of mounts that the test bed knows.
+KINDS = ("nfs4.2", "nfs3", "9p", "9p-loose", "fuse", "fuse-writeback")
 
 
-def enter_namespaces(arguments: Sequence[str]) -> None:
-    """Run this command again in network, mount and process namespaces of its own.
+def mount_point(kind: str) -> Path:
+    """Return where clients mount a kind."""
+    return guest.MOUNTS / kind
 
-    All hosts end with them, so nothing is left on the machine. Return if this process is in them already.
-    """
-    if _INSIDE in arguments:
-        return
-    command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    os.execvp(command[0], [*command, sys.executable, "-m", "campaigns.hosts", _INSIDE, *arguments])  # noqa: S606
+
+def _mount(kind: str, server: str, mirror: Path) -> str:
+    target = mount_point(kind)
+    if kind.startswith("nfs"):
+        return guest.mount_nfs(server, kind.removeprefix("nfs"), target)
+    if kind.startswith("9p"):
+        return guest.mount_9p(server, target, "loose" if kind == "9p-loose" else "none")
+    source = guest.MOUNTS / f"{kind}-source"  # the mirror's own view of the server
+    guest.mount_nfs(server, "4.2", source)
+    options = "cache=auto,writeback" if kind == "fuse-writeback" else "cache=auto,no_writeback"
+    return guest.mount_fuse(mirror, source, target, options)
 
 
 @dataclass
@@ -43,6 +47,12 @@ class Testbed:
     scratch: Path
     server: Machine
     clients: list[Machine]
+
+    def mount(self, kind: str) -> None:
+        """Mount the server's folder on all clients at :func:`mount_point`, as one of :data:`KINDS`."""
+        for client in self.clients:
+            with client.worker() as worker:
+                worker.call(_mount, kind, self.server.address, self.packages.mirror)
 
     def start_server(self) -> None:
         """Boot the server, and serve its disk."""
@@ -57,13 +67,15 @@ def running_testbed(folder: Path, clients: int, preload: Sequence[str] = (), dis
     packages = Packages(folder)
     network.create_networks()
     scratch = Path(tempfile.mkdtemp(prefix="holdfast-hosts-"))
-    disk = scratch / "disk"
+    in_memory = Path(tempfile.mkdtemp(prefix="holdfast-hosts-", dir="/dev/shm"))  # hosts cannot read this folder
+    disk = in_memory / "disk"
     with disk.open("wb") as file:
         file.truncate(disk_gigabytes * 2**30)
     run("mkfs.ext4", "-q", "-F", str(disk))
-    specs = [HostSpec("server", _SERVER_NUMBER, _SERVER_MODULES, "512M", str(disk))]
+    modules = tuple(preload)
+    specs = [HostSpec("server", _SERVER_NUMBER, _SERVER_MODULES, "512M", str(disk), modules)]
     specs += [
-        HostSpec(f"client{place + 1}", _FIRST_CLIENT + place, _CLIENT_MODULES, preload=tuple(preload))
+        HostSpec(f"client{place + 1}", _FIRST_CLIENT + place, _CLIENT_MODULES, preload=modules)
         for place in range(clients)
     ]
     machines = [Machine(spec, packages, scratch) for spec in specs]
@@ -78,4 +90,5 @@ def running_testbed(folder: Path, clients: int, preload: Sequence[str] = (), dis
     finally:
         for machine in machines:
             machine.kill()
-        if os.environ.get("KEEP") is None: shutil.rmtree(scratch)
+        shutil.rmtree(in_memory)
+        shutil.rmtree(scratch)
