@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.hosts import guest, network
@@ -47,11 +47,22 @@ class Testbed:
     scratch: Path
     server: Machine
     clients: list[Machine]
+    mounted: list[str] = field(default_factory=list)
 
-    def mount(self, kind: str) -> None:
-        """Mount the server's folder on all clients at :func:`mount_point`, as one of :data:`KINDS`."""
+    def mount(self, *kinds: str) -> None:
+        """Mount the server's folder on all clients at :func:`mount_point`, in each of these :data:`KINDS`."""
+        self.mounted += kinds
         for client in self.clients:
-            with client.worker() as worker:
+            self._mount_on(client, kinds)
+
+    def restart(self, client: Machine) -> None:
+        """Boot a client that was killed, and mount what was mounted."""
+        client.start()
+        self._mount_on(client, self.mounted)
+
+    def _mount_on(self, client: Machine, kinds: Iterable[str]) -> None:
+        with client.worker() as worker:
+            for kind in kinds:
                 worker.call(_mount, kind, self.server.address, self.packages.mirror)
 
     def start_server(self) -> None:
