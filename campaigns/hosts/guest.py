@@ -61,7 +61,9 @@ def start_nfs_server(device: str, lease_seconds: int = 10) -> None:
     if is_new:
         for name in ("nfsd/v4_end_grace", "lockd/nlm_end_grace"):
             Path("/proc/fs", name).write_text("Y\n")
-    execute(f"setsid diod --foreground --no-auth --export {EXPORT} --listen 0.0.0.0:564 </dev/null >/dev/console 2>&1 &")
+    execute(
+        f"setsid diod --foreground --no-auth --export {EXPORT} --listen 0.0.0.0:564 </dev/null >/dev/console 2>&1 &"
+    )
 
 
 def mount_nfs(server: str, version: str, target: Path, options: Iterable[str] = ()) -> str:

@@ -6,6 +6,7 @@ It runs before the host's root is complete, so it uses the standard library only
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ def load_modules(folder: Path, names: list[str]) -> None:
     for name in names:
         for module in (*reversed(needs[paths[name]]), paths[name]):
             fd = os.open(folder / module, os.O_RDONLY)
-            if _libc.syscall(_FINIT_MODULE, fd, b"", 0) and ctypes.get_errno() != 17:  # noqa: PLR2004 - EEXIST: loaded
+            if _libc.syscall(_FINIT_MODULE, fd, b"", 0) and ctypes.get_errno() != errno.EEXIST:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), module)
             os.close(fd)
 

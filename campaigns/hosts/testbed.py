@@ -73,7 +73,9 @@ class Testbed:
 
 
 @contextmanager
-def running_testbed(folder: Path, clients: int, preload: Sequence[str] = (), disk_gigabytes: int = 8) -> Iterator[Testbed]:
+def running_testbed(
+    folder: Path, clients: int, preload: Sequence[str] = (), disk_gigabytes: int = 8
+) -> Iterator[Testbed]:
     """Boot a server and clients. At the end of the context they are ended at once, and their disks removed."""
     packages = Packages(folder)
     network.create_networks()

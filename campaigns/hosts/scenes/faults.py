@@ -1,4 +1,4 @@
-"""What do the calls of a client return while its server restarts, or while it is cut off?"""
+"""The calls of a client while its server restarts, and while the client is cut off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Churn(NamedTuple):
     errors: Counter[str]
 
     def __str__(self) -> str:
-        errors = ", ".join(f"{count} × {error}" for error, count in sorted(self.errors.items())) or "none"
+        errors = ", ".join(f"{count} {error}" for error, count in sorted(self.errors.items())) or "none"
         return f"{self.calls} calls, the slowest {self.slowest:.1f} s, errors: {errors}"
 
 

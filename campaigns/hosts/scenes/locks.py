@@ -1,4 +1,4 @@
-"""Which locks does another host see, and when does it get the lock of a host that died or was cut off?"""
+"""Locks that another host sees or does not see, and those of a host that died or was cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a host see of names, sizes and contents that another host has just changed, and what do renames return?"""
+"""Names, sizes and contents that another host has just changed; results of renames and removals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def look(path: Path, how: str) -> str:
             return f"size {path.stat().st_size}" if path.is_file() else "there"
         if how == "open":
             return path.read_text()
-        return "there" if path.name in os.listdir(path.parent) else "ENOENT"
+        return "there" if path in path.parent.iterdir() else "ENOENT"
     except OSError as error:
         return name_of(error.errno)
 
@@ -102,7 +102,7 @@ def overwrite(path: Path, text: str) -> None:
 def hidden_files(folder: Path) -> list[str]:
     """Return the names of files that the NFS client keeps because they are open."""
     with suppress(FileNotFoundError):
-        return [name for name in os.listdir(folder) if name.startswith((".nfs", ".fuse_hidden"))]
+        return [path.name for path in folder.iterdir() if path.name.startswith((".nfs", ".fuse_hidden"))]
     return []
 
 
@@ -145,7 +145,9 @@ def _appearances(writer: Worker, reader: Worker, base: Path) -> list[tuple[str, 
                 reader.call(look, path, how)
             writer.call(os.rename, staging, final)
             expected = "new" if how == "open" else "there"
-            answers.append((f"{how} of a folder renamed to its name, {before}", reader.call(wait_to_see, path, how, expected)))
+            answers.append(
+                (f"{how} of a folder renamed to its name, {before}", reader.call(wait_to_see, path, how, expected))
+            )
     return answers
 
 
@@ -165,7 +167,9 @@ def _changes(writer: Worker, reader: Worker, base: Path) -> list[tuple[str, str]
         reader.call(keep_open, old_folder / "file", how)
         writer.call(os.rename, old_folder, base / f"old2-{how}")
         writer.call(os.rename, new_folder, old_folder)
-        answers.append((f"{how} in a folder replaced by two renames", reader.call(wait_to_see, old_folder / "file", how, new)))
+        answers.append(
+            (f"{how} in a folder replaced by two renames", reader.call(wait_to_see, old_folder / "file", how, new))
+        )
         answers.append((f"read of the old file, kept open ({how})", reader.call(read_open, how)))
         writer.call(shutil.rmtree, base / f"old2-{how}")
         answers.append((f"the same after its removal ({how})", reader.call(read_open, how)))

@@ -1,4 +1,4 @@
-"""Do two hosts lose bytes of one another if they write neighbouring ranges of a file, as the ranks of a save do?"""
+"""Bytes that two hosts lose of one another if they write adjacent ranges of a file, as the ranks of a save do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
+from campaigns.hosts.workers import RemoteError
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedWriter, DirectWriter, FileWriter
 from holdfast.storage.memory import aligned_buffer
 
@@ -72,7 +73,8 @@ WRITERS: dict[str, type[FileWriter]] = {
 
 def cut(seed: int) -> list[Range]:
     """Return ranges of random lengths, which clients 0 and 1 write in turn; few begin at a page's start."""
-    dice, ranges, start = random.Random(seed), [], 0
+    dice, start = random.Random(seed), 0
+    ranges: list[Range] = []
     while start < _SIZE:
         stop = min(_SIZE, start + dice.randint(1, _LONGEST))
         ranges.append(Range(start, stop, len(ranges) % 2))
@@ -119,7 +121,7 @@ def wrong_bytes(path: Path, seed: int) -> int:
 
 
 def count_losses(testbed: Testbed, kind: str, way: str, times: int) -> dict[str, int]:
-    """Write files from two clients at once. Return how many were wrong, as the server and as a third client see them."""
+    """Write files from two clients at once. Return how many were wrong as the server and a third client see them."""
     losses = {"server": 0, "third client": 0, "bytes": 0}
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(client.worker()) for client in testbed.clients)
@@ -146,7 +148,7 @@ def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], 
         for way in WRITERS:
             try:
                 losses = count_losses(testbed, kind, way, times)
-            except Exception as error:
+            except RemoteError as error:
                 report(f"{kind} | {way} | {str(error).strip().splitlines()[-1]}")
                 continue
             report(

@@ -1,4 +1,4 @@
-"""Do saves of a job whose ranks are on several hosts reach the server whole, and do other hosts see them at once?"""
+"""Saves of a job whose ranks are on several hosts, as the server and a third client see them."""
 
 from __future__ import annotations
 
