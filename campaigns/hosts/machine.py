@@ -78,7 +78,7 @@ class Machine:
             *(f"init={sys.executable}", "--", "-S", str(_INIT), str(config)),
         ]
 
-    def worker(self, seconds: float = 120.0) -> Worker:
+    def worker(self, seconds: float = 600.0) -> Worker:
         """Start a process on the host that makes calls. Wait for the host to be up."""
         return connect(f"{network.CONTROL}.{self.spec.number}", PORT, seconds, self.is_running)
 

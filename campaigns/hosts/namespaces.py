@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import traceback
 from collections.abc import Callable
 
 _NEW_MOUNTS, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x20000000, 0x40000000
@@ -29,6 +30,8 @@ def run_in_namespaces(function: Callable[[], int]) -> int:
         _check(_libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None), "mount")
         _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None), "mount")
         status = function()
+    except BaseException:  # noqa: BLE001 - this process must not return into its caller's code
+        traceback.print_exc()
     finally:
         os._exit(status)
     return status

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,7 +59,8 @@ def look(path: Path, how: str) -> str:
     """Look at a path once. Return what is seen."""
     try:
         if how == "stat":
-            return f"size {path.stat().st_size}" if path.is_file() else "there"
+            status = path.stat()
+            return f"size {status.st_size}" if stat.S_ISREG(status.st_mode) else "there"
         if how == "open":
             return path.read_text()
         return "there" if path in path.parent.iterdir() else "ENOENT"
@@ -84,8 +86,9 @@ def keep_open(path: Path, name: str) -> None:
 
 
 def read_open(name: str) -> str:
-    """Read a file that is kept open. Return its text, or the name of the error."""
+    """Read a file that is kept open, past the cache. Return its text, or the name of the error."""
     try:
+        os.posix_fadvise(_OPEN[name], 0, 0, os.POSIX_FADV_DONTNEED)
         return os.pread(_OPEN[name], 100, 0).decode()
     except OSError as error:
         return name_of(error.errno)
