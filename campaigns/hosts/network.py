@@ -33,9 +33,10 @@ def link_name(network: str, number: int) -> str:
 
 def cut_link(number: int) -> None:
     """Cut a host off the data network."""
-    run("ip", "link", "set", link_name("data", number), "down")
+    # A device that is set down is broken for its kernel, also when it is up again.
+    run("ip", "link", "set", link_name("data", number), "nomaster")
 
 
 def restore_link(number: int) -> None:
     """Connect a host to the data network again."""
-    run("ip", "link", "set", link_name("data", number), "up")
+    run("ip", "link", "set", link_name("data", number), "master", "data")

@@ -30,6 +30,10 @@ KINDS_OF_LOCKS = {
 }
 
 
+#: The kind of lock that most file systems show to other hosts.
+_CHOSEN = "flock of a file opened to write"
+
+
 def make_subject(folder: Path) -> None:
     """Create a directory to lock, and a file in it."""
     folder.mkdir()
@@ -84,7 +88,7 @@ def run(testbed: Testbed, kinds: list[str], report: Callable[[str], None]) -> No
     for kind in kinds:
         for lock in KINDS_OF_LOCKS:
             report(f"{kind} | {lock} | {_conflict(testbed.clients, kind, lock)}")
-    lock = "flock of a file opened to write"
+    lock = _CHOSEN
     for kind in kinds:
         report(f"{kind} | {lock}, holder cut off for 30 s | {_cut_off(testbed.clients, kind, lock)}")
     for kind in kinds:
@@ -118,8 +122,8 @@ def _cut_off(clients: list[Machine], kind: str, lock: str) -> str:
         network.restore_link(clients[0].spec.number)
         answer = other.receive()
         with suppress(TimeoutError):
-            return f"other host: {answer}; then the holder writes: {holder.call(write_after, folder, seconds=90)}"
-    return f"other host: {answer}; then the holder's write hangs for 90 s"
+            return f"other host: {answer}; then the holder writes: {holder.call(write_after, folder, seconds=240)}"
+    return f"other host: {answer}; then the holder's write hangs for 240 s"
 
 
 def _die(testbed: Testbed, kind: str, lock: str) -> str:
