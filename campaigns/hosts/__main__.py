@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("command", choices=("setup", "check", *SCENES))
     parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
     parser.add_argument("--mounts", nargs="+", choices=KINDS, default=["nfs4.2", "nfs3"])
+    parser.add_argument("--nfs-options", nargs="+", default=[], help="such as lookupcache=positive")
     parser.add_argument("--times", type=int, default=50, help="how many files or saves")
     arguments = parser.parse_args()
     if arguments.command == "setup":
@@ -59,13 +60,14 @@ def main() -> int:
         print("the test bed can run here")
         return 0
     scene = SCENES[arguments.command]
-    return run_in_namespaces(lambda: _play(scene, arguments.packages, arguments.mounts, arguments.times))
+    return run_in_namespaces(lambda: _play(scene, arguments))
 
 
-def _play(scene: Scene, packages: Path, mounts: list[str], times: int) -> int:
-    with running_testbed(packages, scene.clients, scene.modules) as testbed:
-        testbed.mount(*mounts)
-        scene.run(testbed, mounts, times, lambda line: print(f"| {line} |", flush=True))
+def _play(scene: Scene, arguments: argparse.Namespace) -> int:
+    with running_testbed(arguments.packages, scene.clients, scene.modules) as testbed:
+        testbed.nfs_options = arguments.nfs_options
+        testbed.mount(*arguments.mounts)
+        scene.run(testbed, arguments.mounts, arguments.times, lambda line: print(f"| {line} |", flush=True))
     return 0
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable
@@ -15,7 +12,6 @@ _DISK = Path("/srv/disk")
 EXPORT, MOUNTS = _DISK / "export", Path("/shared")
 
 _USERS = ("_rpc", "statd")
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def execute(command: str) -> str:
@@ -107,18 +103,3 @@ def mount_options(target: Path) -> str:
 def set_clock_ahead(seconds: float) -> None:
     """Move this host's clock."""
     time.clock_settime(time.CLOCK_REALTIME, time.time() + seconds)
-
-
-def remove_contents(folder: Path) -> None:
-    """Remove all entries of a folder."""
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
-def power_off() -> None:
-    """Write everything to the disks, and end the host."""
-    os.sync()
-    _libc.reboot(0x4321FEDC)

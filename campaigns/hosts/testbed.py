@@ -27,10 +27,10 @@ def mount_point(kind: str) -> Path:
     return guest.MOUNTS / kind
 
 
-def _mount(kind: str, server: str, mirror: Path) -> str:
+def _mount(kind: str, server: str, mirror: Path, nfs_options: Sequence[str]) -> str:
     target = mount_point(kind)
     if kind.startswith("nfs"):
-        return guest.mount_nfs(server, kind.removeprefix("nfs"), target)
+        return guest.mount_nfs(server, kind.removeprefix("nfs"), target, nfs_options)
     if kind.startswith("9p"):
         return guest.mount_9p(server, target, "loose" if kind == "9p-loose" else "none")
     source = guest.MOUNTS / f"{kind}-source"  # the mirror's own view of the server
@@ -47,6 +47,7 @@ class Testbed:
     scratch: Path
     server: Machine
     clients: list[Machine]
+    nfs_options: Sequence[str] = ()
     mounted: list[str] = field(default_factory=list)
 
     def mount(self, *kinds: str) -> None:
@@ -63,7 +64,7 @@ class Testbed:
     def _mount_on(self, client: Machine, kinds: Iterable[str]) -> None:
         with client.worker() as worker:
             for kind in kinds:
-                worker.call(_mount, kind, self.server.address, self.packages.mirror)
+                worker.call(_mount, kind, self.server.address, self.packages.mirror, self.nfs_options)
 
     def start_server(self) -> None:
         """Boot the server, and serve its disk."""

@@ -90,7 +90,8 @@ def run(testbed: Testbed, kinds: list[str], report: Callable[[str], None]) -> No
             report(f"{kind} | {lock} | {_conflict(testbed.clients, kind, lock)}")
     lock = _CHOSEN
     for kind in kinds:
-        report(f"{kind} | {lock}, holder cut off for 30 s | {_cut_off(testbed.clients, kind, lock)}")
+        for what, away in (("cut off", _cut_off), ("stopped", _stopped)):
+            report(f"{kind} | {lock}, holder {what} for 30 s | {_lose_touch(testbed.clients, kind, lock, away)}")
     for kind in kinds:
         report(f"{kind} | {lock}, holder killed | {_die(testbed, kind, lock)}")
 
@@ -111,15 +112,25 @@ def _conflict(clients: list[Machine], kind: str, lock: str) -> str:
     return f"holder: {answers[0]}; same host: {answers[1]}; other host: {answers[2]}; released: {after}"
 
 
-def _cut_off(clients: list[Machine], kind: str, lock: str) -> str:
+def _cut_off(host: Machine) -> None:
+    network.cut_link(host.spec.number)
+    time.sleep(30)
+    network.restore_link(host.spec.number)
+
+
+def _stopped(host: Machine) -> None:
+    host.stop()
+    time.sleep(30)
+    host.resume()
+
+
+def _lose_touch(clients: list[Machine], kind: str, lock: str, away: Callable[[Machine], None]) -> str:
     folder = _subject(kind, lock)
     with clients[0].worker() as holder, clients[1].worker() as other:
         holder.call(make_subject, folder)
         holder.call(take, folder, lock)
-        network.cut_link(clients[0].spec.number)
         other.send(wait_for_lock, folder, lock)
-        time.sleep(30)
-        network.restore_link(clients[0].spec.number)
+        away(clients[0])
         answer = other.receive()
         with suppress(TimeoutError):
             return f"other host: {answer}; then the holder writes: {holder.call(write_after, folder, seconds=240)}"

@@ -19,6 +19,9 @@ from campaigns.hosts.workers import Worker
 #: How long a client looks for a change, in seconds. Attributes of directories are cached for up to 60 by default.
 _PATIENCE = 75.0
 
+#: A way of looking begins with this if it lists the run's folder first.
+_LISTED = "listdir, then "
+
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,8 +59,14 @@ def make_folder(path: Path, text: str = "new") -> None:
 
 
 def look(path: Path, how: str) -> str:
-    """Look at a path once. Return what is seen."""
+    """Look at a path once. Return what is seen.
+
+    ``how`` may begin with a look at the names of the run's folder, which is the parent of ``path`` or of its folder.
+    """
     try:
+        if how.startswith(_LISTED):
+            how = how.removeprefix(_LISTED)
+            list((path.parents[1] if path.name == "file" else path.parent).iterdir())
         if how == "stat":
             status = path.stat()
             return f"size {status.st_size}" if stat.S_ISREG(status.st_mode) else "there"
@@ -138,16 +147,16 @@ def _renames(writer: Worker, _reader: Worker, base: Path) -> list[tuple[str, str
 
 def _appearances(writer: Worker, reader: Worker, base: Path) -> list[tuple[str, str]]:
     answers = []
-    for how in ("stat", "open", "listdir"):
+    for how in ("stat", "open", "listdir", f"{_LISTED}stat", f"{_LISTED}open"):
         for before in ("never looked", "looked before"):
             final, staging = base / f"tag-{how}-{before}", base / f".staging-{how}-{before}"
-            path = final / "file" if how == "open" else final
+            path = final / "file" if how.endswith("open") else final
             writer.call(make_folder, staging)
             if before == "looked before":
                 reader.call(look, path, how)
                 reader.call(look, path, how)
             writer.call(os.rename, staging, final)
-            expected = "new" if how == "open" else "there"
+            expected = "new" if how.endswith("open") else "there"
             answers.append(
                 (f"{how} of a folder renamed to its name, {before}", reader.call(wait_to_see, path, how, expected))
             )
@@ -162,7 +171,7 @@ def _changes(writer: Worker, reader: Worker, base: Path) -> list[tuple[str, str]
         reader.call(wait_to_see, folder / "file", how, old)
         writer.call(overwrite, folder / "file", "newer")
         answers.append((f"{how} of a file overwritten in place", reader.call(wait_to_see, folder / "file", how, new)))
-    for how, new in (("open", "newer"), ("stat", "size 5")):
+    for how, new in (("open", "newer"), ("stat", "size 5"), (f"{_LISTED}open", "newer")):
         old_folder, new_folder = base / f"tag2-{how}", base / f"new2-{how}"
         writer.call(make_folder, old_folder)
         writer.call(make_folder, new_folder, "newer")

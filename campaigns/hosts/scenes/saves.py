@@ -26,6 +26,9 @@ SAVES: tuple[dict[str, Any], ...] = (
     {"async_save": True, "num_kept_ckpts": 3},
 )
 
+#: The clock of the second client is ahead of the others by this.
+_SECONDS_APART = 600.0
+
 _PORT = 29_500
 
 
@@ -68,7 +71,9 @@ def damage(run: Path) -> str:
 
 
 def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
-    """Save from the first two clients; the server and the third client look at each checkpoint."""
+    """Save from the first two clients, whose clocks differ; the server and a third client look at each checkpoint."""
+    with testbed.clients[1].worker() as worker:
+        worker.call(guest.set_clock_ahead, _SECONDS_APART)
     for place, kind in enumerate(kinds):
         with ExitStack() as stack:
             ranks = [stack.enter_context(client.worker()) for client in testbed.clients[:2]]
