@@ -40,3 +40,13 @@ def cut_link(number: int) -> None:
 def restore_link(number: int) -> None:
     """Connect a host to the data network again."""
     run("ip", "link", "set", link_name("data", number), "master", "data")
+
+
+def lose_replies(number: int) -> None:
+    """Drop all that others send to a host on the data network. What it sends arrives."""
+    run("tc", "qdisc", "add", "dev", link_name("data", number), *"root tbf rate 8bit burst 10 limit 10".split())
+
+
+def deliver_replies(number: int) -> None:
+    """End :func:`lose_replies`."""
+    run("tc", "qdisc", "del", "dev", link_name("data", number), "root")

@@ -22,7 +22,7 @@ PACKAGES = (
 )
 
 #: Programs that this machine must have: ``iproute2``, ``util-linux``, ``e2fsprogs``, ``gcc``.
-PROGRAMS = ("ip", "unshare", "mkfs.ext4", "gcc")
+PROGRAMS = ("ip", "tc", "unshare", "mkfs.ext4", "gcc")
 
 #: A merged /usr has links of these names, which a package's folder must not hide.
 _MERGED = ("bin", "sbin", "lib", "lib64")

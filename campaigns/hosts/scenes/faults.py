@@ -6,12 +6,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from campaigns.hosts import network
-from campaigns.hosts.scenes.names import name_of
+from campaigns.hosts import guest, network
+from campaigns.hosts.scenes.names import attempt, name_of
 from campaigns.hosts.testbed import Testbed, mount_point
 
 #: How long a client makes calls, and how often a server restarts.
@@ -70,8 +70,43 @@ def _create(path: Path) -> None:
         os.close(fd)
 
 
+def prepare(folder: Path) -> None:
+    """Create what :func:`change` needs, and look at all names, so that only the call itself needs the server."""
+    folder.mkdir()
+    for name in ("staging", "empty"):
+        (folder / name).mkdir()
+    for name in ("file", "old"):
+        (folder / name).touch()
+    for name in ("file", "old", "staging", "empty", "new", "created", "link", "final"):
+        (folder / name).exists()
+
+
+#: Calls that cannot be repeated: a second one would fail.
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "mkdir": lambda folder: (folder / "new").mkdir(),
+    "exclusive create": lambda folder: os.close(os.open(folder / "created", os.O_CREAT | os.O_EXCL | os.O_WRONLY)),
+    "link": lambda folder: os.link(folder / "file", folder / "link"),
+    "rename": lambda folder: (folder / "staging").rename(folder / "final"),
+    "unlink": lambda folder: (folder / "old").unlink(),
+    "rmdir": lambda folder: (folder / "empty").rmdir(),
+}
+
+
+def change(folder: Path, name: str) -> str:
+    """Make a call of :data:`CHANGES`. Return ``"done"``, or the name of the error."""
+    return attempt(CHANGES[name], folder)
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def run(testbed: Testbed, kinds: list[str], report: Callable[[str], None]) -> None:
     """Report what two clients get during restarts of the server, and a client that is cut off."""
+    for kind in kinds:
+        for name, answer in _lose_replies(testbed, kind):
+            report(f"{kind} | {name}, executed before the server stops, reply lost | {answer}")
     for kind in kinds:
         for number in range(_RESTARTS):
             report(f"{kind} | restart of the server {number + 1} | {_restart_server(testbed, kind)}")
@@ -92,6 +127,29 @@ def _restart_server(testbed: Testbed, kind: str) -> str:
         testbed.server.kill()
         testbed.start_server()
         return " and ".join(str(worker.receive()) for worker in (first, second))
+
+
+def _lose_replies(testbed: Testbed, kind: str) -> list[tuple[str, str]]:
+    """Lose the replies to calls that the server executes, and restart it: the client sends the calls again."""
+    client = testbed.clients[0]
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(client.worker()) for name in CHANGES}
+        folders = {name: _subject(kind) for name in CHANGES}
+        for name, worker in workers.items():
+            worker.call(prepare, folders[name])
+        network.lose_replies(client.spec.number)
+        for name, worker in workers.items():
+            worker.send(change, folders[name], name)
+        time.sleep(5)
+        with testbed.server.worker() as server:
+            at_server = {name: server.call(list_names, guest.EXPORT / folders[name].name) for name in CHANGES}
+        testbed.server.kill()
+        testbed.start_server()
+        network.deliver_replies(client.spec.number)
+        return [
+            (name, f"{worker.receive()}; in the folder before the restart: {' '.join(at_server[name])}")
+            for name, worker in workers.items()
+        ]
 
 
 def _cut_off(testbed: Testbed, kind: str, seconds: float) -> str:
