@@ -7,6 +7,9 @@ from campaigns.hosts.commands import run
 #: The first three numbers of the addresses. The last one is the host's number; this machine has 1.
 DATA, CONTROL = "10.77.0", "10.78.0"
 
+#: A queue that is too short for any packet.
+_DROP_ALL = ("root", "tbf", "rate", "8bit", "burst", "10", "limit", "10")
+
 _NETWORKS = {"data": DATA, "control": CONTROL}
 
 
@@ -44,7 +47,7 @@ def restore_link(number: int) -> None:
 
 def lose_replies(number: int) -> None:
     """Drop all that others send to a host on the data network. What it sends arrives."""
-    run("tc", "qdisc", "add", "dev", link_name("data", number), *"root tbf rate 8bit burst 10 limit 10".split())
+    run("tc", "qdisc", "add", "dev", link_name("data", number), *_DROP_ALL)
 
 
 def deliver_replies(number: int) -> None:
