@@ -83,12 +83,11 @@ def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], 
                 worker.send(join, rank, len(ranks), testbed.clients[0].address, _PORT + place)
             for worker in ranks:
                 worker.receive()
-            for line in _save_all(ranks, lookers, kind, times):
-                report(f"{kind} | {line}")
+            _save_all(ranks, lookers, kind, times, report)
 
 
-def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int) -> list[str]:
-    name, lines = f"run-{kind}-{time.monotonic_ns()}", []
+def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int, report: Callable[[str], None]) -> None:
+    name = f"run-{kind}-{time.monotonic_ns()}"
     outcomes: dict[str, int] = {}
     started = time.monotonic()
     for step in range(1, times + 1):
@@ -102,7 +101,6 @@ def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int)
         }
         for what, answer in [(f"rank {rank}", answer) for rank, answer in enumerate(answers)] + list(seen.items()):
             if answer not in {"", "saved"}:
-                lines.append(f"save {step}: {what}: {answer}")
+                report(f"{kind} | save {step}, {what} | {answer}")
                 outcomes[what] = outcomes.get(what, 0) + 1
-    lines.append(f"{times} saves in {time.monotonic() - started:.0f} s; wrong: {outcomes or 'none'}")
-    return lines
+    report(f"{kind} | {times} saves in {time.monotonic() - started:.0f} s | wrong: {outcomes or 'none'}")
