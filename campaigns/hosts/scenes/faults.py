@@ -71,12 +71,16 @@ def _create(path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Create what :func:`change` needs, and look at all names, so that only the call itself needs the server."""
+    """Create what :func:`change` needs."""
     folder.mkdir()
     for name in ("staging", "empty"):
         (folder / name).mkdir()
     for name in ("file", "old"):
         (folder / name).touch()
+
+
+def look_at_names(folder: Path) -> None:
+    """Look at all names that :func:`change` uses, so that only the call itself needs the server."""
     for name in ("file", "old", "staging", "empty", "new", "created", "link", "final"):
         (folder / name).exists()
 
@@ -137,6 +141,8 @@ def _lose_replies(testbed: Testbed, kind: str) -> list[tuple[str, str]]:
         folders = {name: _subject(kind) for name in CHANGES}
         for name, worker in workers.items():
             worker.call(prepare, folders[name])
+        for name, worker in workers.items():
+            worker.call(look_at_names, folders[name])
         network.lose_replies(client.spec.number)
         for name, worker in workers.items():
             worker.send(change, folders[name], name)
