@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks import peers, raw
+from benchmarks import peers
 from benchmarks.measure import Contender, Figure, SelfTimed, time_interleaved
 from benchmarks.paired_ratios import LEAST_ROUNDS, Ratio, classify_ratio, compute_noise
 from benchmarks.request_process import ROOT, RequestProcess
@@ -188,7 +188,6 @@ def compare_case(case: Case, versions: list[Version], setting: Setting) -> None:
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=setting.folder, ignore_cleanup_errors=True) as folder:
         for name, figures in case(versions, replace(setting, folder=Path(folder))).items():
             print(format_row(name, figures), flush=True)
-    raw.remove_path(Path(folder))
 
 
 def print_head(reference: str) -> None:

@@ -1,0 +1,75 @@
+"""``python -m campaigns.hosts COMMAND``: boots several kernels, asks what their file systems do, and ends them.
+
+``setup`` downloads the packages, and ``check`` says whether the test bed can run here. The other commands are scenes:
+each boots the hosts, prints a table row an answer, and ends the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from campaigns.hosts.namespaces import run_in_namespaces
+from campaigns.hosts.packages import DEFAULT_FOLDER, download_packages, missing_parts
+from campaigns.hosts.scenes import faults, locks, names, pages
+from campaigns.hosts.testbed import KINDS, Testbed, running_testbed
+
+
+class Scene(NamedTuple):
+    """A scene: its function, the clients that it needs, and the modules that they import once."""
+
+    run: Callable[[Testbed, list[str], int, Callable[[str], None]], None]
+    clients: int
+    modules: tuple[str, ...]
+
+
+def _run_saves(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
+    from campaigns.hosts.scenes import saves  # noqa: PLC0415 - it imports torch
+
+    saves.run(testbed, kinds, times, report)
+
+
+SCENES = {
+    "pages": Scene(pages.run, 3, (pages.__name__,)),
+    "locks": Scene(lambda testbed, kinds, _, report: locks.run(testbed, kinds, report), 2, (locks.__name__,)),
+    "names": Scene(lambda testbed, kinds, _, report: names.run(testbed, kinds, report), 2, (names.__name__,)),
+    "faults": Scene(lambda testbed, kinds, _, report: faults.run(testbed, kinds, report), 2, (faults.__name__,)),
+    "saves": Scene(_run_saves, 3, ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")),
+}
+
+
+def main() -> int:
+    """Run a command. Return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.hosts", description=__doc__)
+    parser.add_argument("command", choices=("setup", "check", *SCENES))
+    parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
+    parser.add_argument("--mounts", nargs="+", choices=KINDS, default=["nfs4.2", "nfs3"])
+    parser.add_argument("--nfs-options", nargs="+", default=[], help="such as lookupcache=positive")
+    parser.add_argument("--times", type=int, default=50, help="how many files or saves")
+    arguments = parser.parse_args()
+    if arguments.command == "setup":
+        download_packages(arguments.packages)
+        return 0
+    if reasons := missing_parts(arguments.packages):
+        print("skipped:", *reasons, sep="\n- ")
+        return int(arguments.command == "check")
+    if arguments.command == "check":
+        print("the test bed can run here")
+        return 0
+    scene = SCENES[arguments.command]
+    return run_in_namespaces(lambda: _play(scene, arguments))
+
+
+def _play(scene: Scene, arguments: argparse.Namespace) -> int:
+    with running_testbed(arguments.packages, scene.clients, scene.modules) as testbed:
+        testbed.nfs_options = arguments.nfs_options
+        testbed.mount(*arguments.mounts)
+        scene.run(testbed, arguments.mounts, arguments.times, lambda line: print(f"| {line} |", flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

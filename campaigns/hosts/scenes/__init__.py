@@ -1,0 +1,1 @@
+"""What hosts do to one another's files: each module asks one group of questions."""
