@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large clean
+.PHONY: demo test interop matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large hosts clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -92,6 +92,11 @@ jobs: .venv/installed
 ## large: a model of 3 GB straight into the shards of four ranks, and a tensor of 3 GB
 large: .venv/installed
 	$(BIN)/python -m campaigns.large
+
+## hosts: several kernels with caches and locks of their own share a folder over NFS: see docs/test-bed.md
+hosts: .venv/installed
+	$(BIN)/python -m campaigns.hosts setup
+	$(BIN)/python -m campaigns.hosts
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv

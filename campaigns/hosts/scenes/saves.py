@@ -17,7 +17,7 @@ import holdfast
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
-from campaigns.kit import state
+from campaigns.common import state
 
 #: The kinds of saves, in turn: options of ``save_checkpoint``. An overwriting one uses one tag again and again.
 SAVES: tuple[dict[str, Any], ...] = (
@@ -44,7 +44,7 @@ def save(run: Path, step: int) -> str:
     """Save a step. Return ``"saved"``, or the error."""
     options = SAVES[step % len(SAVES)]
     tag = "same" if options.get("overwrite") else f"step_{step}"
-    arguments: dict[str, Any] = {"model": state.model(step), "user_content": state.content(step), "step": step}
+    arguments: dict[str, Any] = {"model": state.build_shards(step), "user_content": state.build_user_content(step), "step": step}
     try:
         holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=120).wait()
     except holdfast.HoldfastError as error:
@@ -65,7 +65,7 @@ def newest(run: Path, expected: int) -> str:
 def damage(run: Path) -> str:
     """Return ``""`` if all visible checkpoints are whole, or what is wrong; without holdfast."""
     try:
-        state.visible(run)
+        state.read_checkpoints(run)
     except (state.ViolationError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
