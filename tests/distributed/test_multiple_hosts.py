@@ -24,7 +24,7 @@ import holdfast
 from holdfast.engine.plan import stripes
 from holdfast.errors import HoldfastError, RankFailedError
 from holdfast.save.shard_writer import ShardWriter
-from holdfast.storage import direct_io, page_cache
+from holdfast.storage import direct_io
 from tests.helpers.pool import Ranks
 
 PAGE = 4096
@@ -236,14 +236,3 @@ def test_a_message_that_was_changed_on_its_way_fails_the_save(ranks: Ranks, tmp_
     assert all("were changed on their way" in message for message in messages)
     assert holdfast.list_checkpoints(tmp_path) == []
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dropped_file_is_read_from_the_disk_again(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    with file.open("wb") as opened:
-        opened.write(bytes(2**20))
-        opened.flush()
-        os.fsync(opened.fileno())
-    page_cache.drop_cache(file)
-    with file.open("rb") as opened:
-        assert not page_cache.is_cached(opened.fileno(), 0, 2**20)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from campaigns.common import state
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
-from campaigns.common import state
 
 #: The kinds of saves, in turn: options of ``save_checkpoint``. An overwriting one uses one tag again and again.
 SAVES: tuple[dict[str, Any], ...] = (
@@ -44,7 +44,11 @@ def save(run: Path, step: int) -> str:
     """Save a step. Return ``"saved"``, or the error."""
     options = SAVES[step % len(SAVES)]
     tag = "same" if options.get("overwrite") else f"step_{step}"
-    arguments: dict[str, Any] = {"model": state.build_shards(step), "user_content": state.build_user_content(step), "step": step}
+    arguments: dict[str, Any] = {
+        "model": state.build_shards(step),
+        "user_content": state.build_user_content(step),
+        "step": step,
+    }
     try:
         holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=120).wait()
     except holdfast.HoldfastError as error:

@@ -1,4 +1,4 @@
-"""Kinds of file systems, by their magic number from ``statfs``, and their guarantees for several hosts."""
+"""Kinds of file systems, by their magic number from ``statfs``."""
 
 from __future__ import annotations
 
@@ -22,25 +22,6 @@ _LOCAL = {
     0xCA451A4E: "bcachefs",
 }
 
-#: File systems of several hosts that keep the caches of their clients coherent, down to the byte.
-_COHERENT = {
-    0x0BD00BD0: "Lustre",
-    0x47504653: "GPFS",
-    0x00C36400: "CephFS",
-    0x01161970: "GFS2",
-    0x7461636F: "OCFS2",
-}
-
-#: Other common file systems, whose names are used in messages.
-_OTHERS = {
-    0x6969: "NFS",
-    0x65735546: "FUSE",
-    0xFF534D42: "CIFS",
-    0xFE534D42: "SMB",
-    0x01021997: "9p",
-    0x19830326: "BeeGFS",
-}
-
 #: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
 _STATFS_BYTES = 512
 
@@ -60,14 +41,3 @@ def filesystem_magic(path: Path) -> int:
 def is_local(path: Path) -> bool:
     """Return whether the kind of a directory's file system is known to belong to one host only."""
     return filesystem_magic(path) in _LOCAL
-
-
-def is_coherent(path: Path) -> bool:
-    """Return whether several hosts are known to be able to write into one page of a file without losing bytes."""
-    return filesystem_magic(path) in _LOCAL.keys() | _COHERENT.keys()
-
-
-def filesystem_kind(path: Path) -> str:
-    """Return the name of a directory's file system, or its magic number if the name is unknown."""
-    number = filesystem_magic(path)
-    return (_LOCAL | _COHERENT | _OTHERS).get(number, f"of kind {number:#x}")

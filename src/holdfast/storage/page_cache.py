@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-from pathlib import Path
-
-from holdfast.storage.posix import wrap_os_errors
 
 #: The number of the system call ``cachestat`` (Linux 6.5) on every architecture except Alpha.
 _CACHESTAT = 451
@@ -31,13 +27,3 @@ def is_cached(fd: int, offset: int, size: int) -> bool:
     pages = _Pages()
     status: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, size)), ctypes.byref(pages), 0)
     return bool(status) or int(pages.cached) * mmap.PAGESIZE * 2 > size
-
-
-def drop_cache(path: Path) -> None:
-    """Evict a file from the page cache, so that the next reads come from the disk. Unsynced pages stay cached."""
-    with wrap_os_errors("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
