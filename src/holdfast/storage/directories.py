@@ -123,13 +123,13 @@ def exchange_directories(staging: Path, final: Path, displaced: Path) -> None:
     with wrap_os_errors("rename to its final name", staging), _raising_tag_exists(final):
         if _renameat2(staging, final, _EXCHANGE):
             with suppress(OSError):  # the exchange is done; the old directory is removed, whatever its name
-                staging.rename(displaced)
+                _rename(staging, displaced)
         else:
             fsync_directory(final.parent)  # a reader of the displaced one expects that the staging directory exists
-            final.rename(displaced)
+            _rename(final, displaced)
             try:
                 fsync_directory(final.parent)
-                staging.rename(final)
+                _rename(staging, final)
             except BaseException:
                 with suppress(OSError):  # if the name is taken, or that is unknown, the old one stays displaced
                     _rename_new(displaced, final)
@@ -140,7 +140,7 @@ def exchange_directories(staging: Path, final: Path, displaced: Path) -> None:
 def replace_file(staging: Path, final: Path) -> None:
     """Rename a finished file to its final name in one atomic step, replacing any file there. Make it durable."""
     with wrap_os_errors("rename to its final name", staging):
-        staging.replace(final)
+        _rename(staging, final)
     fsync_directory(final.parent)
 
 
@@ -174,7 +174,7 @@ def _link_tree(source: Path, target: Path) -> None:
 def rename_path(source: Path, target: Path) -> None:
     """Rename a file or directory, and make the new name durable."""
     with wrap_os_errors("rename", source):
-        source.rename(target)
+        _rename(source, target)
     fsync_directory(target.parent)
 
 
@@ -201,7 +201,27 @@ def _rename_new(source: Path, target: Path) -> None:
     # rename() refuses to replace a directory that is not empty, so an existing checkpoint is safe here too.
     if target.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    source.rename(target)
+    _rename(source, target)
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename a path.
+
+    After a restart of a file server its client sends a rename again whose reply was lost. The server reports that the
+    source is missing then, although the rename is done.
+    """
+    identity = _identify(source)
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not os.path.lexists(target) or _identify(target) != identity:
+            raise
+
+
+def _identify(path: Path) -> tuple[int, int, int]:
+    """Return values that a rename keeps. The number of a removed inode may be used again, its time will not."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def remove_tree(path: Path) -> None:

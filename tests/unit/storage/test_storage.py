@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -484,3 +485,52 @@ def test_a_lock_that_is_closed_twice_closes_nobody_elses_file(tmp_path: Path) ->
         lock.close()
         mine.write(b"whole")
     assert (tmp_path / "mine").read_bytes() == b"whole"
+
+
+def rename_twice(rename: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+    """Rename like a client whose server was restarted before it replied: the second call finds no source."""
+
+    def call_again(source: Path, target: Path) -> Path:
+        rename(source, target)
+        return rename(source, target)
+
+    return call_again
+
+
+@pytest.mark.parametrize("publish", ["rename_noreplace", "replace_file", "rename_path"])
+def test_a_rename_that_a_server_executed_before_its_restart_is_done(tmp_path: Path, publish: str) -> None:
+    staging, final = tmp_path / "staging", tmp_path / "final"
+    staging.write_bytes(b"new")
+    with (
+        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(Path, "rename", rename_twice(Path.rename)),
+    ):
+        getattr(directories, publish)(staging, final)
+    assert final.read_bytes() == b"new"
+    assert not staging.exists()
+
+
+def test_an_exchange_that_a_server_executed_before_its_restart_is_done(tmp_path: Path) -> None:
+    for name in ("staging", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with (
+        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(Path, "rename", rename_twice(Path.rename)),
+    ):
+        directories.exchange_directories(tmp_path / "staging", tmp_path / "final", tmp_path / "displaced")
+    assert (tmp_path / "final/file").read_text() == "staging"
+    assert (tmp_path / "displaced/file").read_text() == "final"
+
+
+def test_a_rename_of_something_that_another_process_removed_is_an_error(tmp_path: Path) -> None:
+    """Even if another file has the final name."""
+    (tmp_path / "staging").write_bytes(b"new")
+
+    def remove_and_rename(source: Path, target: Path) -> Path:
+        source.unlink()
+        target.write_bytes(b"other")
+        raise FileNotFoundError(2, "No such file or directory")
+
+    with mock.patch.object(Path, "rename", remove_and_rename), pytest.raises(StorageError):
+        directories.rename_path(tmp_path / "staging", tmp_path / "final")
