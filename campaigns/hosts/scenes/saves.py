@@ -12,20 +12,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
-from campaigns.common import state
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
+from holdfast.ondisk.hidden_names import parse_hidden_name
 
-#: The kinds of saves, in turn: options of ``save_checkpoint``. An overwriting one uses one tag again and again.
+#: The kinds of saves, in turn: options of ``save_checkpoint``. An overwriting one uses one tag again and again. The
+#: last two remove checkpoints: the mirror of ``fuse`` takes a new file for a removed one that had its inode number.
 SAVES: tuple[dict[str, Any], ...] = (
     {},
     {"async_save": True},
     {"overwrite": True},
     {"async_save": True, "num_kept_ckpts": 3},
 )
+_SAVES_WITHOUT_REMOVAL = SAVES[:2]
+
+#: Tensors that two ranks share by rows; almost all their borders are inside pages of the file.
+_TENSORS = 120
 
 #: The clock of the second client is ahead of the others by this.
 _SECONDS_APART = 600.0
@@ -40,15 +48,28 @@ def join(rank: int, size: int, address: str, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
 
 
-def save(run: Path, step: int) -> str:
-    """Save a step. Return ``"saved"``, or the error."""
-    options = SAVES[step % len(SAVES)]
-    tag = "same" if options.get("overwrite") else f"step_{step}"
-    arguments: dict[str, Any] = {
-        "model": state.build_shards(step),
-        "user_content": state.build_user_content(step),
-        "step": step,
+def whole_model(step: int) -> dict[str, torch.Tensor]:
+    """Return all tensors of a step, unsharded."""
+    return {f"t{n}": torch.arange(1001 + 14 * n, dtype=torch.float32) + 1e4 * step + n for n in range(_TENSORS)}
+
+
+def sharded_model(step: int) -> dict[str, DTensor]:
+    """Return this rank's shards of a step's tensors."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False)
+    return {
+        name: DTensor.from_local(
+            tensor.chunk(size)[rank].contiguous(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(1,)
+        )
+        for name, tensor in whole_model(step).items()
     }
+
+
+def save(run: Path, step: int, saves: tuple[dict[str, Any], ...]) -> str:
+    """Save a step. Return ``"saved"``, or the error."""
+    options = saves[step % len(saves)]
+    tag = "same" if options.get("overwrite") else f"step_{step}"
+    arguments: dict[str, Any] = {"model": sharded_model(step), "user_content": {"step": step}, "step": step}
     try:
         holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=120).wait()
     except holdfast.HoldfastError as error:
@@ -67,12 +88,15 @@ def newest(run: Path, expected: int) -> str:
 
 
 def damage(run: Path) -> str:
-    """Return ``""`` if all visible checkpoints are whole, or what is wrong; without holdfast."""
-    try:
-        state.read_checkpoints(run)
-    except (state.ViolationError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    """Return how many tensors of the visible checkpoints have wrong bytes; ``""`` if none. Files are read directly."""
+    wrong = []
+    for folder in sorted(run.iterdir()):
+        if parse_hidden_name(folder.name) is None:
+            step = json.loads((folder / "state.json").read_bytes())["user_content"]["step"]
+            tensors, expected = load_file(folder / "model/model.safetensors"), whole_model(step)
+            names = [name for name in expected if not torch.equal(tensors[name], expected[name])]
+            wrong += [f"{folder.name}: {len(names)} of {len(expected)} tensors"] if names else []
+    return ", ".join(wrong)
 
 
 def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
@@ -94,9 +118,10 @@ def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int,
     name = f"run-{kind}-{time.monotonic_ns()}"
     outcomes: dict[str, int] = {}
     started = time.monotonic()
+    saves = _SAVES_WITHOUT_REMOVAL if kind.startswith("fuse") else SAVES
     for step in range(1, times + 1):
         for worker in ranks:
-            worker.send(save, mount_point(kind) / name, step)
+            worker.send(save, mount_point(kind) / name, step, saves)
         answers = [worker.receive() for worker in ranks]
         seen = {
             "third client, newest": lookers[0].call(newest, mount_point(kind) / name, step),
