@@ -35,6 +35,7 @@ from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.direct_io import BufferedReader
+from holdfast.torch_versions import DCP_VERSION
 from tests.helpers.pool import Ranks
 from tests.helpers.zoo import LAYOUTS, Net, Zoo, blank, clean, fill, local, tensors
 from tests.interop.torch.test_torch_files import assert_light, same
@@ -415,7 +416,8 @@ def write_chunks(
 ) -> None:
     """As torch writes: each chunk a whole file of ``torch.save``, one after another, and its own classes pickled."""
     path.mkdir(parents=True)
-    metadata = Metadata({}, {}, {}, StorageMeta("x"), "1.0.0")
+    metadata = Metadata({}, {}, {}, StorageMeta("x"))
+    metadata.version = DCP_VERSION
     raw = {"__0_0.distcp": b"", "__1_0.distcp": b""}
     for name, (tensor, boxes) in states.items():
         chunks = []
