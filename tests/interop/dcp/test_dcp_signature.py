@@ -18,6 +18,7 @@ from holdfast.torch_versions import DCP_VERSION, SerializationFormat
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
+    "metadata_path": "older versions of torch have it: the path of the metadata",
     "fs": "torch's layer of file operations: ours are in holdfast.storage",
     "transforms": "torch's experimental extensions of streams, which _extensions registers",
     "rank": "torch notes it for saves without collectives, which are refused",

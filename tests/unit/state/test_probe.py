@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.state.optimizer.probe import ProbedState, probe_states
-from tests.helpers.torch_limits import HAS_MUON
+from tests.helpers.torch_limits import HAS_MUON, SHARDS_UNEVENLY
 
 #: Of torch's optimizers, only this one has steps that use collectives.
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="torch has Muon since 2.9")
@@ -114,6 +114,8 @@ def laid_out(shape: tuple[int, ...], layout: str) -> nn.Parameter:
 
 def _sharded_by_fsdp(shape: tuple[int, ...], layout: str) -> nn.Parameter:
     size = dist.get_world_size()
+    if len(shape) == 2 and layout == "fsdp and tp" and not SHARDS_UNEVENLY:
+        shape = (-(-shape[0] // size) * size, shape[1])
     module = nn.Linear(shape[1], shape[0], bias=False) if len(shape) == 2 else nn.LayerNorm(shape or (3,), bias=False)
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
     if layout == "fsdp":
@@ -369,8 +371,10 @@ def fsdp_adafactor() -> str:
 
 def test_a_step_that_torch_cannot_take_is_refused(ranks: Any) -> None:
     for message in ranks(2, fsdp_adafactor):
-        assert "Adafactor" in message
-        assert "placement changes are not supported" in message
+        # What torch says, differs from version to version.
+        assert re.match(
+            r"the states that Adafactor creates .* before its first step; take one, then load \(\w+: .", message
+        )
 
 
 def test_a_parameter_of_another_optimizer_is_refused() -> None:
