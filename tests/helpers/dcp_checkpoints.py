@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from holdfast.engine.plan.ranges import IndexBox
+from holdfast.torch_versions import DCP_VERSION
 from tests.helpers.boxes import box_slices
 
 
@@ -66,7 +67,8 @@ def write_chunks(
 ) -> None:
     """As torch writes: each chunk a whole file of ``torch.save``, one after another, and its own classes pickled."""
     path.mkdir(parents=True)
-    metadata = Metadata({}, {}, {}, StorageMeta("x"), "1.0.0")
+    metadata = Metadata({}, {}, {}, StorageMeta("x"))
+    metadata.version = DCP_VERSION
     raw = {"__0_0.distcp": b"", "__1_0.distcp": b""}
     for name, (tensor, boxes) in states.items():
         chunks = []
