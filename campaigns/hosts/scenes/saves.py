@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def join(rank: int, size: int, address: str, port: int) -> None:
     """Make this process a rank of a job."""
     os.environ["GLOO_SOCKET_IFNAME"] = "vec0"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size, timeout=timedelta(minutes=5)
+    )
 
 
 def whole_model(step: int) -> dict[str, torch.Tensor]:
