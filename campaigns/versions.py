@@ -37,7 +37,11 @@ CORE = (
 #: A few minutes of these, those that depend on torch most.
 SHORT = (
     *("tests/golden", "tests/unit/state", "tests/unit/engine", "tests/distributed/test_layouts.py"),
-    *("tests/distributed/test_fsdp1.py", "tests/distributed/test_zero.py", "tests/distributed/test_optimizers.py"),
+    *(
+        "tests/distributed/test_fsdp1.py",
+        "tests/distributed/test_zero_redundancy_optimizer.py",
+        "tests/distributed/test_optimizers.py",
+    ),
     *("tests/interop/dcp/test_dcp_storage.py", "tests/interop/dcp/test_dcp_writer.py"),
 )
 

@@ -105,7 +105,7 @@ class ConversionRequest:
 
 
 class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sees: the fingerprint of the source, and the id of its page cache."""
+    """The fingerprint of the source as a rank sees it, and the id of the rank's page cache."""
 
     fingerprint: str
     page_cache: str

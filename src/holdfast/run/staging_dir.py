@@ -1,8 +1,8 @@
 """The staging directory: whatever appears at a path in one step is built in a hidden directory next to it.
 
 A directory with its final name is therefore complete: it gets the name by one rename, after everything in it is
-durable. The lock of the hidden directory shows other processes that its writer is alive. If the writer dies, whoever
-finds the directory without a lock removes it: see :mod:`holdfast.run.cleanup`.
+durable. The lock of the hidden directory shows other processes that its writer is alive. If the writer dies, the next
+process that finds the directory without a lock removes it: see :mod:`holdfast.run.cleanup`.
 
 Checkpoints, components, conversions, DCP folders and Lightning's files all go through :class:`StagingDirectory`, so
 there is one place where two jobs that write to one path meet.

@@ -16,7 +16,7 @@ from holdfast.run.catalog import CheckpointIdentity
 
 @dataclass(frozen=True)
 class CheckpointLabel:
-    """What a manifest says about a checkpoint besides its files.
+    """The description of a checkpoint in its manifest, without the files.
 
     ``time``: the start of the save in seconds since 1970. ``ranks``: the number of ranks that save.
     """

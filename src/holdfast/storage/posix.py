@@ -12,7 +12,7 @@ import platform
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -312,8 +312,10 @@ def page_cache_id(folder: Path) -> str:
     These are processes of one kernel that see the directory through one mount.
     """
     with wrap_os_errors("inspect", folder):
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        return f"{host_id()} {existing.stat().st_dev}"
+        for parent in (folder, *folder.parents):
+            with suppress(FileNotFoundError):
+                return f"{host_id()} {parent.stat().st_dev}"
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks may write which bytes of the files of a save. Pure functions.
+"""The ranks that may write each byte of the files of a save. Pure functions.
 
 A rank knows its own bytes. This map tells it, for a few bytes of a file, whose bytes lie next to its own: every rank
 derives the same answer from the specs of all ranks, without a message.
