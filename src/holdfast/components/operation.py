@@ -90,8 +90,9 @@ class ComponentSave(SaveOperation[Path]):
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
             files = self._output = ComponentOutput(self._request.destination, file_set)
-            # Pages that rank 0 has written must not be written back after other hosts have written next to them.
-            posix.sync_tree(files.folder)
+            if len({*agreement.host_of}) > 1:
+                # Pages that rank 0 has written must not be written back after other hosts have written next to them.
+                posix.sync_tree(files.folder)
             self._names = [name for starts in files.starts for name in starts]
             spans = _tensor_spans(file_set.content, files.starts, self._tensors_to_save(global_spec))
             names = [file.name for file in file_set.files]

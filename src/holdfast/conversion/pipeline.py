@@ -189,7 +189,9 @@ class Conversion:
         def create_files(_: list[bytes]) -> bytes:
             self._staging.create(source.nbytes)
             target.create_files()
-            sync_tree(self._staging.path)  # a page that is dirty here must not overwrite those of other hosts later
+            if len({*host_of}) > 1:
+                # Pages that rank 0 has written must not be written back after other hosts have written next to them.
+                sync_tree(self._staging.path)
             return b""
 
         self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
