@@ -76,7 +76,7 @@ def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
 
     host = 0 if as_one else dist.get_rank() // ranks_per_host
     with (
-        mock.patch("holdfast.save.negotiation.page_cache_id", return_value=f"host {host}"),
+        mock.patch("holdfast.save.negotiation.host_id", return_value=f"host {host}"),
         mock.patch.object(ShardWriter, "write", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
         mock.patch.object(direct_io, "_write_all", cache.write if ranks_per_host == 1 else direct_io._write_all),
@@ -196,7 +196,7 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
 
     host = 0 if as_one else dist.get_rank()
     with (
-        mock.patch("holdfast.conversion.pipeline.page_cache_id", return_value=f"host {host}"),
+        mock.patch("holdfast.conversion.pipeline.host_id", return_value=f"host {host}"),
         mock.patch.object(pipeline, "write_file_ranges", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
         mock.patch.object(direct_io, "_write_all", cache.write),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,11 +61,6 @@ class ComponentRequest:
     def check_destination(self) -> None:
         """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced."""
         self.destination.check_replaceable()
-
-    @property
-    def folder(self) -> Path:
-        """The directory of the file or folder that is saved."""
-        return self.destination.path.parent
 
     def packing_key(self) -> bytes:
         """Return all that determines, besides the tensors, which file holds which tensor."""

@@ -44,7 +44,7 @@ from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import StagingDirectory, check_destination
 from holdfast.storage.direct_io import BufferedWriter
-from holdfast.storage.posix import file_size, page_cache_id, sync_tree
+from holdfast.storage.posix import file_size, host_id, sync_tree
 
 #: The target of each format: made from the source, the staging path and the final path.
 TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]] = {
@@ -105,10 +105,10 @@ class ConversionRequest:
 
 
 class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
-    """The fingerprint of the source as a rank sees it, and the id of the rank's page cache."""
+    """The fingerprint of the source as a rank sees it, and the id of the rank's host."""
 
     fingerprint: str
-    page_cache: str
+    host: str
 
 
 class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
@@ -170,12 +170,11 @@ class Conversion:
             seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
             require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
             clean_up(self._request.final.parent, tag=self._request.final.name)
-            host_of, _ = deduplicate([by_rank.page_cache.encode() for by_rank in seen])
+            host_of, _ = deduplicate([by_rank.host.encode() for by_rank in seen])
             return msgspec.msgpack.encode(_ConversionStart(self._staging.path.name, host_of))
 
         def describe_view(opened: ConversionSource) -> bytes:
-            page_cache = page_cache_id(self._request.final.parent)
-            return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, page_cache))
+            return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, host_id()))
 
         source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_staging)
         start = msgspec.msgpack.decode(raw, type=_ConversionStart)

@@ -10,7 +10,6 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -29,7 +28,7 @@ from holdfast.state.capture import (
     merge_values,
 )
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import page_cache_id
+from holdfast.storage.posix import host_id
 
 #: The sizes in bytes of a plan's key, and of the digests of the values and of the host name.
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
@@ -59,10 +58,6 @@ class SaveRequestProtocol(Protocol):
 
     def check_destination(self) -> None:
         """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0."""
-
-    @property
-    def folder(self) -> Path:
-        """The directory in which the output appears."""
 
     def packing_key(self) -> bytes:
         """Return an encoding of the arguments that determine how tensors are packed into files."""
@@ -118,7 +113,7 @@ def negotiate_save(
         digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
         merged = encode_merged_values(captured)
         check_rank_state(captured, merged)
-        host = digest_bytes(page_cache_id(request.folder).encode(), _HOST_BYTES)
+        host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values))
 

@@ -109,11 +109,6 @@ class SaveRequest:
         """Return the checkpoint with this tag if it was found corrupt, else ``None``."""
         return find_corrupt(self.corrupt, self.path, self.tag)
 
-    @property
-    def folder(self) -> Path:
-        """The run directory."""
-        return self.path
-
     def packing_key(self) -> bytes:
         """Return an encoding of the arguments that determine how tensors are packed into files."""
         return str(parse_size(self.max_shard_size)).encode()

@@ -12,7 +12,7 @@ import platform
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -298,24 +298,13 @@ def list_hidden_directories(path: Path) -> list[Path]:
 def host_id() -> str:
     """Return an id that is equal in processes that share a page cache.
 
-    It is the kernel's boot id if there is one, else the host's name.
+    It is the kernel's boot id if there is one, else the host's name. The run directory is not looked at: a client of a
+    network file system would remember that it is missing, for up to 30 seconds after rank 0 has created it.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
-
-
-def page_cache_id(folder: Path) -> str:
-    """Return an id that is equal in processes that share the page cache of a directory, which may not exist yet.
-
-    These are processes of one kernel that see the directory through one mount.
-    """
-    with wrap_os_errors("inspect", folder):
-        for parent in (folder, *folder.parents):
-            with suppress(FileNotFoundError):
-                return f"{host_id()} {parent.stat().st_dev}"
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def copy_file(source: Path, target: Path) -> None:
