@@ -32,7 +32,6 @@ def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -
         handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         assert not handle.done()
         assert handle.path == tmp_path / "s"
-        assert handle.blocking_seconds < 0.4
         assert not handle.path.exists()
         with pytest.raises(RankTimeoutError, match="still in progress"):
             handle.wait(0.01)

@@ -114,13 +114,21 @@ def test_a_compiled_step_waits(tmp_path: Path) -> None:
 
 def test_forward_and_backward_do_not_wait(tmp_path: Path) -> None:
     model, optimizer = make("plain", "AdamW")
-    with slow(0.5):
+    copied, allowed = threading.Event(), threading.Event()
+    copy_deferred = staging.StagedTensors.copy_deferred
+
+    def wait(*arguments: Any) -> None:
+        allowed.wait(60)
+        copy_deferred(*arguments)
+        copied.set()
+
+    with mock.patch.object(staging.StagedTensors, "copy_deferred", wait):
         holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
-        started = time.monotonic()
         model.body(torch.ones(4, 8)).sum().backward()
-        assert time.monotonic() - started < 0.4
+        assert not copied.is_set()
+        allowed.set()
         optimizer.step()
-        assert time.monotonic() - started > 0.4
+        assert copied.is_set()
     holdfast.finalize()
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +81,7 @@ def absent(call: Callable[[], object], who: int) -> list[str]:
     """What ranks log while one of them does not come."""
     with logged() as messages:
         if dist.get_rank() == who:
-            time.sleep(2.5)
+            time.sleep(5)
         else:
             with suppress(HoldfastError):
                 call()
@@ -90,13 +91,13 @@ def absent(call: Callable[[], object], who: int) -> list[str]:
 def save_without(path: str, who: int, met: bool) -> list[str]:
     if met:
         holdfast.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: holdfast.save_checkpoint(path, "s", MODEL, timeout=1), who)
+    return absent(lambda: holdfast.save_checkpoint(path, "s", MODEL, timeout=3), who)
 
 
 def load_without(path: str, who: int, met: bool) -> list[str]:
     if met:
         holdfast.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: holdfast.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=1), who)
+    return absent(lambda: holdfast.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=3), who)
 
 
 @pytest.mark.parametrize(
@@ -115,29 +116,46 @@ def test_all_who_wait_tell_who_does_not_come(
         if rank == who:
             assert not messages
         else:
-            assert who_is_missing(messages[0]) == expected
+            assert expected in map(who_is_missing, messages)
 
 
-def save_with_slow_ranks(path: str) -> list[str]:
-    """Ranks 1 and 3 take their time over the look at the state."""
+LATE_RANKS = "ranks 1, 3 while looking at what to save"
+
+
+def save_with_late_ranks(path: str, named: str) -> list[str]:
+    """Let ranks 1 and 3 come only after ranks 0 and 2 have logged whom they wait for."""
     from holdfast.save.negotiation import capture_training
 
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(1.0)
+    def come_late(*arguments: Any) -> Any:
+        if dist.get_rank() % 2:
+            _await(lambda: len(list(Path(named).iterdir())) == 2)
+        else:
+            threading.Thread(target=report).start()
         return capture_training(*arguments)
 
-    replacement = slowly if dist.get_rank() % 2 else capture_training
-    slow = mock.patch("holdfast.save.negotiation.capture_training", replacement)
-    with logged() as messages, slow:
+    def report() -> None:
+        _await(lambda: LATE_RANKS in map(who_is_missing, list(messages)))
+        Path(named, str(dist.get_rank())).touch()
+
+    with logged() as messages, mock.patch("holdfast.save.negotiation.capture_training", come_late):
         holdfast.save_checkpoint(path, "s", MODEL)
     return messages
 
 
+def _await(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+
+
 def test_several_who_are_late_are_all_named_and_the_save_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    first, second, third, fourth = ranks(4, save_with_slow_ranks, str(tmp_path))
-    assert who_is_missing(first[0]) == who_is_missing(third[0]) == "ranks 1, 3 while looking at what to save"
-    assert not second + fourth
-    assert holdfast.has_checkpoint(tmp_path)
+    named = tmp_path / "named"
+    named.mkdir()
+    logs = ranks(4, save_with_late_ranks, str(tmp_path / "run"), str(named))
+    assert all(LATE_RANKS in map(who_is_missing, logs[rank]) for rank in (0, 2))
+    assert not any(LATE_RANKS in message for rank in (1, 3) for message in logs[rank])
+    assert holdfast.has_checkpoint(tmp_path / "run")
 
 
 def exchange_slowly(path: str) -> list[str]:
@@ -163,12 +181,12 @@ def test_who_is_late_in_an_exchange_is_named(ranks: Ranks, tmp_path: Path) -> No
 def stop_without_one() -> list[str]:
     with logged() as messages:
         if dist.get_rank() == 2:
-            time.sleep(2.5)
+            time.sleep(5)
             return messages
-        with holdfast.preemption(signal.SIGTERM, timeout=1.0) as stop, suppress(HoldfastError):
+        with holdfast.preemption(signal.SIGTERM, timeout=3.0) as stop, suppress(HoldfastError):
             if dist.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            for _ in range(5000):
+            for _ in range(10_000):
                 stop.requested()
                 time.sleep(0.001)
     return messages
@@ -177,7 +195,7 @@ def stop_without_one() -> list[str]:
 def test_who_does_not_answer_a_signal_is_named(ranks: Ranks) -> None:
     first, second, _ = ranks(3, stop_without_one)
     for messages in (first, second):
-        assert "rank 2 while agreeing on the step to stop at" in map(who_is_missing, messages)
+        assert any("2 while agreeing on the step to stop at" in who_is_missing(message) for message in messages)
 
 
 def part_late() -> list[str]:

@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(ranks: Ranks, tmp
     assert isinstance(second, RankTimeoutError)
     assert "rank 2" in str(first)
     assert "rank 2" in str(second)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 60, "the timeout of the call holds, not the default of 600 seconds"
 
 
 def save_after_failure(path: str) -> str:

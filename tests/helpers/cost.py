@@ -10,8 +10,12 @@ from contextlib import contextmanager
 
 from tests.helpers.bounded_reads import limit_memory
 
-#: Seconds of the processor, and bytes, that a bomb may take. A megabyte of honest pickle takes about as much.
-MAX_SECONDS, MAX_BYTES = 4.0, 128 * 2**20
+#: The bytes that a bomb may take.
+MAX_BYTES = 128 * 2**20
+
+#: The time that a bomb may take, as a multiple of the time for :func:`_do_reference_work`. A megabyte of honest pickle
+#: takes half as much. A cost that grows with the square of the input takes hundreds of times as much.
+_MAX_REFERENCES = 40
 
 
 #: Python's integers are their own hashes, but for multiples of this, whose hash is 0.
@@ -28,16 +32,41 @@ def pickle_integer(number: int) -> bytes:
 
 
 @contextmanager
-def limit_cost(*, memory: bool) -> Iterator[None]:
-    if memory:
-        tracemalloc.start()
+def limit_time() -> Iterator[None]:
+    """Check that the block takes no more processor time than a fixed multiple of reference work.
+
+    The reference runs before and after the block: a slow or busy machine slows both.
+    """
+    before = _measure_reference()
     started = time.process_time()
+    yield
+    seconds = time.process_time() - started
+    assert seconds < _MAX_REFERENCES * max(before, _measure_reference())
+
+
+@contextmanager
+def limit_cost(*, memory: bool) -> Iterator[None]:
+    """Check the memory that the block takes, or its time: each memory allocation takes longer while it is traced."""
+    with limit_memory(), _limit_allocations() if memory else limit_time():
+        yield
+
+
+@contextmanager
+def _limit_allocations() -> Iterator[None]:
+    tracemalloc.start()
     try:
-        with limit_memory():
-            yield
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
-        seconds = time.process_time() - started
-        peak = tracemalloc.get_traced_memory()[1] if memory else 0
         tracemalloc.stop()
-    assert memory or seconds < MAX_SECONDS
-    assert peak < MAX_BYTES
+
+
+def _measure_reference() -> float:
+    started = time.process_time()
+    _do_reference_work()
+    return time.process_time() - started
+
+
+def _do_reference_work() -> int:
+    """Do what readers do: format names, hash them and keep small objects."""
+    return len({f"layer.{number}.weight": (number, [number]) for number in range(60_000)})

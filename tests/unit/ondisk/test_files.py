@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -30,6 +29,7 @@ from holdfast.ondisk.files import (
     parse_size,
     split_by_size,
 )
+from tests.helpers.cost import limit_time
 
 names = st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__")
 infos = st.builds(TensorInfo, st.sampled_from(sorted(WIDTHS)), st.lists(st.integers(0, 9), max_size=3).map(tuple))
@@ -197,9 +197,8 @@ def test_the_crcs_of_one_file_do_not_outgrow_its_header() -> None:
 
 def test_twenty_thousand_tied_names_are_laid_out_in_no_time() -> None:
     tensors = {f"w{i}": TensorInfo("U8", (1,)) for i in range(20_000)}
-    started = time.perf_counter()
-    (file,) = pack_files("model", tensors, {f"t{i}": f"w{i}" for i in range(20_000)}, 2**40)
-    assert time.perf_counter() - started < 5
+    with limit_time():
+        (file,) = pack_files("model", tensors, {f"t{i}": f"w{i}" for i in range(20_000)}, 2**40)
     assert len(file.tied) == 20_000
 
 
