@@ -1,7 +1,7 @@
 """``python -m campaigns.hosts COMMAND``: boots several kernels, asks what their file systems do, and ends them.
 
 ``setup`` downloads the packages, and ``check`` says whether the test bed can run here. The other commands are scenes:
-each boots the hosts, prints a table row an answer, and ends the hosts.
+each boots the hosts, prints a table row an answer, and ends the hosts. The exit status is 1 if an answer is "WRONG".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from campaigns.hosts.namespaces import run_in_namespaces
 from campaigns.hosts.packages import DEFAULT_FOLDER, download_packages, missing_parts
-from campaigns.hosts.scenes import faults, locks, names, pages
+from campaigns.hosts.scenes import faults, leftovers, locks, names, pages
 from campaigns.hosts.testbed import KINDS, Testbed, running_testbed
 
 
@@ -35,6 +35,9 @@ def _run_saves(testbed: Testbed, kinds: list[str], times: int, report: Callable[
 SCENES = {
     "pages": Scene(pages.run, 3, (pages.__name__,)),
     "locks": Scene(lambda testbed, kinds, _, report: locks.run(testbed, kinds, report), 2, (locks.__name__,)),
+    "leftovers": Scene(
+        lambda testbed, kinds, _, report: leftovers.run(testbed, kinds, report), 2, (leftovers.__name__,)
+    ),
     "names": Scene(lambda testbed, kinds, _, report: names.run(testbed, kinds, report), 2, (names.__name__,)),
     "faults": Scene(lambda testbed, kinds, _, report: faults.run(testbed, kinds, report), 2, (faults.__name__,)),
     "saves": Scene(_run_saves, 3, ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")),
@@ -67,8 +70,14 @@ def _play(scene: Scene, arguments: argparse.Namespace) -> int:
     with running_testbed(arguments.packages, scene.clients, scene.modules) as testbed:
         testbed.nfs_options = arguments.nfs_options
         testbed.mount(*arguments.mounts)
-        scene.run(testbed, arguments.mounts, arguments.times, lambda line: print(f"| {line} |", flush=True))
-    return 0
+        rows: list[str] = []
+
+        def report(line: str) -> None:
+            rows.append(line)
+            print(f"| {line} |", flush=True)
+
+        scene.run(testbed, arguments.mounts, arguments.times, report)
+    return int(any("WRONG" in row for row in rows))
 
 
 if __name__ == "__main__":

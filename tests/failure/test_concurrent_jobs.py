@@ -28,13 +28,15 @@ from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
 from holdfast.load.read_plan import ReadPlan
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import catalog, staging_dir
+from holdfast.run import catalog, staging_dir, staging_lock
 from holdfast.run.cleanup import clean_up
-from holdfast.storage import directories
+from holdfast.run.staging_lock import StagingLock
+from holdfast.storage import directories, file_lock
 from tests.golden import reader
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.other_jobs import save_as_other_job
 from tests.helpers.pool import Ranks
+from tests.helpers.staging_locks import lock_staging
 
 
 def tags(path: Path) -> list[str]:
@@ -328,13 +330,14 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     partial = tmp_path / aside.with_state("partial").name
-    locks: list[directories.DirectoryLock] = []
+    locks: list[StagingLock] = []
 
     def begin() -> None:
-        locks.append(directories.create_locked(partial))
+        locks.append(lock_staging(partial))
+        partial.mkdir()
         (tmp_path / "last").rename(tmp_path / aside.name)
 
-    with change_at_call("holdfast.run.cleanup.list_hidden_directories", begin):
+    with change_at_call("holdfast.run.cleanup._list_hidden", begin):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
     locks[0].close()
@@ -344,29 +347,27 @@ def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path
     save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
-    with change_at_call(
-        "holdfast.run.cleanup.list_hidden_directories", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
-    ):
+    with change_at_call("holdfast.run.cleanup._list_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
 
 
 def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path: Path) -> None:
-    def tidied(folder: Path, _: Any = None) -> Any:
+    def clean_first(fd: int) -> bool:
         if not done:
-            done.append(folder)
-            folder.rmdir()
-        return lock(folder)
+            done.append(fd)
+            clean_up(tmp_path)
+        return try_lock(fd)
 
-    lock, done = directories.DirectoryLock, []
-    with mock.patch.object(directories, "DirectoryLock", tidied):
+    try_lock, done = file_lock._try_lock, []  # type: ignore[var-annotated]
+    with mock.patch.object(file_lock, "_try_lock", clean_first):
         save_as_other_job(tmp_path, "a", 1.0)
     assert done
     assert value_of(tmp_path) == 1.0
     with (
-        mock.patch.object(directories, "DirectoryLock", side_effect=BlockingIOError),
-        mock.patch.object(directories, "_MAX_ATTEMPTS", 3),
-        pytest.raises(StorageError, match="was removed again and again"),
+        mock.patch.object(file_lock, "_try_lock", side_effect=BlockingIOError),
+        mock.patch.object(staging_lock, "_MAX_ATTEMPTS", 3),
+        pytest.raises(StorageError, match=r"\.lock is locked"),
     ):
         save_as_other_job(tmp_path, "b", 1.0)
 

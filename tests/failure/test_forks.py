@@ -20,7 +20,7 @@ import holdfast
 import holdfast.errors
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.process.gc_pause import gc_paused
-from holdfast.storage.directories import DirectoryLock
+from holdfast.storage.file_lock import FileLock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -91,25 +91,25 @@ def test_a_forked_worker_has_no_file_of_the_save_open(tmp_path: Path) -> None:
 
 
 def test_a_forked_worker_does_not_hold_the_lock_and_does_not_release_it(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
+    lock = FileLock(tmp_path / "lock")
     pause = FORK.Event()
     worker = FORK.Process(target=pause.wait, args=(30,))
     worker.start()
     try:
         with pytest.raises(BlockingIOError):
-            DirectoryLock(tmp_path)
+            FileLock(tmp_path / "lock")
         lock.close()
-        DirectoryLock(tmp_path).close()
+        FileLock(tmp_path / "lock").close()
     finally:
         pause.set()
         worker.join()
 
 
 def test_a_lock_is_released_though_another_process_has_its_descriptor(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    copy = os.dup(lock._fd)  # as a process that is started by other means than Python's may have
+    lock = FileLock(tmp_path / "lock")
+    copy = os.dup(lock.fd)  # as a process that is started by other means than Python's may have
     lock.close()
-    DirectoryLock(tmp_path).close()
+    FileLock(tmp_path / "lock").close()
     os.close(copy)
 
 

@@ -17,9 +17,9 @@ import holdfast
 import holdfast.errors
 from holdfast import api
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
-from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.storage import directories
+from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
+from tests.helpers.staging_locks import lock_staging
 
 
 def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:
@@ -83,7 +83,7 @@ def test_a_checkpoint_without_its_name_is_one_that_there_is(tmp_path: Path) -> N
 def test_a_living_overwrite_finds_the_name_free_whoever_loads_meanwhile(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     waiting = put_aside(tmp_path)
-    with closing(directories.DirectoryLock(waiting)):
+    with closing(lock_staging(waiting)):
         holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
         assert not (tmp_path / "step_1").exists()
     holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
@@ -106,16 +106,16 @@ def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_
     assert (tmp_path / ".hidden.of.mine").exists()
 
 
-@pytest.fixture(params=["a local file system", "NFS"])
-def is_local(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """File systems whose locks all see, and those that other hosts may use with locks of their own."""
-    magic = {"a local file system": 0xEF53, "NFS": 0x6969}[request.param]
+@pytest.fixture(params=["ext4", "NFS", "FUSE"])
+def shares_locks(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """File systems whose locks all see, and one that other hosts may use with locks of their own."""
+    magic = {"ext4": 0xEF53, "NFS": 0x6969, "FUSE": 0x65735546}[request.param]
     with mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic):
-        yield magic == 0xEF53
+        yield request.param != "FUSE"
 
 
 @pytest.mark.parametrize("there", ["nothing", "another run"])
-def test_first_saves_that_died_are_removed(tmp_path: Path, is_local: bool, there: str) -> None:
+def test_first_saves_that_died_are_removed(tmp_path: Path, shares_locks: bool, there: str) -> None:
     """Each restart of a job that has saved nothing yet is a run of its own."""
     if there == "another run":
         save_step(tmp_path, 0)
@@ -126,12 +126,12 @@ def test_first_saves_that_died_are_removed(tmp_path: Path, is_local: bool, there
     same.mkdir()
     save_step(tmp_path, 1)
     gone = [folder for folder in (*dead, same) if not folder.exists()]
-    assert gone == ([dead[2], dead[3], same] if is_local else [dead[3]])
+    assert gone == ([dead[2], dead[3], same] if shares_locks else [dead[3]])
     assert list_tags(tmp_path)[-1] == "step_1"
 
 
 def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_of_a_run(
-    tmp_path: Path, is_local: bool
+    tmp_path: Path, shares_locks: bool
 ) -> None:
     save_step(tmp_path, 0)
     living = leave_draft(tmp_path, "a" * 16)
@@ -141,7 +141,7 @@ def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_o
     for folder in (living, of_a_run, writing):
         make_older(folder, 1e6)
     os.utime(writing / "model/model.safetensors")  # a rank of another host has just written
-    with closing(directories.DirectoryLock(living)), mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+    with closing(lock_staging(living)), mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
         save_step(tmp_path, 1)
     assert [folder.exists() for folder in (living, of_a_run, writing)] == [True, True, True]
     with mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
@@ -152,7 +152,8 @@ def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_o
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
     dead = leave_draft(tmp_path, "a" * 16)
     make_older(dead, 1e6)
-    with mock.patch("holdfast.storage.directories.fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+    refused = OSError(errno.ENOLCK, "no locks")
+    with mock.patch.multiple("fcntl", flock=mock.Mock(side_effect=refused), fcntl=mock.Mock(side_effect=refused)):
         save_step(tmp_path, 1)
     assert dead.exists()
 
@@ -168,7 +169,8 @@ holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_path: Path) -> None:
     for _ in range(3):
         assert subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], check=False).returncode == 9
-        assert len(list_hidden_names(tmp_path)) == 1
+        hidden = [parse_hidden_name(name) for name in sorted(list_hidden_names(tmp_path))]
+        assert [name and name.state for name in hidden] == ["lock", "partial"]
     save_step(tmp_path, 0)
     assert not list_hidden_names(tmp_path)
 
@@ -176,9 +178,11 @@ def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_
 HOLD = """
 import sys, time
 from pathlib import Path
-from holdfast.storage.directories import DirectoryLock
-lock = DirectoryLock(Path(sys.argv[1]))
-print(lock.held, flush=True)
+from holdfast.ondisk.hidden_names import parse_hidden_name
+from holdfast.run.staging_lock import StagingLock
+path = Path(sys.argv[1])
+lock = StagingLock(path.parent, parse_hidden_name(path.name))
+print(True, flush=True)
 time.sleep(60)
 """
 
@@ -201,9 +205,9 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
     seen = []
 
     def look(*_: Any) -> Any:
-        (partial,) = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        (partial,) = tmp_path.glob(".*.partial")
         with pytest.raises(BlockingIOError):
-            directories.DirectoryLock(partial)
+            lock_staging(partial)
         seen.append(partial)
         return {}
 

@@ -38,6 +38,7 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.storage import directories
 from tests.helpers import layouts
 from tests.helpers.pool import Ranks
+from tests.helpers.staging_locks import lock_staging
 from tests.helpers.training import start_run, train_run
 
 WRITERS = [("plain", 1), ("fsdp", 3), ("tp", 2), ("fsdp_tp", 4), ("pp_ddp", 2)]
@@ -309,8 +310,9 @@ def save_weight(path: Path, value: float) -> None:
 def test_the_next_save_of_a_part_removes_all_that_dead_ones_of_it_left_and_nothing_else(tmp_path: Path) -> None:
     for tag, state in product(("m", "n"), ("partial", "replaced", "removed")):
         (tmp_path / DEAD._replace(tag=tag, state=state).name).mkdir()  # type: ignore[arg-type]
-    with closing(directories.create_locked(tmp_path / DEAD._replace(id="3" * 16).name)) as living:
-        assert living.held
+    living = tmp_path / DEAD._replace(id="3" * 16).name
+    living.mkdir()
+    with closing(lock_staging(living)):
         save_weight(tmp_path / "m", 1.0)
         left = {file.name for file in tmp_path.iterdir()} - {"m"}
     assert {(item.tag, item.id[0]) for item in map(parse_hidden_name, left) if item} == {("n", "2"), ("m", "3")}

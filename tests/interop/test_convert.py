@@ -33,11 +33,11 @@ from holdfast.errors import (
 )
 from holdfast.run.cleanup import clean_up
 from holdfast.storage import directories, posix
-from holdfast.storage.directories import DirectoryLock
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training, tensors_to_lists
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.pool import Ranks
+from tests.helpers.staging_locks import lock_staging
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 
@@ -258,10 +258,10 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
     publish = directories.rename_noreplace
 
     def look_and_publish(*paths: Path) -> None:
-        (draft,) = tmp_path.glob(".*")
+        (draft,) = tmp_path.glob(".*.partial")
         assert clean_up(tmp_path) == []
         with pytest.raises(BlockingIOError):
-            DirectoryLock(draft)
+            lock_staging(draft)
         publish(*paths)
 
     with mock.patch.object(directories, "rename_noreplace", side_effect=look_and_publish) as published:
@@ -279,9 +279,9 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
     read = pipeline.read_file_ranges
 
     def looked(*arguments: Any) -> Any:
-        (draft,) = tmp_path.glob(".*")
+        (draft,) = tmp_path.glob(".*.partial")
         with pytest.raises(BlockingIOError):
-            DirectoryLock(draft)
+            lock_staging(draft)
         return read(*arguments)
 
     monkeypatch.setattr(pipeline, "read_file_ranges", looked)
@@ -305,7 +305,7 @@ def test_what_a_killed_conversion_has_left_is_cleaned_up(saved: Path, tmp_path: 
     process.start()
     process.join()
     assert process.exitcode == -SIGKILL
-    assert len(list(tmp_path.glob(".out.*"))) == 1
+    assert len(list(tmp_path.glob(".out.*.partial"))) == 1
     clean_up(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
@@ -317,11 +317,11 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
     process = CONTEXT.Process(target=die_converting, args=(str(saved), str(tmp_path / "out"), to))
     process.start()
     process.join()
-    (left,) = tmp_path.glob(".out.*")
+    (left,) = tmp_path.glob(".out.*.partial")
     others = [tmp_path / f".{tag}.fedcba9876543210.0123456789abcdef.partial" for tag in ("out", "other")]
     for folder in others:
         folder.mkdir()
-    with closing(DirectoryLock(others[0])):  # a conversion that is still under way
+    with closing(lock_staging(others[0])):  # a conversion that is still under way
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=True)
     assert {path.name for path in tmp_path.glob(".*")} == {folder.name for folder in others}
     assert left not in others
@@ -418,7 +418,7 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     where = (
         "holdfast.conversion.pipeline.carry_values"
         if when == "reading the metadata"
-        else "holdfast.storage.directories.DirectoryLock"
+        else "holdfast.run.staging_lock.FileLock"
     )
     with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")

@@ -211,9 +211,9 @@ BYTES_A_TENSOR = {"save": 4500, "asynchronous save": 4300, "load": 3800}
 MESSAGES = {"save": (22, 28_000), "asynchronous save": (30, 28_000), "load": (32, 26_000)}
 
 #: The most calls to the file system by rank 0, and by each other rank; none of those that are not listed. A save
-#: creates four files (the tensors, and three of JSON). It syncs each, the tensors once more with their header, and
-#: three directories whose entries change.
-_CHANGES = {"create": 4, "mkdir": 3, "ftruncate": 1, "write": 3, "fsync": 8, "renameat2": 1}
+#: creates four files (the tensors, and three of JSON) and a lock file, which it removes. It syncs the four, the tensors
+#: once more with their header, and three directories whose entries change.
+_CHANGES = {"create": 5, "unlink": 1, "mkdir": 3, "ftruncate": 1, "write": 3, "fsync": 8, "renameat2": 1}
 _CHECKS = {"open": 11, "read": 2, "scandir": 4, "flock": 2, "statvfs": 1, "fstat": 4, "stat": 16, "lstat": 12}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,

@@ -14,6 +14,7 @@ from pathlib import Path
 from campaigns.hosts import network
 from campaigns.hosts.machine import Machine
 from campaigns.hosts.testbed import Testbed, mount_point
+from holdfast.storage.file_lock import FileLock
 
 #: How long a client waits for a lock of a host that died, in seconds: the server's lease is 10.
 _PATIENCE = 60.0
@@ -27,11 +28,12 @@ KINDS_OF_LOCKS = {
     "flock of a file opened to write": os.O_RDWR,
     "record lock": os.O_RDWR,
     "open file description lock": os.O_RDWR,
+    "lock of holdfast": os.O_RDWR,
 }
 
 
-#: The kind of lock that most file systems show to other hosts.
-_CHOSEN = "flock of a file opened to write"
+#: The kind of lock that staging directories have: both kinds that some file systems show to other hosts.
+_CHOSEN = "lock of holdfast"
 
 
 def make_subject(folder: Path) -> None:
@@ -44,6 +46,10 @@ def take(folder: Path, kind: str) -> str:
     """Try to lock. Return ``"held"``, or the error's name; keep the file open."""
     flags = KINDS_OF_LOCKS[kind]
     try:
+        if kind == _CHOSEN:
+            lock = FileLock(folder / "lock")
+            _OPEN.append(lock.fd)
+            return "held" if lock.held else "not supported"
         fd = os.open(folder if flags & os.O_DIRECTORY else folder / "lock", flags)
         _OPEN.append(fd)
         if kind.startswith("flock"):

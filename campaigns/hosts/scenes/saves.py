@@ -33,6 +33,9 @@ SAVES: tuple[dict[str, Any], ...] = (
 )
 _SAVES_WITHOUT_REMOVAL = SAVES[:2]
 
+#: What the ranks do after one another.
+_CALLS = ("rank 0 saves", "rank 1 saves", "rank 0 loads", "rank 1 loads")
+
 #: Tensors that two ranks share by rows; almost all their borders are inside pages of the file.
 _TENSORS = 120
 
@@ -90,6 +93,20 @@ def newest(run: Path, expected: int) -> str:
     return "" if step == expected else f"step {step} is the newest"
 
 
+def load(run: Path, expected: int) -> str:
+    """Load the newest checkpoint on all ranks. Return ``""`` if it is of the expected step, or what is wrong."""
+    model = sharded_model(0)
+    try:
+        content = holdfast.load_checkpoint(run, model=model, timeout=120)
+    except holdfast.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    shards = sharded_model(expected)
+    wrong = [name for name, tensor in model.items() if not torch.equal(tensor.to_local(), shards[name].to_local())]
+    if content["step"] != expected:
+        return f"step {content['step']} was loaded"
+    return f"{len(wrong)} tensors are wrong" if wrong else ""
+
+
 def damage(run: Path) -> str:
     """Return how many tensors of the visible checkpoints have wrong bytes; ``""`` if none. Files are read directly."""
     wrong = []
@@ -126,13 +143,17 @@ def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int,
         for worker in ranks:
             worker.send(save, mount_point(kind) / name, step, saves)
         answers = [worker.receive() for worker in ranks]
+        for worker in ranks:
+            worker.send(load, mount_point(kind) / name, step)
+        answers += [worker.receive() for worker in ranks]
         seen = {
             "third client, newest": lookers[0].call(newest, mount_point(kind) / name, step),
             "third client, tensors": lookers[0].call(damage, mount_point(kind) / name),
             "server, tensors": lookers[1].call(damage, guest.EXPORT / name),
         }
-        for what, answer in [(f"rank {rank}", answer) for rank, answer in enumerate(answers)] + list(seen.items()):
+        for what, answer in list(zip(_CALLS, answers, strict=True)) + list(seen.items()):
             if answer not in {"", "saved"}:
                 report(f"{kind} | save {step}, {what} | {answer}")
                 outcomes[what] = outcomes.get(what, 0) + 1
-    report(f"{kind} | {times} saves in {time.monotonic() - started:.0f} s | wrong: {outcomes or 'none'}")
+    verdict = f"WRONG: {outcomes}" if outcomes else "none wrong"
+    report(f"{kind} | {times} saves and loads in {time.monotonic() - started:.0f} s | {verdict}")

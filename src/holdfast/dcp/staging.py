@@ -14,8 +14,8 @@ from holdfast.ondisk.blocks import crc64
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.staging_dir import StagingDirectory
+from holdfast.run.staging_lock import StagingLock
 from holdfast.storage import directories, posix
-from holdfast.storage.directories import DirectoryLock
 
 #: Names of the files of a DCP checkpoint. They are removed when another checkpoint replaces it.
 _DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
@@ -51,13 +51,15 @@ def _remove_leftover(staging: StagingDirectory) -> None:
     busy = StorageError(
         errno.EBUSY, f"{path} exists: another process saves to {staging.final}; if none does, remove it"
     )
-    try:
-        with closing(DirectoryLock(path)) as lock:
-            if not lock.held and _list_entries(path):
-                raise busy
-    except BlockingIOError as error:
-        raise busy from error
-    staging.discard()
+    with posix.wrap_os_errors("lock", path):
+        try:
+            lock = StagingLock(path.parent, staging.name)
+        except BlockingIOError as error:
+            raise busy from error
+    with closing(lock):
+        if not lock.has_dead_owner(path) and _list_entries(path):
+            raise busy
+        staging.discard()
     if posix.path_exists(path):
         raise StorageError(
             errno.EBUSY,

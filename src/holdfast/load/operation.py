@@ -5,12 +5,14 @@ Everything that can be checked without changing the caller's tensors is checked 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from holdfast.engine.comm.call_check import vote_same_call
+from holdfast.engine.comm.polling import poll_until
 from holdfast.engine.comm.session import RankGroup, require_equal
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from holdfast.engine.comm.vote import COORDINATOR_RANK
@@ -43,7 +45,11 @@ from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
 from holdfast.state.restore import LoadTargets, format_lines
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import host_id
+from holdfast.storage.filesystems import is_local
+from holdfast.storage.posix import host_id, list_names, path_exists
+
+#: Seconds that a rank waits for a checkpoint that another host sees.
+_VISIBILITY_SECONDS = 5.0
 
 
 class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
@@ -221,6 +227,9 @@ class LoadOperation:
             raise MismatchError(f"{folder} has no {'/'.join(stale[0])}, which would keep values of another checkpoint")
 
     def _open_reader(self, folder: Path) -> Reader:
+        if self._session.rank != COORDINATOR_RANK:
+            with suppress(StorageError):
+                self._await_checkpoint(folder)
         try:
             opened = NativeReader(folder) if self.selected.id else open_reader(folder, self._request.keys)
             reader = self._request.reader_adapter(opened)
@@ -233,6 +242,21 @@ class LoadOperation:
                 f"{folder}, which rank 0 selected, does not exist on this rank: "
                 "all ranks must load from a shared file system"
             ) from None
+
+    def _await_checkpoint(self, folder: Path) -> None:
+        """Make this host see the checkpoint that rank 0 has selected, if that is on another host.
+
+        A client of a network file system may remember for half a minute that a name was missing, or was another
+        directory. It asks the server again if the directory is listed. If that does not help, the caller raises.
+        """
+        if is_local(folder.parent):
+            return
+
+        def is_visible() -> bool:
+            list_names(folder.parent)
+            return path_exists(folder) and self.selected.still_exists()
+
+        poll_until(is_visible, _VISIBILITY_SECONDS, lambda: f"{folder} to appear on this host")
 
     def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: ReadPlan) -> bool:
         """Fill the targets. Return whether every byte was verified."""

@@ -1,4 +1,4 @@
-"""Names of hidden directories in a run. They are not checkpoints; their name says in which state they are."""
+"""Names of hidden directories and lock files in a run. They are no checkpoints; their name says what they are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Literal, NamedTuple
 
 #: ``partial``: a save in progress, or an interrupted one. ``replaced``: a checkpoint that another save replaced.
 #: ``removed``: a checkpoint that is being deleted. ``corrupt``: one that a load found corrupt, kept for inspection.
-State = Literal["partial", "replaced", "removed", "corrupt"]
+#: ``lock``: no directory, but the lock file of the ``partial`` one.
+State = Literal["partial", "replaced", "removed", "corrupt", "lock"]
 
 _NAME = re.compile(
-    r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt)"
+    r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt|lock)"
 )
 
 
 class HiddenName(NamedTuple):
-    """The tag, run, checkpoint id and state of a hidden directory."""
+    """The tag, run, checkpoint id and state of a hidden directory, or of a lock file."""
 
     tag: str
     run: str
@@ -24,7 +25,7 @@ class HiddenName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The directory's name."""
+        """The name of the directory or file."""
         return f".{self.tag}.{self.run}.{self.id}.{self.state}"
 
     def with_state(self, state: State) -> HiddenName:

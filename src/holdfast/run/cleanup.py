@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
-from holdfast.storage.directories import DirectoryLock, remove_tree, rename_noreplace, rename_path
-from holdfast.storage.filesystems import is_local
-from holdfast.storage.posix import last_change_time, list_hidden_directories, list_names, path_exists
+from holdfast.run.staging_lock import StagingLock
+from holdfast.storage.directories import remove_tree, rename_noreplace, rename_path
+from holdfast.storage.posix import list_names, path_exists
 
-#: Seconds without a change after which a staging directory counts as abandoned: if locks are visible, and if not.
-_LOCKED_SECONDS, _UNLOCKED_SECONDS = 600.0, 86_400.0
+#: Seconds without a change after which the staging directory of a dead first save of another job is removed.
+_ABANDONED_SECONDS = 600.0
 
 
 def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> list[Path]:
@@ -32,43 +32,35 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
     process uses it, or if that is unknown. Hidden corrupt checkpoints are removed only if both are ``None``.
     """
     finish_interrupted_replace(path)
-    removed = []
-    for folder in list_hidden_directories(path):
-        hidden = parse_hidden_name(folder.name)
-        if hidden is None or run not in {None, hidden.run} or tag not in {None, hidden.tag}:
+    removed, names = [], _list_hidden(path)
+    for hidden in names:
+        if hidden.state == "lock":
+            _remove_lock_file(path, hidden, names)
+            continue
+        if run not in {None, hidden.run} or tag not in {None, hidden.tag}:
             continue
         if hidden.state == "corrupt" and (run, tag) != (None, None):
             continue
-        with suppress(OSError, StorageError):  # another process removes it, or access is denied
-            if _remove_if_dead(folder, hidden):
-                removed.append(folder)
+        if _remove_if_dead(path, hidden):
+            removed.append(path / hidden.name)
     return removed
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
     """Remove staging directories of dead saves of runs without a checkpoint. Return the removed paths.
 
-    No process continues such a run. If all users of the file system see each other's locks, remove the directories of
-    ``tag``, with which the job was restarted, and those without a change for ten minutes (the file system may be
-    exported). On other file systems the locks of other hosts may be invisible (on NFS they always are): remove only
-    directories without a change for a day.
+    No process continues such a run. Remove the directories of ``tag``, with which the job was restarted, and those
+    without a change for ten minutes.
     """
-    partial = [
-        (folder, hidden)
-        for folder in list_hidden_directories(path)
-        if (hidden := parse_hidden_name(folder.name)) is not None
-    ]
-    partial = [(folder, hidden) for folder, hidden in partial if hidden.state == "partial"]
+    partial = [hidden for hidden in _list_hidden(path) if hidden.state == "partial"]
     if not partial:
         return []
-    runs, sees_locks, removed = {info.run for info in cached_checkpoints(path)}, is_local(path), []
-    for folder, hidden in partial:
-        with suppress(OSError, StorageError):  # another process removes it, or access is denied
-            age = time.time() - last_change_time(folder)
-            is_dead = age > (_LOCKED_SECONDS if sees_locks else _UNLOCKED_SECONDS) or (sees_locks and hidden.tag == tag)
-            if hidden.run not in runs and is_dead and _remove_if_dead(folder, hidden):
-                removed.append(folder)
-    return removed
+    runs = {info.run for info in cached_checkpoints(path)}
+    return [
+        path / hidden.name
+        for hidden in partial
+        if hidden.run not in runs and _remove_if_dead(path, hidden, 0.0 if hidden.tag == tag else _ABANDONED_SECONDS)
+    ]
 
 
 def finish_interrupted_replace(path: Path) -> None:
@@ -78,19 +70,50 @@ def finish_interrupted_replace(path: Path) -> None:
     """
     for hidden in displaced_checkpoints(list_names(path)):
         # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
-        with suppress(OSError, HoldfastError), closing(DirectoryLock(path / hidden.with_state("partial").name)):
+        with suppress(OSError, HoldfastError), closing(StagingLock(path, hidden)):
             rename_noreplace(path / hidden.name, path / hidden.tag)
 
 
-def _remove_if_dead(folder: Path, hidden: HiddenName) -> bool:
-    with closing(DirectoryLock(folder)) as lock:  # while this process holds the lock, the state cannot change
-        names = list_names(folder.parent)
+def restore_displaced(path: Path, name: HiddenName) -> bool:
+    """Give the checkpoint that ``name`` displaced its name back. Return false if it still has no name."""
+    for hidden in _find_displaced(path, name):
+        with suppress(HoldfastError):
+            rename_noreplace(path / hidden.name, path / hidden.tag)
+    return not _find_displaced(path, name)
+
+
+def _find_displaced(path: Path, name: HiddenName) -> list[HiddenName]:
+    return [hidden for hidden in displaced_checkpoints(list_names(path)) if hidden.id == name.id]
+
+
+def _list_hidden(path: Path) -> list[HiddenName]:
+    return [hidden for name in sorted(list_names(path)) if (hidden := parse_hidden_name(name)) is not None]
+
+
+def _remove_lock_file(path: Path, lock: HiddenName, names: Collection[HiddenName]) -> None:
+    """Remove the lock file of a dead save that has left nothing else."""
+    if lock.with_state("partial") not in names:
+        with suppress(OSError):
+            StagingLock(path, lock).close()
+
+
+def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> bool:
+    """Remove a hidden directory if its owner is dead, and nothing in it has changed for ``seconds``."""
+    folder = path / hidden.name
+    # Another process may remove it meanwhile, or use it, or access is denied.
+    with suppress(OSError, StorageError), closing(StagingLock(path, hidden)) as lock:
+        names = list_names(path)  # while this process holds the lock, the state cannot change
         is_waiting = hidden.state == "replaced" and hidden.with_state("partial").name in names
         is_displaced = hidden.id in {displaced.id for displaced in displaced_checkpoints(names)}
-        if is_waiting or is_displaced or not lock.held:
+        if is_waiting or is_displaced or not lock.has_dead_owner(folder, seconds):
             return False
-        remove_tree(folder)
+        removal_path = path / hidden.with_state("removed").name
+        if folder != removal_path:  # an owner that lives against all evidence cannot publish what is left of it
+            remove_tree(removal_path)
+            rename_path(folder, removal_path)
+        remove_tree(removal_path)
         return True
+    return False
 
 
 def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:

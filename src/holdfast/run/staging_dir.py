@@ -1,8 +1,8 @@
 """The staging directory: whatever appears at a path in one step is built in a hidden directory next to it.
 
 A directory with its final name is therefore complete: it gets the name by one rename, after everything in it is
-durable. The lock of the hidden directory shows other processes that its writer is alive. If the writer dies, the next
-process that finds the directory without a lock removes it: see :mod:`holdfast.run.cleanup`.
+durable. A lock (:mod:`holdfast.run.staging_lock`) shows other processes that its writer is alive. If the writer dies,
+the next process that finds the directory without a locked lock file removes it: see :mod:`holdfast.run.cleanup`.
 
 Checkpoints, components, conversions, DCP folders and Lightning's files all go through :class:`StagingDirectory`, so
 there is one place where two jobs that write to one path meet.
@@ -21,10 +21,10 @@ from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.catalog import is_run_directory
-from holdfast.run.cleanup import clean_up, finish_interrupted_replace
-from holdfast.run.scan import displaced_checkpoints, read_info
+from holdfast.run.cleanup import clean_up, restore_displaced
+from holdfast.run.scan import read_info
+from holdfast.run.staging_lock import StagingLock, acquire_lock, confirm_lock
 from holdfast.storage import directories, posix
-from holdfast.storage.directories import DirectoryLock
 
 #: The most attempts to replace a path while other processes change it.
 _ATTEMPTS = 100
@@ -48,23 +48,23 @@ class StagingDirectory:
 
     def __init__(self, final: Path, name: HiddenName | None = None) -> None:
         """Describe the directory; nothing is created. ``name``: its hidden name, by default a random one."""
-        self.final, self._name = final, name or hidden_name(final)
-        self._lock: DirectoryLock | None = None
+        self.final, self.name = final, name or hidden_name(final)
+        self._lock: StagingLock | None = None
 
     @property
     def path(self) -> Path:
         """The path of the staging directory."""
-        return self.final.parent / self._name.name
+        return self.final.parent / self.name.name
 
     @property
     def displaced_path(self) -> Path:
         """The hidden path of what was at the final path before :meth:`replace`."""
-        return self.final.parent / self._name.with_state("replaced").name
+        return self.final.parent / self.name.with_state("replaced").name
 
     @property
     def removal_path(self) -> Path:
         """The hidden path of what was replaced while it is being deleted."""
-        return self.final.parent / self._name.with_state("removed").name
+        return self.final.parent / self.name.with_state("removed").name
 
     @property
     def is_locked(self) -> bool:
@@ -78,8 +78,17 @@ class StagingDirectory:
         """
         posix.make_durable_directory(self.final.parent)
         directories.check_space(self.final.parent, nbytes)
-        lock = self._lock = directories.create_locked(self.path)
+        lock = self._lock = acquire_lock(self.final.parent, self.name)
         weakref.finalize(self, lock.close)
+        try:
+            posix.make_directory(self.path)
+        except BaseException:
+            self.release()
+            raise
+
+    def confirm_lock(self) -> None:
+        """Record that this host, which is not the creator's, sees the lock of the directory."""
+        confirm_lock(self.final.parent, self.name)
 
     def publish(self, entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""
@@ -148,21 +157,20 @@ class StagingDirectory:
             self._lock = None
 
     def discard(self) -> None:
-        """Release the lock and remove the directory, after a failure. What cannot be removed stays hidden.
+        """Remove the directory and release the lock, after a failure. What cannot be removed stays hidden.
 
         The directory stays if it marks a displaced checkpoint that could not get its name back.
         """
-        self.release()
         with suppress(StorageError):
-            finish_interrupted_replace(self.final.parent)
-            displaced = displaced_checkpoints(posix.list_names(self.final.parent))
-            if self._name not in {hidden.with_state("partial") for hidden in displaced}:
+            if restore_displaced(self.final.parent, self.name):
                 directories.remove_tree(self.path)
+        self.release()
 
     def _finish_publish(self, entry: str) -> None:
-        self.release()
         if entry:  # the rest of the directory is still there
             self.discard()
+        else:
+            self.release()
 
 
 @contextmanager

@@ -55,12 +55,14 @@ from holdfast.storage.directories import remove_tree, rename_path
 class SavePlanCache:
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
-    ``key`` identifies the plan, ``saves`` counts the saves that were made with it.
+    ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
+    is not on rank 0's host, if there is one.
     """
 
     key: bytes = b""
     plan: SavePlan = EMPTY_PLAN
     saves: int = 0
+    witness: int | None = None
 
 
 class _OpenedSave(msgspec.Struct, frozen=True):
@@ -189,6 +191,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
                 limit = parse_size(self._request.max_shard_size)
                 cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
                 cache.key, cache.saves = agreement.key, 0
+                hosts = list(enumerate(agreement.host_of))
+                cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
             self._plan = cache.plan
             return self._hash_replicas()
 
@@ -230,6 +234,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         """Write this rank's shards. Rank 0 commits when all ranks have written theirs."""
 
         def write_shards() -> HashedResult:
+            if self._session.rank == self._cache.witness:
+                self._staging.confirm_lock()
             paths = [file.path for file in self._plan.files]
             on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
             fragments = self._writer.write(self._staging.path, paths, self._staged, on_moved)

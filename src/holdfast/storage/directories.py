@@ -1,20 +1,17 @@
-"""Operations on whole directories: atomic renames and exchanges, removal, locks, and a check of free space."""
+"""Operations on whole directories: atomic renames and exchanges, removal, and a check of free space."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import StorageError, TagExistsError
-from holdfast.storage.fork_safety import ClosedInForks
-from holdfast.storage.posix import fsync_directory, make_directory, wrap_os_errors
+from holdfast.storage.posix import fsync_directory, wrap_os_errors
 
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -22,74 +19,11 @@ _AT_FDCWD = -100
 #: The errors of a rename to a name that is taken.
 _NAME_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
-#: How often :func:`create_locked` tries again if another process removes the directory, and the seconds between.
-_MAX_ATTEMPTS, _RETRY_SECONDS = 100, 0.005
+#: The start of the names that an NFS client gives to removed files that its host has open, until they are closed.
+_REMOVED_BUT_OPEN = ".nfs"
 
 #: The errors of ``renameat2`` on a file system that does not support its flags.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-
-
-class DirectoryLock(ClosedInForks):
-    """A lock on a directory that a live process works on. The end of the process, however it comes, releases it.
-
-    If the file system has no locks, ``held`` is false and the owner is unknown: others leave the directory alone.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Lock the directory. Raises ``BlockingIOError`` if another process has locked or removed it."""
-        super().__init__()
-        self._fd, self.held = -1, False
-        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.held = _try_lock(self._fd)
-            _check_not_removed(folder, self._fd)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unlock and close the directory, even if a forked process has it open too. Later calls do nothing."""
-        if self.held:
-            with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self.close_in_fork()
-
-    def close_in_fork(self) -> None:
-        """Close the directory in a forked process. The parent process keeps the lock."""
-        fd, self._fd, self.held = self._fd, -1, False
-        if fd >= 0:
-            with suppress(OSError):  # nothing was written, and the descriptor is closed even so
-                os.close(fd)
-
-
-def _check_not_removed(folder: Path, fd: int) -> None:
-    """Raise ``BlockingIOError`` if the previous owner of the lock has removed or replaced the directory."""
-    if not folder.exists() or folder.stat().st_ino != os.fstat(fd).st_ino:
-        raise BlockingIOError(errno.EWOULDBLOCK, "the folder was removed meanwhile")
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-def create_locked(folder: Path) -> DirectoryLock:
-    """Create a directory and lock it.
-
-    Between the two steps another process may take it for that of a dead save and remove it; then it is created again.
-    Raises ``StorageError`` if that happens too often.
-    """
-    for _ in range(_MAX_ATTEMPTS):
-        make_directory(folder)
-        with wrap_os_errors("lock", folder), suppress(BlockingIOError, FileNotFoundError):
-            return DirectoryLock(folder)
-        time.sleep(_RETRY_SECONDS)
-    raise StorageError(errno.EBUSY, f"{folder} was removed again and again while it was created")
 
 
 def rename_noreplace(staging: Path, final: Path) -> None:
@@ -225,7 +159,11 @@ def _identify(path: Path) -> tuple[int, int, int]:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory and its contents, a file or a link. Missing entries are no error."""
+    """Delete a directory and its contents, a file or a link. Missing entries are no error.
+
+    If a process of this host has files of it open on NFS, the client keeps them, and their directories, until they are
+    closed. A later call removes what is left.
+    """
     with wrap_os_errors("remove", path):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
@@ -234,10 +172,21 @@ def remove_tree(path: Path) -> None:
 
 
 def _raise_unless_missing(
-    _function: object, _path: object, info: tuple[type[BaseException], BaseException, object]
+    _function: object, path: str, info: tuple[type[BaseException], BaseException, object]
 ) -> None:
-    if not isinstance(info[1], FileNotFoundError):
-        raise info[1]
+    error = info[1]
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in {errno.ENOENT, errno.ESTALE} and not _is_removed_but_open(Path(path), number):
+        raise error
+
+
+def _is_removed_but_open(path: Path, number: int | None) -> bool:
+    """Return whether a file is removed already, or a directory has no other files, and a process has them open."""
+    if number == errno.EBUSY:
+        return path.name.startswith(_REMOVED_BUT_OPEN)
+    if number == errno.ENOTEMPTY:
+        return all(entry.name.startswith(_REMOVED_BUT_OPEN) or entry.is_dir() for entry in path.rglob("*"))
+    return False
 
 
 def check_space(folder: Path, nbytes: int) -> None:

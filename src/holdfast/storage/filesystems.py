@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.storage.posix import wrap_os_errors
 
-#: File systems of one host: all its processes see each lock and each byte (<linux/magic.h>).
+#: File systems of one host, which may export them: all its processes see each lock (<linux/magic.h>).
 _LOCAL = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -21,6 +21,8 @@ _LOCAL = {
     0xF2F52010: "f2fs",
     0xCA451A4E: "bcachefs",
 }
+
+_NFS = 0x6969
 
 #: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
 _STATFS_BYTES = 512
@@ -41,3 +43,25 @@ def filesystem_magic(path: Path) -> int:
 def is_local(path: Path) -> bool:
     """Return whether the kind of a directory's file system is known to belong to one host only."""
     return filesystem_magic(path) in _LOCAL
+
+
+def shares_locks(path: Path) -> bool:
+    """Return whether all hosts that use a directory's file system are known to see each other's locks of files.
+
+    An NFS client sends them to the server, unless it was mounted with ``nolock`` or ``local_lock=all``. Others may do
+    so too, but depend on options that are not visible here.
+    """
+    magic = filesystem_magic(path)
+    return magic in _LOCAL or (magic == _NFS and "local_lock=all" not in _mount_options(path))
+
+
+def _mount_options(path: Path) -> list[str]:
+    """Return the options of the file system that a directory is on; none if they are unknown."""
+    with wrap_os_errors("inspect", path):
+        number = path.stat().st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            fields = line.split()
+            if fields[2] == device:
+                return fields[-1].split(",")
+    return []

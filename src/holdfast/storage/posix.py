@@ -38,7 +38,20 @@ def wrap_os_errors(action: str, path: object) -> Iterator[None]:
     except HoldfastError:
         raise
     except OSError as error:
-        raise StorageError(error.errno, f"could not {action} {path}: {os.strerror(error.errno or 0)}") from error
+        # What another host has removed is missing, also for an NFS client that has it open.
+        number = errno.ENOENT if error.errno == errno.ESTALE else error.errno
+        raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}") from error
+
+
+@contextmanager
+def _stale_as_missing() -> Iterator[None]:
+    """Raise ``FileNotFoundError`` instead of ``ESTALE``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
 
 
 def local_path(path: str | PathLike[str]) -> Path:
@@ -155,7 +168,8 @@ def disk_usage(path: Path) -> tuple[float, int] | None:
     """
     with wrap_os_errors("inspect", path):
         try:
-            return path.stat().st_mtime, sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+            with _stale_as_missing():
+                return path.stat().st_mtime, sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
         except FileNotFoundError:
             return None
 
@@ -173,7 +187,8 @@ def tree_state(path: Path) -> str:
     """Return a digest of the names, inodes, sizes and times of the files in a directory; ``""`` if it is missing."""
     with wrap_os_errors("inspect", path):
         try:
-            status_by_name = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
+            with _stale_as_missing():
+                status_by_name = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
         except FileNotFoundError:
             return ""
     identities = [
@@ -233,7 +248,7 @@ def list_names(path: Path) -> set[str]:
     """List the names in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with os.scandir(path) as entries:
+            with _stale_as_missing(), os.scandir(path) as entries:
                 return {entry.name for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             return set()
@@ -254,7 +269,8 @@ def is_directory_without(path: Path, name: str) -> bool:
                 return True
             raise
         try:
-            return not _has_file(folder, name) and os.path.samestat(os.fstat(folder), path.stat())
+            with _stale_as_missing():
+                return not _has_file(folder, name) and os.path.samestat(os.fstat(folder), path.stat())
         except FileNotFoundError:
             return False
         finally:
@@ -289,7 +305,7 @@ def list_hidden_directories(path: Path) -> list[Path]:
     """List the hidden subdirectories of a directory; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with os.scandir(path) as entries:
+            with _stale_as_missing(), os.scandir(path) as entries:
                 return sorted(path / entry.name for entry in entries if entry.name.startswith(".") and entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []

@@ -21,6 +21,7 @@ from holdfast.errors import CorruptCheckpointError, StorageError, TagExistsError
 from holdfast.storage import direct_io, directories, posix
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.file_lock import FileLock
 from holdfast.storage.memory import aligned_buffer
 
 
@@ -479,7 +480,7 @@ def test_a_link_to_itself_is_an_error_naming_it(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_closed_twice_closes_nobody_elses_file(tmp_path: Path) -> None:
-    lock = directories.DirectoryLock(tmp_path)
+    lock = FileLock(tmp_path / "lock")
     lock.close()
     with (tmp_path / "mine").open("wb") as mine:  # gets the number that is free
         lock.close()

@@ -1,0 +1,244 @@
+"""Tests who may remove a staging directory: nobody while its owner may be alive, on this host or on another one."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import StorageError
+from holdfast.ondisk.hidden_names import parse_hidden_name
+from holdfast.run.cleanup import clean_up
+from holdfast.run.staging_dir import StagingDirectory
+from holdfast.run.staging_lock import confirm_lock, lock_path
+from holdfast.storage import directories, filesystems, posix
+from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_hidden_names, make_older, save_step
+from tests.helpers.staging_locks import lock_staging
+
+EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546
+DAY = 86_400.0
+OTHER_HOST = "00000000-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def file_system(request: pytest.FixtureRequest) -> Iterator[int]:
+    with mock.patch.object(filesystems, "filesystem_magic", return_value=request.param):
+        yield request.param
+
+
+def leave_behind(path: Path, host: str | None, *, witness: bool = False) -> Path:
+    """Leave a staging directory, as a job on ``host`` leaves it that is killed."""
+    name = StagingDirectory(path / "step_1").name
+    folder = path / name.name
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/model.safetensors").write_bytes(b"half")
+    if host is not None:
+        content = host.ljust(64) + ("the host that has seen the lock".ljust(64) if witness else "")
+        lock_path(path, name).write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file_system", "owner", "is_proof"),
+    [
+        (EXT4, posix.host_id(), True),
+        (EXT4, OTHER_HOST, True),
+        (EXT4, None, True),
+        (NFS, posix.host_id(), True),
+        (NFS, OTHER_HOST, True),
+        (FUSE, posix.host_id(), True),
+        (FUSE, OTHER_HOST, False),
+        (FUSE, "", False),
+        (FUSE, None, False),
+    ],
+    indirect=["file_system"],
+)
+def test_a_lock_that_can_be_taken_is_a_proof_if_a_living_owner_would_have_been_seen(
+    tmp_path: Path, file_system: int, owner: str | None, is_proof: bool
+) -> None:
+    folder = leave_behind(tmp_path, owner)
+    assert clean_up(tmp_path) == ([folder] if is_proof else [])
+    assert folder.exists() != is_proof
+    if is_proof:
+        assert not list_hidden_names(tmp_path)
+
+
+@pytest.mark.parametrize("file_system", [FUSE], indirect=True)
+def test_a_witness_of_the_owners_job_is_a_proof_that_locks_are_seen(tmp_path: Path, file_system: int) -> None:
+    folder = leave_behind(tmp_path, OTHER_HOST, witness=True)
+    assert clean_up(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("file_system", [FUSE], indirect=True)
+def test_without_proof_a_directory_stays_for_a_day_by_the_clock_of_the_file_system(
+    tmp_path: Path, file_system: int
+) -> None:
+    folder = leave_behind(tmp_path, OTHER_HOST)
+    make_older(folder, DAY - 600)
+    with mock.patch("time.time", return_value=0.0):  # the clock of this host is wrong
+        assert clean_up(tmp_path) == []
+        make_older(folder, 1200)
+        assert clean_up(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("file_system", [NFS], indirect=True)
+def test_an_nfs_mount_that_keeps_locks_to_itself_is_no_proof(tmp_path: Path, file_system: int) -> None:
+    folder = leave_behind(tmp_path, OTHER_HOST)
+    with mock.patch.object(filesystems, "_mount_options", return_value=["rw", "vers=3", "nolock", "local_lock=all"]):
+        assert clean_up(tmp_path) == []
+    assert folder.exists()
+
+
+def test_the_mount_options_are_those_of_the_kernel() -> None:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    options = [set(fields[3].split(",")) for fields in mounts if fields[1] == "/proc"]
+    assert options
+    assert set(filesystems._mount_options(Path("/proc"))) <= options[-1]
+    assert "rw" in filesystems._mount_options(Path("/proc"))
+
+
+def test_a_living_owner_is_left_alone_whatever_its_lock_file_says(tmp_path: Path) -> None:
+    for host in (posix.host_id(), OTHER_HOST):
+        folder = leave_behind(tmp_path, host, witness=True)
+        make_older(folder, 10 * DAY)
+        with closing(lock_staging(folder)):
+            assert clean_up(tmp_path) == []
+        shutil.rmtree(folder)
+
+
+def test_a_save_leaves_no_lock_file_whether_it_succeeds_or_fails(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    with pytest.raises(StorageError), mock.patch.object(directories, "rename_noreplace", side_effect=StorageError(5)):
+        save_step(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_the_next_save_removes_a_lock_file_without_a_directory(tmp_path: Path) -> None:
+    name = StagingDirectory(tmp_path / "step_0").name
+    lock_path(tmp_path, name).touch()
+    save_step(tmp_path, 1)
+    assert not list_hidden_names(tmp_path)
+
+
+def test_an_owner_that_is_alive_against_all_evidence_cannot_publish_a_part(tmp_path: Path) -> None:
+    """Its host was cut off, so that the file server gave its lock away."""
+    staging = StagingDirectory(tmp_path / "step_1")
+    staging.create()
+    (staging.path / "model").mkdir()
+    lock_path(tmp_path, staging.name).unlink()  # the lock is on no named file any more
+    removed = []
+
+    def publish_meanwhile(path: Path) -> None:
+        if path.exists():
+            removed.append(path)
+            with pytest.raises(StorageError):
+                staging.publish()
+        remove_tree(path)
+
+    remove_tree = directories.remove_tree
+    with mock.patch("holdfast.run.cleanup.remove_tree", publish_meanwhile):
+        clean_up(tmp_path)
+    assert removed
+    assert not (tmp_path / "step_1").exists()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[StagingDirectory]:
+    staging = StagingDirectory(tmp_path / "step_1")
+    staging.create()
+    yield staging
+    staging.discard()
+
+
+def test_a_host_that_sees_the_lock_says_so_in_the_file(owner: StagingDirectory, tmp_path: Path) -> None:
+    before = lock_path(tmp_path, owner.name).read_text().split()
+    with mock.patch("holdfast.run.staging_lock.host_id", return_value=OTHER_HOST):
+        confirm_lock(tmp_path, owner.name)
+    assert lock_path(tmp_path, owner.name).read_text().split() == [*before, OTHER_HOST]
+    assert before == [posix.host_id()]
+
+
+def test_a_host_that_does_not_see_the_lock_says_so_in_the_log(
+    owner: StagingDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = lock_path(tmp_path, owner.name).read_text()
+    with mock.patch("holdfast.storage.file_lock._try_lock", return_value=True), caplog.at_level(logging.WARNING):
+        confirm_lock(tmp_path, owner.name)
+    assert "do not see each other's locks" in caplog.text
+    assert lock_path(tmp_path, owner.name).read_text() == before
+
+
+def save_from_two_hosts(path: str) -> str | None:
+    """Save from ranks that play two hosts, and return what rank 0 finds in the lock file before it commits."""
+    host, publish, content = f"host {dist.get_rank() // 2}", StagingDirectory.publish, []
+
+    def look_and_publish(staging: StagingDirectory, entry: str = "") -> None:
+        content.append(lock_path(staging.final.parent, staging.name).read_text())
+        publish(staging, entry)
+
+    with (
+        mock.patch("holdfast.save.negotiation.host_id", return_value=host),
+        mock.patch("holdfast.run.staging_lock.host_id", return_value=host),
+        mock.patch.object(StagingDirectory, "publish", look_and_publish),
+    ):
+        for number in range(2):
+            holdfast.save_checkpoint(path, f"step_{number}", {"w": torch.ones(8)})
+    return content[1] if content else None
+
+
+def test_in_every_save_from_several_hosts_one_other_host_confirms_the_lock(ranks: Ranks, tmp_path: Path) -> None:
+    content = ranks(4, save_from_two_hosts, str(tmp_path))
+    assert [raw[start : start + 64].strip() for raw in content[:1] for start in (0, 64)] == ["host 0", "host 1"]
+    assert content[1:] == [None] * 3
+
+
+def keep_open_files(folder: Path) -> Any:
+    """Remove files as an NFS client does whose host has them open: they get another name until they are closed."""
+    unlink = os.unlink
+
+    def rename_open_file(path: Any, *, dir_fd: int | None = None) -> None:
+        if Path(path).name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        if Path(path).name == "model.safetensors":
+            os.rename(path, f".nfs{os.urandom(8).hex()}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    return mock.patch.object(os, "unlink", rename_open_file)
+
+
+def test_a_checkpoint_whose_files_are_open_on_this_host_is_removed_when_they_are_closed(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    with keep_open_files(tmp_path):
+        holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(2)}, keep=1)  # without a warning
+        (left,) = list_hidden_names(tmp_path)
+        assert (name := parse_hidden_name(left)) is not None
+        assert (name.tag, name.state) == ("step_1", "removed")
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.name.startswith(".")] == [
+            "step_2"
+        ]
+        clean_up(tmp_path)
+    clean_up(tmp_path)
+    assert not list_hidden_names(tmp_path)
+
+
+def test_a_directory_that_another_process_fills_meanwhile_is_still_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/file").touch()
+    with (
+        mock.patch.object(os, "unlink", side_effect=lambda *_, **__: None),
+        pytest.raises(StorageError, match="not empty"),
+    ):
+        directories.remove_tree(tmp_path / "x")

@@ -1,0 +1,15 @@
+"""The locks of staging directories, by the path of the directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.ondisk.hidden_names import parse_hidden_name
+from holdfast.run.staging_lock import StagingLock
+
+
+def lock_staging(folder: Path) -> StagingLock:
+    """Take the lock of a staging directory. Raises ``BlockingIOError`` if another process or object has it."""
+    name = parse_hidden_name(folder.name)
+    assert name is not None
+    return StagingLock(folder.parent, name)
