@@ -1,6 +1,6 @@
 """The lock of a staging directory, and the proof that its owner is dead.
 
-Nobody may remove the staging directory of a living save, and everybody may remove that of a dead one. The owner locks
+No process may remove the staging directory of a living save, and each may remove that of a dead one. The owner locks
 ``.TAG.RUN.ID.lock``, next to the directory and older than it. The kernel releases the lock however the owner ends. That
 others can take the lock is a proof only if they would see it while the owner lives. That is so
 
