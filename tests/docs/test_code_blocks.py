@@ -107,7 +107,7 @@ def test_every_block_is_found_and_says_what_it_is() -> None:
         fences = re.findall(r"^ *```+\w*$", text, re.MULTILINE)
         actual = [item for item in _STEP.finditer(text) if item["kind"] is not None]
         assert len(fences) == 2 * len(actual), page
-        assert {item["kind"] for item in actual} <= {"python", "console", "sh", "json", "text", ""}, page
+        assert {item["kind"] for item in actual} <= {"python", "console", "sh", "json", "yaml", "text", ""}, page
 
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
