@@ -32,6 +32,15 @@ def _run_saves(testbed: Testbed, kinds: list[str], times: int, report: Callable[
     saves.run(testbed, kinds, times, report)
 
 
+def _run_failures(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
+    from campaigns.hosts.scenes import failures  # noqa: PLC0415 - it imports torch
+
+    failures.run(testbed, kinds, times, report)
+
+
+#: The modules that the ranks of a job import.
+_OF_JOBS = ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")
+
 SCENES = {
     "pages": Scene(pages.run, 3, (pages.__name__,)),
     "locks": Scene(lambda testbed, kinds, _, report: locks.run(testbed, kinds, report), 2, (locks.__name__,)),
@@ -40,7 +49,8 @@ SCENES = {
     ),
     "names": Scene(lambda testbed, kinds, _, report: names.run(testbed, kinds, report), 2, (names.__name__,)),
     "faults": Scene(lambda testbed, kinds, _, report: faults.run(testbed, kinds, report), 2, (faults.__name__,)),
-    "saves": Scene(_run_saves, 3, ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")),
+    "saves": Scene(_run_saves, 3, _OF_JOBS),
+    "failures": Scene(_run_failures, 3, (*_OF_JOBS, "campaigns.hosts.scenes.failures")),
 }
 
 

@@ -71,13 +71,13 @@ def sharded_model(step: int) -> dict[str, DTensor]:
     }
 
 
-def save(run: Path, step: int, saves: tuple[dict[str, Any], ...]) -> str:
+def save(run: Path, step: int, saves: tuple[dict[str, Any], ...], timeout: float = 120.0) -> str:
     """Save a step. Return ``"saved"``, or the error."""
     options = saves[step % len(saves)]
     tag = "same" if options.get("overwrite") else f"step_{step}"
     arguments: dict[str, Any] = {"model": sharded_model(step), "user_content": {"step": step}, "step": step}
     try:
-        holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=120).wait()
+        holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=timeout).wait()
     except holdfast.HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"

@@ -1,0 +1,98 @@
+"""Tests loads on a host that remembers names: for a while it sees what the run directory held before the last save.
+
+A client of a network file system remembers that a name was missing, or which directory had it. It asks the server again
+when the parent directory is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError
+from holdfast.formats import native
+from holdfast.load import operation
+from tests.helpers.pool import Ranks
+
+
+@contextmanager
+def remember_names(seen_before: Path | None, *, is_local: bool) -> Iterator[None]:
+    """Let this host see ``seen_before``, or nothing, in place of every checkpoint until it lists a directory."""
+    listed: list[Path] = []
+    list_names, read_manifest = operation.list_names, native.read_manifest
+
+    def list_and_forget(path: Path) -> set[str]:
+        listed.append(path)
+        return list_names(path)
+
+    def read_remembered(path: Path) -> Any:
+        if listed:
+            return read_manifest(path)
+        if seen_before is None:
+            raise CheckpointReplacedError(f"{path} was removed while it was being opened")
+        return read_manifest(seen_before)
+
+    with (
+        mock.patch.object(operation, "is_local", return_value=is_local),
+        mock.patch.object(operation, "list_names", list_and_forget),
+        mock.patch.object(native, "read_manifest", read_remembered),
+    ):
+        yield
+
+
+def load_with_stale_names(path: str, seen_before: Path | None, is_local: bool) -> float:
+    model = {"w": torch.zeros(4)}
+    if dist.get_rank() == 0:
+        holdfast.load_checkpoint(path, model=model)
+    else:
+        with remember_names(seen_before, is_local=is_local):
+            holdfast.load_checkpoint(path, model=model)
+    return float(model["w"][0])
+
+
+@pytest.fixture(params=["missing", "replaced"])
+def seen_before(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """Save a checkpoint. Return what the other hosts remember in its place."""
+    if request.param == "replaced":
+        holdfast.save_checkpoint(tmp_path / "old", "step_1", {"w": torch.zeros(4)})
+    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+    return tmp_path / "old/step_1" if request.param == "replaced" else None
+
+
+def test_a_host_that_remembers_names_lists_the_directory_and_loads_what_rank_0_selected(
+    ranks: Ranks, tmp_path: Path, seen_before: Path | None
+) -> None:
+    assert ranks(3, load_with_stale_names, str(tmp_path / "run"), seen_before, False) == [1.0, 1.0, 1.0]
+
+
+def test_without_that_the_load_fails(ranks: Ranks, tmp_path: Path, seen_before: Path | None) -> None:
+    """The control: on a local file system names are not listed again. Files of two checkpoints look corrupt."""
+    for error in ranks.outcomes(3, load_with_stale_names, str(tmp_path / "run"), seen_before, True):
+        assert isinstance(error, RankMismatchError if seen_before is None else CorruptCheckpointError)
+
+
+def test_a_host_without_the_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    """Each host has a disk of its own under the same path."""
+    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+    for error in ranks.outcomes(3, load_unless_missing, str(tmp_path / "run")):
+        assert isinstance(error, RankMismatchError)
+        assert "ranks 1, 2 of 3" in str(error)
+        assert "does not exist on this rank: all ranks must load from a shared file system" in str(error)
+
+
+def load_unless_missing(path: str) -> None:
+    missing = CheckpointReplacedError("removed")
+    with (
+        mock.patch.object(operation, "_VISIBILITY_SECONDS", 0.1),
+        mock.patch.object(operation, "is_local", return_value=False),
+        mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
+    ):
+        holdfast.load_checkpoint(path, model={"w": torch.zeros(4)})
