@@ -43,7 +43,11 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "listdir": ("EACCES", "EIO"),
     "scandir": ("EACCES", "EIO"),
     "flock": ("EIO",),
+    "fcntl": ("EIO",),
 }
+
+#: The faults of calls that move bytes.
+_PARTIAL_FAULTS, _MOVES = {"short", "nothing"}, {"pwrite", "preadv"}
 
 
 @dataclass
@@ -51,13 +55,14 @@ class FaultyFileSystem:
     """Counts calls about ``root``, and lets the n-th (from 0) fail with ``fault``; if ``forever``, all later ones too.
 
     A ``fault`` is the name of an error number, ``"short"`` (half of the bytes are moved), ``"nothing"`` (none are), or
-    a function to call before the call.
+    a function to call before the call. ``injected``: a call had the fault.
     """
 
     root: Path
     nth: int = -1
     fault: str | Callable[[], object] = ""
     forever: bool = False
+    injected: bool = False
     calls: list[str] = field(default_factory=list)
     _names: dict[int, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,7 +75,10 @@ class FaultyFileSystem:
                 stack.enter_context(mock.patch.object(os, name, self._wrap_path_call(name, getattr(os, name))))
             for name in ("ftruncate", "fsync", "fstat", "pwrite", "preadv"):
                 stack.enter_context(mock.patch.object(os, name, self._wrap_descriptor_call(name, getattr(os, name))))
-            stack.enter_context(mock.patch.object(fcntl, "flock", self._wrap_descriptor_call("flock", fcntl.flock)))
+            for name in ("flock", "fcntl"):
+                stack.enter_context(
+                    mock.patch.object(fcntl, name, self._wrap_descriptor_call(name, getattr(fcntl, name)))
+                )
             stack.enter_context(mock.patch.object(os, "open", self._wrap_open(os.open)))
             stack.enter_context(mock.patch.object(os, "close", self._wrap_close(os.close)))
             stack.enter_context(mock.patch.object(io, "open", self._wrap_io_open(io.open)))
@@ -85,6 +93,10 @@ class FaultyFileSystem:
             self.calls.append(call)
         if self.nth < 0 or number < self.nth or (number > self.nth and not self.forever):
             return ""
+        if self.fault in _PARTIAL_FAULTS and call not in _MOVES:
+            self.nth = number + 1  # threads have changed the order: the next call that moves bytes gets the fault
+            return ""
+        self.injected = True
         if isinstance(self.fault, str):
             return self.fault
         self.nth = -1

@@ -7,6 +7,7 @@ writes back the whole page when a file is synced. So bytes that another host has
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,12 +38,17 @@ class WriteBackCache:
         self._old: dict[Path, bytes] = {}
         self._pages: dict[Path, dict[int, bytearray]] = defaultdict(dict)
         self._dirty: dict[Path, set[int]] = defaultdict(set)
+        self._lock = threading.Lock()
 
     def read_files(self, folder: Path) -> None:
         self._old |= {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         path = Path(f"/proc/self/fd/{fd}").readlink()
+        with self._lock:  # as a kernel locks a page, several threads of this rank may write into it
+            self._write_pages(path, data, offset)
+
+    def _write_pages(self, path: Path, data: memoryview, offset: int) -> None:
         pages, old = self._pages[path], self._old.get(path, b"")
         for number in range(offset // PAGE, (offset + len(data) - 1) // PAGE + 1 if data else 0):
             start = number * PAGE
@@ -54,8 +60,9 @@ class WriteBackCache:
 
     def sync(self, fd: int) -> None:
         path = Path(f"/proc/self/fd/{fd}").readlink()
-        for number in self._dirty.pop(path, set()):
-            os.pwrite(fd, self._pages[path][number], number * PAGE)
+        with self._lock:
+            for number in self._dirty.pop(path, set()):
+                os.pwrite(fd, self._pages[path][number], number * PAGE)
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
         mock.patch("holdfast.save.negotiation.host_id", return_value=f"host {host}"),
         mock.patch.object(ShardWriter, "write", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
-        mock.patch.object(direct_io, "_write_all", cache.write if ranks_per_host == 1 else direct_io._write_all),
+        mock.patch.object(direct_io, "write_fully", cache.write if ranks_per_host == 1 else direct_io.write_fully),
         mock.patch.object(stripes, "NARROW", 512),
     ):
         yield
@@ -199,7 +206,7 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
         mock.patch("holdfast.conversion.pipeline.host_id", return_value=f"host {host}"),
         mock.patch.object(pipeline, "write_file_ranges", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
-        mock.patch.object(direct_io, "_write_all", cache.write),
+        mock.patch.object(direct_io, "write_fully", cache.write),
     ):
         holdfast.convert(source, output, to=to, verify=False)
 

@@ -323,7 +323,7 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
         folder.mkdir()
     with closing(lock_staging(others[0])):  # a conversion that is still under way
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=True)
-    assert {path.name for path in tmp_path.glob(".*")} == {folder.name for folder in others}
+    assert {path.name for path in tmp_path.glob(".*.partial")} == {folder.name for folder in others}
     assert left not in others
 
 

@@ -214,7 +214,17 @@ MESSAGES = {"save": (22, 28_000), "asynchronous save": (30, 28_000), "load": (32
 #: creates four files (the tensors, and three of JSON) and a lock file, which it removes. It syncs the four, the tensors
 #: once more with their header, and three directories whose entries change.
 _CHANGES = {"create": 5, "unlink": 1, "mkdir": 3, "ftruncate": 1, "write": 3, "fsync": 8, "renameat2": 1}
-_CHECKS = {"open": 11, "read": 2, "scandir": 4, "flock": 2, "statvfs": 1, "fstat": 4, "stat": 16, "lstat": 12}
+_CHECKS = {
+    "open": 11,
+    "read": 2,
+    "scandir": 4,
+    "flock": 2,
+    "fcntl": 2,
+    "statvfs": 1,
+    "fstat": 4,
+    "stat": 16,
+    "lstat": 12,
+}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,
     "asynchronous save": _CHANGES | _CHECKS | {"open": 13, "read": 3, "stat": 20, "lstat": 17},

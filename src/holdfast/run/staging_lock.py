@@ -25,7 +25,7 @@ from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import shares_locks
-from holdfast.storage.posix import host_id, last_change_time, path_exists, wrap_os_errors
+from holdfast.storage.posix import host_id, last_change_time, path_exists, wrap_os_errors, write_fully
 
 #: Seconds without a change after which the owner counts as dead if its lock may be invisible.
 _ABANDONED_SECONDS = 86_400.0
@@ -50,7 +50,7 @@ class StagingLock:
     def become_owner(self) -> None:
         """Write into the file that this process creates the staging directory."""
         self._is_owner = True
-        os.pwrite(self._lock.fd, host_id().encode().ljust(_HOST_BYTES), 0)
+        write_fully(self._lock.fd, host_id().encode().ljust(_HOST_BYTES), 0)
 
     def has_dead_owner(self, folder: Path, seconds: float = 0.0) -> bool:
         """Return whether the owner is dead, and nothing in ``folder`` has changed for at least ``seconds``.
@@ -135,6 +135,6 @@ def confirm_lock(parent: Path, name: HiddenName) -> None:
 def _record_witness(path: Path) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(fd, host_id().encode().ljust(_HOST_BYTES), _HOST_BYTES)
+        write_fully(fd, host_id().encode().ljust(_HOST_BYTES), _HOST_BYTES)
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.closing import ClosingMixin
 from holdfast.storage.fork_safety import ClosedInForks
-from holdfast.storage.posix import wrap_os_errors
+from holdfast.storage.posix import wrap_os_errors, write_fully
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
 SECTOR_BYTES = 4096
@@ -56,7 +56,7 @@ class FileWriter(ClosingMixin, ClosedInForks):
 
     def _write_buffered(self, data: memoryview, offset: int) -> None:
         for start in range(0, len(data), _BUFFERED_BYTES):
-            _write_all(self._buffered_fd, data[start : start + _BUFFERED_BYTES], offset + start)
+            write_fully(self._buffered_fd, data[start : start + _BUFFERED_BYTES], offset + start)
 
     def sync(self) -> None:
         """Make everything written so far durable."""
@@ -116,7 +116,7 @@ class DirectWriter(FileWriter):
 
     def _write_direct(self, fd: int, data: memoryview, offset: int) -> None:
         try:
-            _write_all(fd, data, offset)
+            write_fully(fd, data, offset)
         except OSError as error:
             if error.errno not in NOT_DIRECT:
                 raise
@@ -132,7 +132,7 @@ class DirectWriter(FileWriter):
 
     def _write_edges(self, edges: Iterable[tuple[int, bytes]]) -> None:
         for offset, data in edges:
-            _write_all(self._buffered_fd, memoryview(data), offset)
+            write_fully(self._buffered_fd, memoryview(data), offset)
 
     def sync(self) -> None:
         """See :class:`FileWriter`."""
@@ -209,12 +209,3 @@ def close_file(fd: int | None, path: Path) -> None:
     if fd is not None and fd != _CLOSED:
         with wrap_os_errors("close", path):
             os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        written = os.pwrite(fd, data[done:], offset + done)
-        if not written:
-            raise OSError(errno.EIO, "no bytes were written")
-        done += written

@@ -93,6 +93,16 @@ def write_small(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_fully(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at an offset of an open file. Raises ``OSError`` if the file takes no more."""
+    view, done = memoryview(data), 0
+    while done < len(view):
+        written = os.pwrite(fd, view[done:], offset + done)
+        if not written:
+            raise OSError(errno.EIO, "no bytes were written")
+        done += written
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Create a file to be written from its start. Its bytes are not durable at the end."""
