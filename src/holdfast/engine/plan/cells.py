@@ -90,7 +90,11 @@ class CellPlanner:
         self._choose_ranges((self._rank,), stripe_ranges)  # only to look at their cells
         if self._rank == 0:
             self._place_gaps()
-        placed = [(file, placed) for (file, _), cell in sorted(self._cells.items()) for _, placed in sorted(cell.pieces.items())]
+        placed = [
+            (file, placed)
+            for (file, _), cell in sorted(self._cells.items())
+            for _, placed in sorted(cell.pieces.items())
+        ]
         return CellPlan(
             sorted(own, key=_file_position),
             [
@@ -144,7 +148,7 @@ class CellPlanner:
         return True
 
     def _find_pieces(self, file: int, start: int) -> list[FilePiece] | None:
-        """Return the pieces of the cell at byte ``start``; ``None`` if they have more than :data:`MAX_GROUPS` groups."""
+        """Return the pieces of the cell at byte ``start``; ``None`` if the cell is crowded."""
         pieces, groups = list[FilePiece](), set[Writers]()
         for piece in self._map.iter_pieces(file, start, start + CELL_BYTES):
             pieces.append(piece)

@@ -66,7 +66,9 @@ def order_ranks(tensors: Iterable[GlobalTensor], size: int) -> tuple[int, ...]:
 def _holders_of(tensor: GlobalTensor) -> _Holders:
     layouts = tensor.layouts
     if any(isinstance(placement, FlatSharded) for layout in layouts for placement in layout.placements):
-        layouts = tuple(PlacementLayout(layout.mesh, tuple(map(_without_offset, layout.placements))) for layout in layouts)
+        layouts = tuple(
+            PlacementLayout(layout.mesh, tuple(map(_without_offset, layout.placements))) for layout in layouts
+        )
     return _Holders(layouts, tensor.whole_ranks, () if tensor.is_complete else tensor.reporting_ranks, tensor.shared)
 
 

@@ -203,9 +203,7 @@ class ShardWriters:
             stripes = self._stripes[tensor.info, tensor.division] = list(_iter_stripes(tensor))
         return stripes
 
-    def _iter_shards(
-        self, tensor: GlobalTensor, start: int, stop: int
-    ) -> Iterator[tuple[ElementRange, Coordinate]]:
+    def _iter_shards(self, tensor: GlobalTensor, start: int, stop: int) -> Iterator[tuple[ElementRange, Coordinate]]:
         """Yield the ranges of shards, ascending: at least those with bytes in ``[start, stop)``."""
         info, division = tensor.info, tensor.division
         if not has_range_per_shard(division):
