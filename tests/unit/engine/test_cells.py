@@ -111,9 +111,9 @@ def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
 ) -> None:
     job, host_of = job_on_hosts
     plans = plan_all(job, host_of)
-    sent = {(rank, *transfer) for rank, plan in enumerate(plans) for transfer in merge_adjacent(plan.sent)}
+    sent = {(rank, transfer) for rank, plan in enumerate(plans) for transfer in merge_adjacent(plan.sent)}
     received = {
-        (transfer.rank, *transfer._replace(rank=rank))
+        (transfer.rank, transfer._replace(rank=rank))
         for rank, plan in enumerate(plans)
         for transfer in merge_adjacent(plan.received)
     }
