@@ -165,7 +165,8 @@ class ShardWriters:
         Of the writers only the number and the ends are compared: a wrong answer costs time, and changes no bytes.
         """
         if key not in self._kinds:
-            tensor, kind = self._tensors[key], ()
+            tensor = self._tensors[key]
+            kind: tuple[object, ...] = ()
             if key not in self._first_stripes:
                 writers = self._writers_of(tensor, (0,) * len(tensor.division))
                 kind = (len(writers), writers[:1], writers[-1:])
