@@ -116,7 +116,7 @@ OTHERS = [
 @pytest.mark.parametrize("on_hosts", [False, True], ids=["one host", "18 hosts"])
 @pytest.mark.parametrize(("shape", "placements"), HYBRID + OTHERS, ids=str)
 def test_few_fragments_reach_rank_0(shape: tuple[int, ...], placements: tuple[Placement, ...], on_hosts: bool) -> None:
-    """One for each tensor, block and rank's share, and one for each bucket between whose ranks a tensor is divided."""
+    """The order by numbers exceeds the bound for 8 neighbouring replicas on one host, and for 2-D sharding."""
     shapes = [(1440, 1024), (1000, 700), (145, 2048), (64, 3000)] * 12
     mesh = MeshShape(shape, tuple(range(math.prod(shape))))
     spec = build_spec(mesh, placements, shapes)
@@ -127,12 +127,12 @@ def test_few_fragments_reach_rank_0(shape: tuple[int, ...], placements: tuple[Pl
         for tensor, start, stop in hashed_ranges(plan):
             reports[rank].setdefault(tensor, []).append(Fragment(start, stop, 0))
     reached = sum(len(raw) for raw in merge_buckets(reports, plans[0].rank_order)) // 28
-    assert reached <= bound_fragments(spec, RANKS)
+    assert reached <= bound_fragments(spec, RANKS) + (2 * RANKS if on_hosts else 0)
 
 
 def bound_fragments(spec: GlobalSpec, ranks: int) -> int:
-    """The bound of docs/design.md."""
-    total = 4 * ranks
+    """Return the bound of docs/design.md for one host."""
+    total = 0
     for tensor in spec.iter_tensors():
         shards = math.prod(count for count, _ in tensor.division)
         total += 2 + shards // bucket_size(ranks) + blocks.count_blocks(tensor.info.nbytes)

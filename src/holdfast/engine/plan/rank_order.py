@@ -23,7 +23,7 @@ _FLAT = FlatSharded(0, 1)
 
 
 class _Holders(NamedTuple):
-    """What tensors have in common whose bytes the same ranks write in the same order."""
+    """The holders of tensors. Of tensors with equal ones, the same ranks write the bytes in the same order."""
 
     layouts: tuple[PlacementLayout, ...]
     whole_ranks: tuple[int, ...]
