@@ -71,7 +71,25 @@ def main() -> None:
         stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
         row = [f"{term:.2f}" for term in seconds.values()]
         print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {compute_lost_share(stall, ranks):.2%} |")
+    print_hybrid(costs.crc)
     draw_plot(terms, options.plot)
+
+
+def print_hybrid(costs: crc_merging.Costs, ranks: int = 16384) -> None:
+    """Print how long CRCs of hybrid sharding take to merge, in buckets by the numbers of ranks and by their bytes."""
+    tensors, buckets = 4 * PARAMETERS, count_groups(ranks)
+    print("\n| shards | buckets | fragments at a bucket | at rank 0 | combine CRCs |\n|---:|---|---:|---:|---:|")
+    for shards in (64, 256, 1024, 4096):
+        job = crc_merging.Hybrid(ranks, shards, tensors, int(STATE * ranks / tensors))
+        for name, (at_bucket, merged) in (
+            ("by number, replicas first", job.count_by_number(replicas_first=True)),
+            ("by number, shards first", job.count_by_number(replicas_first=False)),
+            ("by bytes", job.count_by_place()),
+        ):
+            seconds = (at_bucket + buckets * merged) * costs.fold + (
+                tensors + STATE * ranks / BLOCK_BYTES
+            ) * costs.block
+            print(f"| {shards} | {name} | {at_bucket} | {buckets * merged} | {seconds:.2f} |")
 
 
 def compute_save_terms(ranks: int, costs: Costs) -> dict[str, float]:

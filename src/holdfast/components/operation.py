@@ -74,7 +74,7 @@ class ComponentSave(SaveOperation[Path]):
                 self._output.publish(lambda name: fragments.get(number[name], []))
             return b""
 
-        vote_with_fragments(self._session, "writing", write_shards, publish_files)
+        vote_with_fragments(self._session, "writing", write_shards, publish_files, self._plan.rank_order)
         return self.path
 
     def mark_returned(self) -> float:

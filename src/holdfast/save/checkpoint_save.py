@@ -249,7 +249,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             self._publish_checkpoint(committed)
             return manifest.encode_manifest(committed)
 
-        decision = vote_with_fragments(self._session, "writing", write_shards, commit)
+        decision = vote_with_fragments(self._session, "writing", write_shards, commit, self._plan.rank_order)
         return manifest.decode_manifest(decision, manifest.NAME)
 
     def _publish_checkpoint(self, committed: Manifest) -> None:

@@ -28,6 +28,7 @@ CELL = 32
 def small_cells() -> Iterator[None]:
     with (
         mock.patch.object(cells, "CELL_BYTES", CELL),
+        mock.patch.object(cells, "MAX_GROUPS", 3),
         mock.patch.object(partition, "MIN_SHARE", 2 * CELL),
         mock.patch.object(stripes, "STRIPE", 64),
         mock.patch.object(stripes, "NARROW", 40),
@@ -91,6 +92,18 @@ def test_each_byte_is_written_once_and_each_cell_by_one_host(
     assert all(len(hosts) == 1 for hosts in hosts_of_cell.values())
 
 
+def merge_adjacent(transfers: Sequence[CellTransfer]) -> list[CellTransfer]:
+    """Merge transfers as they follow each other in the message to or from a rank, which has no other structure."""
+    merged: dict[int, list[CellTransfer]] = defaultdict(list)
+    for transfer in transfers:
+        message = merged[transfer.rank]
+        if message and (message[-1].file, message[-1].stop) == (transfer.file, transfer.start):
+            message[-1] = message[-1]._replace(stop=transfer.stop)
+        else:
+            message.append(transfer)
+    return [transfer for message in merged.values() for transfer in message]
+
+
 @given(jobs_on_hosts())
 @settings(max_examples=100, deadline=None)
 def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
@@ -98,9 +111,11 @@ def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
 ) -> None:
     job, host_of = job_on_hosts
     plans = plan_all(job, host_of)
-    sent = {(rank, transfer) for rank, plan in enumerate(plans) for transfer in plan.sent}
+    sent = {(rank, transfer) for rank, plan in enumerate(plans) for transfer in merge_adjacent(plan.sent)}
     received = {
-        (transfer.rank, transfer._replace(rank=rank)) for rank, plan in enumerate(plans) for transfer in plan.received
+        (transfer.rank, transfer._replace(rank=rank))
+        for rank, plan in enumerate(plans)
+        for transfer in merge_adjacent(plan.received)
     }
     assert sent == received
     assert all(host_of[rank] != host_of[transfer.rank] for rank, transfer in sent)
@@ -165,6 +180,18 @@ def test_fully_sharded_ranks_exchange_with_few_others() -> None:
         assert len({transfer.rank for transfer in (*plan.sent, *plan.received)}) <= 4
         moved = sum(transfer.stop - transfer.start for transfer in (*plan.sent, *plan.received))
         assert moved <= 20 * 4 * cells.CELL_BYTES
+
+
+def test_all_but_one_rank_exchange_with_few_others_if_shards_are_tiny() -> None:
+    """The bytes of all ranks are in one cell: rank 0 receives them, whatever tensor they belong to."""
+    job = sharded(20, 64, 64, 20_000)
+    for number in range(30):
+        job.tensors["model", f"t{number:05}.bias"] = torch.zeros(64 + number)
+        job.held["model", f"t{number:05}.bias"] = job.held["model", "t00000"]
+    spec, host_of = job.membership(), [rank // 8 for rank in range(64)]
+    for rank in (7, 8, 31):
+        plan = plan_save(spec, rank, 5 * 10**9, host_of)
+        assert len({transfer.rank for transfer in (*plan.sent, *plan.received)}) <= 4
 
 
 def test_replicas_need_no_message() -> None:

@@ -1,14 +1,15 @@
 """Gathering of the fragments of all ranks on rank 0: in one step, or in two steps if there are many ranks.
 
-Ranks with adjacent numbers mostly hold adjacent parts of tensors. So the first rank of a bucket of ranks merges their
-fragments, and rank 0 receives about as much from each bucket as from one rank. No rank waits for another here: a vote
-after which all have reported comes first, and names the ranks that have not.
+Ranks are put into buckets in an order in which ranks with adjacent bytes are neighbours (see
+:mod:`holdfast.engine.plan.rank_order`). The first rank of a bucket merges the fragments of the bucket, and rank 0
+receives about as much from each bucket as from one rank. No rank waits for another here: a vote after which all have
+reported comes first, and names the ranks that have not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -39,19 +40,34 @@ class HashedResult(NamedTuple):
 DecideHashed = Callable[[Fragments, list[bytes]], bytes]
 
 
-def vote_with_fragments(session: Session, phase: str, work: Callable[[], HashedResult], decide: DecideHashed) -> bytes:
+def vote_with_fragments(
+    session: Session,
+    phase: str,
+    work: Callable[[], HashedResult],
+    decide: DecideHashed,
+    rank_order: Sequence[int] = (),
+) -> bytes:
     """Do ``work`` on every rank, and return rank 0's decision over all fragments, like ``Session.vote``.
 
-    Only once in a session.
+    ``rank_order`` has all ranks, those with adjacent bytes next to each other; by default they are in ascending order.
+    It must be the same on all ranks. Only once in a session.
     """
     if session.store is None or session.size <= MAX_FLAT_RANKS:
         return _vote_flat(session, phase, work, decide)
-    return _vote_in_buckets(session, session.store, phase, work, decide)
+    bucket = _RankBucket(session.rank, rank_order or range(session.size), session.store)
+    return _vote_in_buckets(session, bucket, phase, work, decide)
 
 
 def bucket_size(size: int) -> int:
     """Return the number of ranks in a bucket: about the number of buckets."""
     return math.isqrt(size - 1) + 1
+
+
+def bucket_of(rank: int, rank_order: Sequence[int]) -> Sequence[int]:
+    """Return the ranks of the bucket of a rank. The first of them merges the fragments of all."""
+    ranks_per_bucket, place = bucket_size(len(rank_order)), rank_order.index(rank)
+    first = place - place % ranks_per_bucket
+    return rank_order[first : first + ranks_per_bucket]
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -73,9 +89,9 @@ def _vote_flat(session: Session, phase: str, work: Callable[[], HashedResult], d
 
 
 def _vote_in_buckets(
-    session: Session, store: DeadlineStore, phase: str, work: Callable[[], HashedResult], decide: DecideHashed
+    session: Session, bucket: _RankBucket, phase: str, work: Callable[[], HashedResult], decide: DecideHashed
 ) -> bytes:
-    bucket, payloads = _RankBucket(session, store), list[bytes]()
+    payloads = list[bytes]()
 
     def work_and_report() -> bytes:
         hashed = work()
@@ -100,14 +116,13 @@ def _vote_in_buckets(
 
 
 class _RankBucket:
-    """A rank and its neighbours; the first of them merges the fragments of all."""
+    """A rank and its neighbours in an order of all ranks; the first of them merges the fragments of all."""
 
-    def __init__(self, session: Session, store: DeadlineStore) -> None:
-        ranks_per_bucket = bucket_size(session.size)
-        leader = session.rank - session.rank % ranks_per_bucket
-        self._is_leader = session.rank == leader
-        self._key, self._store = _report_key(session.rank), store
-        self._bucket_keys = [_report_key(rank) for rank in range(leader, min(leader + ranks_per_bucket, session.size))]
+    def __init__(self, rank: int, rank_order: Sequence[int], store: DeadlineStore) -> None:
+        ranks = bucket_of(rank, rank_order)
+        self._is_leader = rank == ranks[0]
+        self._key, self._store = _report_key(rank), store
+        self._bucket_keys = list(map(_report_key, ranks))
 
     def publish_report(self, report: bytes) -> None:
         """Store the fragments of this rank for the leader of the bucket."""

@@ -21,6 +21,9 @@ from holdfast.engine.plan.writer_map import FilePiece, WriterMap
 #: The size of a cell in bytes: the largest page size of the platforms that Linux runs on.
 CELL_BYTES = 64 * 2**10
 
+#: The most groups of ranks whose bytes in one cell are placed one by one; a cell with more is crowded.
+MAX_GROUPS = 32
+
 #: The ranks, ascending, that hold the same bytes.
 Writers = tuple[int, ...]
 
@@ -42,6 +45,17 @@ class _PlacedPiece(NamedTuple):
     target: int
 
 
+class _PlacedCell(NamedTuple):
+    """The pieces of a cell, by their first bytes; of a crowded cell those of this rank, unless it is the receiver."""
+
+    pieces: dict[int, _PlacedPiece]
+    receiver: int | None = None
+
+    def add_piece(self, placed: _PlacedPiece) -> None:
+        """Add a piece."""
+        self.pieces[placed.piece.start] = placed
+
+
 @dataclass(frozen=True)
 class CellPlan:
     """The work of one rank: the file ranges that it has in its memory, and the bytes that it sends and receives.
@@ -59,7 +73,8 @@ class CellPlanner:
 
     def __init__(self, writer_map: WriterMap, host_of: Sequence[int], rank: int) -> None:
         self._map, self._host_of, self._rank = writer_map, host_of, rank
-        self._cells: dict[tuple[int, int], list[_PlacedPiece]] = {}
+        self._cells: dict[tuple[int, int], _PlacedCell] = {}
+        self._hosts_of: dict[Writers, dict[int, list[int]]] = {}
 
     def plan_rank(
         self, ranges_by_writers: Mapping[Writers, Sequence[FileRange]], stripe_ranges: Sequence[FileRange]
@@ -75,7 +90,11 @@ class CellPlanner:
         self._choose_ranges((self._rank,), stripe_ranges)  # only to look at their cells
         if self._rank == 0:
             self._place_gaps()
-        placed = [(file, placed) for (file, _), row in sorted(self._cells.items()) for placed in row]
+        placed = [
+            (file, placed)
+            for (file, _), cell in sorted(self._cells.items())
+            for _, placed in sorted(cell.pieces.items())
+        ]
         return CellPlan(
             sorted(own, key=_file_position),
             [
@@ -97,10 +116,10 @@ class CellPlanner:
         shared: set[tuple[int, int]] = set()
         for run in _merge_runs(ordered):
             start, stop = run.start, run.stop
-            if start % CELL_BYTES and self._is_shared(run.file, start // CELL_BYTES, writers):
+            if start % CELL_BYTES and self._is_shared(run, start // CELL_BYTES, writers):
                 shared.add((run.file, start // CELL_BYTES))
                 start += CELL_BYTES - start % CELL_BYTES
-            if stop % CELL_BYTES and self._is_shared(run.file, stop // CELL_BYTES, writers):
+            if stop % CELL_BYTES and self._is_shared(run, stop // CELL_BYTES, writers):
                 shared.add((run.file, stop // CELL_BYTES))
                 stop -= stop % CELL_BYTES
             if start < stop:
@@ -109,20 +128,34 @@ class CellPlanner:
         chosen += (
             _file_run(file, placed.piece.start, placed.piece.stop)
             for file, cell in shared
-            for placed in self._cells[file, cell]
+            for placed in self._cells[file, cell].pieces.values()
             if placed.piece.writers == writers and placed.source == self._rank
         )
         return _clip_ranges(ordered, sorted(chosen, key=_file_position))
 
-    def _is_shared(self, file: int, cell: int, writers: Writers) -> bool:
-        """Return whether a cell has bytes of others than ``writers``. If so, its pieces are placed."""
-        if (file, cell) in self._cells:
-            return True
-        pieces = list(self._map.iter_pieces(file, cell * CELL_BYTES, (cell + 1) * CELL_BYTES))
-        if all(piece.writers == writers for piece in pieces):
-            return False
-        self._cells[file, cell] = list(self._place_pieces(file, cell, pieces))
+    def _is_shared(self, run: FileRange, cell: int, writers: Writers) -> bool:
+        """Return whether a cell has bytes of others than ``writers``, who hold a run. If so, its pieces are placed."""
+        key, start = (run.file, cell), cell * CELL_BYTES
+        if key not in self._cells:
+            pieces = self._find_pieces(run.file, start)
+            if pieces is not None and all(piece.writers == writers for piece in pieces):
+                return False
+            self._cells[key] = self._place_crowded(*key) if pieces is None else self._place_cell(*key, pieces)
+        placed = self._cells[key]
+        if placed.receiver is not None and placed.receiver != self._rank:
+            piece = FilePiece(max(start, run.start), min(start + CELL_BYTES, run.stop), writers)
+            placed.add_piece(self._place_in_crowded(run.file, piece, placed.receiver))
         return True
+
+    def _find_pieces(self, file: int, start: int) -> list[FilePiece] | None:
+        """Return the pieces of the cell at byte ``start``; ``None`` if the cell is crowded."""
+        pieces, groups = list[FilePiece](), set[Writers]()
+        for piece in self._map.iter_pieces(file, start, start + CELL_BYTES):
+            pieces.append(piece)
+            groups.add(piece.writers)
+            if len(groups) > MAX_GROUPS:
+                return None
+        return pieces
 
     def _place_gaps(self) -> None:
         """Place the cells with bytes that belong to no tensor, of which rank 0 may hold nothing else."""
@@ -130,29 +163,90 @@ class CellPlanner:
             for gap in self._map.iter_gaps(file):
                 for edge in gap:
                     if edge % CELL_BYTES:
-                        self._is_shared(file, edge // CELL_BYTES, ())
+                        self._is_shared(_file_run(file, edge, edge), edge // CELL_BYTES, ())
 
-    def _place_pieces(self, file: int, cell: int, pieces: Sequence[FilePiece]) -> Iterator[_PlacedPiece]:
+    def _place_cell(self, file: int, cell: int, pieces: Sequence[FilePiece]) -> _PlacedCell:
         """Choose the host that writes a cell, and the ranks that have and that write each piece."""
-        groups = sorted({piece.writers for piece in pieces if piece.writers})
-        hosts, turn = self._candidate_hosts(pieces, groups), file + cell
-        host, turn = hosts[turn % len(hosts)], turn // len(hosts)
-        local = {writers: [rank for rank in writers if self._host_of[rank] == host] for writers in groups}
-        writer_of = {writers: ranks[turn % len(ranks)] for writers, ranks in local.items() if ranks}
+        shares = {
+            piece.writers: self._share_at(file, piece.start, piece.writers)
+            for piece in reversed(pieces)
+            if piece.writers
+        }
+        has_gap = any(not piece.writers for piece in pieces)
+        host = self._host_of[0] if has_gap else self._choose_host(shares, file + cell)
+        writer_of = {
+            writers: min(local, key=lambda rank: abs(rank - share))
+            for writers, share in shares.items()
+            if (local := self._ranks_on(host, writers))
+        }
         receivers = sorted({*writer_of.values()}) or [0]
+        placed = _PlacedCell({})
         for piece in pieces:
             if piece.writers in writer_of:
-                yield _PlacedPiece(piece, writer_of[piece.writers], writer_of[piece.writers])
+                placed.add_piece(_PlacedPiece(piece, writer_of[piece.writers], writer_of[piece.writers]))
             elif piece.writers:
-                source = piece.writers[turn % len(piece.writers)]
-                yield _PlacedPiece(piece, source, receivers[turn % len(receivers)])
+                receiver = receivers[(file + cell) // len(shares) % len(receivers)]
+                placed.add_piece(_PlacedPiece(piece, shares[piece.writers], receiver))
+        return placed
 
-    def _candidate_hosts(self, pieces: Sequence[FilePiece], groups: Sequence[Writers]) -> list[int]:
-        """Return the hosts that may write a cell: if possible, those that have all of its bytes."""
-        if any(not piece.writers for piece in pieces):
-            return [self._host_of[0]]
-        hosts = [{self._host_of[rank] for rank in writers} for writers in groups]
-        return sorted(set.intersection(*hosts) or set.union(*hosts))
+    def _choose_host(self, shares: Mapping[Writers, int], turn: int) -> int:
+        """Return the host that writes a cell: if possible, one that has all of its bytes.
+
+        ``shares`` has, for each group of writers, the rank that writes its bytes in the neighbouring cells.
+        """
+        leading = sorted(shares)[turn % len(shares)]
+        host = self._host_of[shares[leading]]
+        if all(host in self._ranks_by_host(writers) for writers in shares):
+            return host
+        hosts = set.intersection(*({*self._ranks_by_host(writers)} for writers in shares))
+        if not hosts:
+            return host
+        ranks = (rank for host in hosts for rank in self._ranks_on(host, leading))
+        return self._host_of[min(ranks, key=lambda rank: (abs(rank - shares[leading]), rank))]
+
+    def _place_crowded(self, file: int, cell: int) -> _PlacedCell:
+        """Choose the rank that receives the pieces of a cell with very many writers.
+
+        It is the same one for as many cells as possible, so that each rank sends to few others. Ranks of other hosts
+        do not look at all pieces, of which there may be tens of thousands.
+        """
+        start, stop = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self._map.file_sizes[file])
+        receiver = 0
+        if not self._map.has_gap(file, start, stop):
+            first = self._map.first_tensor_start(file, start, stop)
+            receiver = next(self._map.iter_pieces(file, first, first + 1)).writers[0]
+        placed = _PlacedCell({}, receiver)
+        if self._rank == receiver:
+            for piece in self._map.iter_pieces(file, start, stop):
+                if piece.writers:
+                    placed.add_piece(self._place_in_crowded(file, piece, receiver))
+        return placed
+
+    def _place_in_crowded(self, file: int, piece: FilePiece, receiver: int) -> _PlacedPiece:
+        share = self._share_at(file, piece.start, piece.writers)
+        local = self._ranks_on(self._host_of[receiver], piece.writers)
+        if not local:
+            return _PlacedPiece(piece, share, receiver)
+        writer = min(local, key=lambda rank: abs(rank - share))
+        return _PlacedPiece(piece, writer, writer)
+
+    def _share_at(self, file: int, position: int, writers: Writers) -> int:
+        """Return the one of ``writers`` that writes their bytes near a position, if the shares are equal everywhere."""
+        if len(writers) == 1:
+            return writers[0]
+        return writers[min(int(self._map.fraction_before(file, position) * len(writers)), len(writers) - 1)]
+
+    def _ranks_on(self, host: int, writers: Writers) -> Sequence[int]:
+        return self._ranks_by_host(writers).get(host, ())
+
+    def _ranks_by_host(self, writers: Writers) -> Mapping[int, Sequence[int]]:
+        """Return the ranks, ascending, of a group on each of its hosts."""
+        by_host = self._hosts_of.get(writers)
+        if by_host is None:
+            by_host = self._hosts_of[writers] = {}
+            for rank in writers:
+                by_host.setdefault(self._host_of[rank], []).append(rank)
+        return by_host
 
 
 def cut_out(

@@ -60,10 +60,10 @@ class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=T
     def division(self) -> Division:
         """The mesh dimensions that divide the tensor; without those that replicate and those of one rank."""
         axes = zip(self.mesh.shape, self.placements, strict=True)
-        return tuple((size, placement) for size, placement in axes if _is_dividing(placement, size))
+        return tuple((size, placement) for size, placement in axes if is_dividing(placement, size))
 
 
-def _is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded]:
+def is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded]:
     """Return whether a placement over ``size`` ranks divides a tensor."""
     return isinstance(placement, FlatSharded) or (isinstance(placement, Sharded) and size > 1)
 
@@ -77,11 +77,11 @@ def intern_layout(layout: PlacementLayout) -> PlacementLayout:
 @lru_cache(maxsize=4096)
 def ranks_by_coordinate(layout: PlacementLayout) -> Mapping[Coordinate, tuple[int, ...]]:
     """Return the ranks, ascending, that hold each shard."""
-    is_dividing = list(map(_is_dividing, layout.placements, layout.mesh.shape))
+    divides = list(map(is_dividing, layout.placements, layout.mesh.shape))
     holders: dict[Coordinate, list[int]] = {}
     for index, rank in enumerate(layout.mesh.ranks):
         mesh_index = unravel_index(index, layout.mesh.shape)
-        coordinate = tuple(at for at, dividing in zip(mesh_index, is_dividing, strict=True) if dividing)
+        coordinate = tuple(at for at, dividing in zip(mesh_index, divides, strict=True) if dividing)
         holders.setdefault(coordinate, []).append(rank)
     return {coordinate: tuple(sorted(ranks)) for coordinate, ranks in holders.items()}
 

@@ -15,6 +15,7 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.partition import split_evenly
 from holdfast.engine.plan.placements import Coordinate
+from holdfast.engine.plan.rank_order import order_ranks
 from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
@@ -39,7 +40,8 @@ class SavePlan:
     to, in an order that is the same on all ranks; ``needs_exchange`` is the same on all ranks, too: whether any of them
     has something to send. ``replicas`` are the shards to compare with other ranks, by the ranks that hold them. If the
     ranks are on several hosts, the rank sends the bytes ``sent`` of its file ranges and stripes to other ranks instead
-    of writing them, and writes the bytes ``received`` from others.
+    of writing them, and writes the bytes ``received`` from others. ``rank_order`` has all ranks, those that write
+    adjacent bytes next to each other; it is the same on all ranks.
     """
 
     files: Sequence[DataFile]
@@ -51,6 +53,7 @@ class SavePlan:
     needs_exchange: bool
     sent: Sequence[CellTransfer] = ()
     received: Sequence[CellTransfer] = ()
+    rank_order: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +106,8 @@ def plan_save(global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[
         key: _tensor_spans(tensors[key], numbered_starts) for key in dict.fromkeys(tensor_of[name] for name in names)
     }
     plan = _plan_spans(tensors, spans, rank, [file.size for file in files], host_of)
-    return replace(plan, files=files, groups=groups, tensors=names)
+    rank_order = order_ranks(tensors.values(), len(global_spec.spec_of))
+    return replace(plan, files=files, groups=groups, tensors=names, rank_order=rank_order)
 
 
 def _tensor_spans(tensor: GlobalTensor, starts: Mapping[tuple[str, str], tuple[int, int, int]]) -> list[TensorSpan]:
@@ -135,7 +139,8 @@ def plan_into_files(
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     spans = dict(sorted(spans_by_tensor.items(), key=_span_positions))
-    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of), tensors=names)
+    rank_order = order_ranks((tensors[key] for key in spans), len(global_spec.spec_of))
+    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of), tensors=names, rank_order=rank_order)
 
 
 def _plan_spans(
@@ -153,7 +158,7 @@ def _plan_spans(
     if len({*host_of}) <= 1:
         return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
     writers = ShardWriters({key: tensors[key] for key in spans}, _writer_ranks)
-    writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers.iter_writers)
+    writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers.iter_writers, writers.kind_of)
     cells = CellPlanner(writer_map, host_of, rank).plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
     return replace(plan, **vars(cells), needs_exchange=_has_stripes(tensors) or _may_share_cells(tensors))
 
@@ -178,8 +183,9 @@ def _has_stripes(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
 
 def _may_share_cells(tensors: Mapping[tuple[str, str], GlobalTensor]) -> bool:
     """Return whether ranks of different hosts may hold bytes of one cell: unless all ranks hold everything."""
-    return len({(tensor.all_ranks(), tensor.shared) for tensor in tensors.values()}) > 1 or any(
-        tensor.division for tensor in tensors.values()
+    return (
+        any(tensor.division for tensor in tensors.values())
+        or len({(tensor.all_ranks(), tensor.shared) for tensor in tensors.values()}) > 1
     )
 
 

@@ -91,6 +91,24 @@ def local_shard(info: TensorInfo, division: Division, coordinate: Coordinate) ->
     return _fold_axes(info.shape, size, dims, split_dims)
 
 
+def has_range_per_shard(division: Division) -> bool:
+    """Return whether each shard of a tensor is one range or empty, and later shards have later ranges."""
+    if len(division) != 1:
+        return False
+    placement = division[0][1]
+    return isinstance(placement, FlatSharded) or (placement.dim == 0 and placement.split == 1)
+
+
+def end_of_shard(info: TensorInfo, division: Division, index: int) -> int:
+    """Return where shard number ``index`` of such a tensor ends, and the next one begins, in bytes."""
+    count, placement = division[0]
+    if isinstance(placement, FlatSharded):
+        size = dtype_width(info.dtype)
+        return min(max((index + 1) * placement.length - placement.offset, 0) * size, info.nbytes)
+    rows = info.shape[0]
+    return _chunk_range(rows, count, index).stop * (info.nbytes // max(1, rows))
+
+
 def _flat_shard(info: TensorInfo, flat: FlatSharded, index: int) -> LocalShard:
     size = dtype_width(info.dtype)
     numel = info.nbytes // size
@@ -120,15 +138,16 @@ def _shard_segments(segments: tuple[ElementRange, ...], split: int, count: int, 
     """Return one shard of a dimension's indices, split into ``split`` chunks and each into ``count``."""
     total = sum(stop - start for start, stop in segments)
     chosen = []
-    for start, stop in _chunk_ranges(total, split):
-        chunk = _chunk_ranges(stop - start, count)[index]
+    for start, stop in (_chunk_range(total, split, number) for number in range(split)):
+        chunk = _chunk_range(stop - start, count, index)
         chosen.append(ElementRange(start + chunk.start, start + chunk.stop))
     return _select_positions(segments, chosen)
 
 
-def _chunk_ranges(total: int, count: int) -> list[ElementRange]:
+def _chunk_range(total: int, count: int, index: int) -> ElementRange:
+    """Return chunk number ``index`` of ``count``, of as many indices as ``torch.chunk`` takes."""
     step = -(-total // count)
-    return [ElementRange(min(total, i * step), min(total, (i + 1) * step)) for i in range(count)]
+    return ElementRange(min(total, index * step), min(total, (index + 1) * step))
 
 
 def _select_positions(segments: tuple[ElementRange, ...], chosen: list[ElementRange]) -> tuple[ElementRange, ...]:
