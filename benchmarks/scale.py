@@ -14,11 +14,14 @@ from datetime import timedelta
 from math import sqrt
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from benchmarks import crc_merging
 from benchmarks.measure import measure_seconds
 from benchmarks.planning import PARAMETERS, build_plan, build_shards
+from holdfast.engine.comm.host_map import combine_outcomes, separate_outcomes
+from holdfast.engine.comm.vote import VoteOutcome, unpack_outcomes
 from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
 from holdfast.engine.integrity.fragments import FRAGMENT_BYTES
 from holdfast.ondisk.blocks import BLOCK_BYTES
@@ -49,9 +52,10 @@ STATE, FAILURES = 350e6, 3.09 * 3600
 
 @dataclass(frozen=True)
 class Costs:
-    """CPU seconds of a key that is set and read by rank 0, of one plan, and of the work for one CRC."""
+    """CPU seconds of a key that is set and read by rank 0, of an outcome decoded, of a plan, and of a CRC's work."""
 
     key: float
+    outcome: float
     plan: float
     crc: crc_merging.Costs
 
@@ -62,13 +66,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
     options = parser.parse_args()
     costs = measure_costs()
-    print(f"measured: {costs.key * 1e6:.0f} us a key, {costs.plan:.2f} s a plan; a CRC: {costs.crc}\n")
+    small = f"{costs.key * 1e6:.0f} us a key, {costs.outcome * 1e6:.2f} us an outcome"
+    print(f"measured: {small}, {costs.plan:.2f} s a plan; a CRC: {costs.crc}\n")
     terms = {ranks: compute_save_terms(ranks, costs) for ranks in RANKS}
     names = list(next(iter(terms.values())))
     print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
     print("|---:|" + "---:|" * (len(names) + 2))
     for ranks, seconds in terms.items():
-        stall = STATE / CLUSTER.to_host + VOTES * ranks * costs.key / 2
+        stall = STATE / CLUSTER.to_host + VOTES * compute_vote_seconds(ranks, costs) / 2
         row = [f"{term:.2f}" for term in seconds.values()]
         print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {compute_lost_share(stall, ranks):.2%} |")
     print_hybrid(costs.crc)
@@ -98,12 +103,18 @@ def compute_save_terms(ranks: int, costs: Costs) -> dict[str, float]:
     tensors = 4 * PARAMETERS
     return {
         "plan": costs.plan,
-        "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * ranks * costs.key,
+        "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * compute_vote_seconds(ranks, costs),
         "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
         "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
         "CRCs told": count_store_fragments(ranks, tensors) * FRAGMENT_BYTES * costs.crc.byte,
         "CRCs folded": compute_merge_seconds(ranks, tensors, costs.crc),
     }
+
+
+def compute_vote_seconds(ranks: int, costs: Costs) -> float:
+    """Return the time of rank 0 in one vote: each host sends one key if there are several hosts."""
+    hosts = -(-ranks // CLUSTER.ranks_of_a_client)
+    return (ranks if hosts == 1 else hosts) * costs.key + ranks * costs.outcome
 
 
 def count_store_fragments(ranks: int, tensors: int) -> float:
@@ -139,7 +150,8 @@ def compute_lost_share(stall: float, ranks: int) -> float:
 
 def measure_costs() -> Costs:
     """Measure the costs of single operations on this machine."""
-    return Costs(_measure_key(), measure_seconds(lambda: build_plan(*build_shards(4096))), crc_merging.measure_costs())
+    plan = measure_seconds(lambda: build_plan(*build_shards(4096)))
+    return Costs(_measure_key(), _measure_outcome(), plan, crc_merging.measure_costs())
 
 
 def draw_plot(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
@@ -169,6 +181,20 @@ def _measure_key(number: int = 4096) -> float:
         store.multi_get(keys)
 
     return measure_seconds(vote) / number
+
+
+def _measure_outcome(hosts: int = 512) -> float:
+    ranks = range(CLUSTER.ranks_of_a_client)
+    pack = msgspec.msgpack.Encoder().encode
+    messages = [
+        combine_outcomes([pack(VoteOutcome(f"{host} {rank}".encode().ljust(80))) for rank in ranks])
+        for host in range(hosts)
+    ]
+
+    def decode() -> None:
+        unpack_outcomes([outcome for message in messages for outcome in separate_outcomes(message)])
+
+    return measure_seconds(decode) / (hosts * len(ranks))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ import holdfast
 from holdfast.engine.comm import polling
 from holdfast.engine.comm import vote as ballot
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
+from holdfast.engine.comm.host_map import HostAgreement
 from holdfast.engine.comm.polling import poll_until
 from holdfast.engine.comm.session import RankGroup as Members
 from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import VoteOutcome, VoteRound
+from holdfast.engine.comm.vote_channel import VoteChannel
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.errors import HoldfastError
 from tests.helpers.layouts import LAYOUTS, fill_run
@@ -218,7 +220,8 @@ def test_where_ranks_are_many_each_looks_at_few_keys(
 ) -> None:
     monkeypatch.setattr(polling, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(ballot, "_FEW", 3)
-    vote = VoteRound(DeadlineStore(HashStore(), DaemonExecutor("store"), 5.0), 1, 4, "writing")
+    channel = VoteChannel(DeadlineStore(HashStore(), DaemonExecutor("store"), 5.0), 1, 4)
+    vote = VoteRound(channel, "writing", HostAgreement())
     vote.post_outcome(1, VoteOutcome())
     for _ in range(2):
         with suppress(HoldfastError):

@@ -36,6 +36,10 @@ class DaemonExecutor:
         #: Stops the executor.
         self.close = weakref.finalize(self, self._worker.stop_thread)
 
+    def check_process(self) -> None:
+        """Raise ``RankFailedError`` if this process was forked from the one that made the executor."""
+        self._worker.check_process()
+
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Schedule a call. It runs when those before it have returned."""
         return self._worker.submit(call)
@@ -67,11 +71,14 @@ class _DaemonWorker:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
+    def check_process(self) -> None:
         if os.getpid() != self._process:  # both would use one connection to the store
             raise RankFailedError(
                 "this process was forked from a rank: it cannot communicate with the other ranks in its place"
             )
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        self.check_process()
         if self._thread is None or not self._thread.is_alive():
             self._calls = queue.SimpleQueue()
             self._thread = _threads.start_thread(self._name, self._calls)

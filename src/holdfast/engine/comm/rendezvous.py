@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
+from holdfast.engine.comm.host_map import HostAgreement
 from holdfast.engine.comm.polling import poll_until
 from holdfast.engine.comm.store import DeadlineStore
 from holdfast.engine.comm.vote import COORDINATOR_RANK, GRACE_SECONDS
@@ -48,6 +49,8 @@ class Rendezvous:
         self.is_over = False
         self._seen, self._unset, self._answered = 0, set[int](), 0
         self._numbers, self._lock = itertools.count(1), threading.Lock()
+        #: The hosts of the ranks, once they are known.
+        self.agreement = HostAgreement()
 
     def next_session_number(self) -> int:
         """Return the number of the next session. The n-th session of each rank is the same one."""

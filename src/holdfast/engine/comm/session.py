@@ -14,10 +14,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
+from holdfast.engine.comm.host_map import HostAgreement
+from holdfast.engine.comm.host_vote_channel import HostVoteChannel
 from holdfast.engine.comm.polling import Deadline, poll_until
 from holdfast.engine.comm.rendezvous import SessionStore, rendezvous_of
 from holdfast.engine.comm.store import DeadlineStore
@@ -28,9 +31,9 @@ from holdfast.engine.comm.vote import (
     RankFailure,
     VoteOutcome,
     VoteRound,
-    failed_key,
     format_ranks,
 )
+from holdfast.engine.comm.vote_channel import VoteChannel
 from holdfast.engine.plan.spec import digest_bytes
 from holdfast.errors import (
     HoldfastError,
@@ -40,6 +43,10 @@ from holdfast.errors import (
     RankMismatchError,
     RankTimeoutError,
 )
+from holdfast.storage.host_board import HostBoard, reachable_id, remove_stale_boards
+
+#: The size in bytes of the digest of a host's id.
+_HOST_BYTES = 8
 
 #: Seconds between two checks whether the process group has been made.
 _POLL_SECONDS = 0.25
@@ -81,7 +88,7 @@ class RankGroup:
         store = SessionStore(self._store, self._executor, timeout, rendezvous, number)
         with translate_store_errors("beginning"):
             store.is_open()  # mostly not yet, but this announces the rank to the others
-        return Session(store, self.rank, self.size, timeout, number)
+        return Session(store, self.rank, self.size, timeout, number, agreement=rendezvous.agreement)
 
     def gloo_group(self, seconds: float) -> dist.ProcessGroup:
         """Return a process group that can send CPU memory between these ranks.
@@ -132,12 +139,24 @@ def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGro
 class Session:
     """The votes of one save or load, in an order that is the same on every rank.
 
-    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none.
+    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` is
+    that of the ranks on their hosts.
     """
 
-    def __init__(self, store: DeadlineStore | None, rank: int, size: int, timeout: float, number: int = 0) -> None:
+    def __init__(
+        self,
+        store: DeadlineStore | None,
+        rank: int,
+        size: int,
+        timeout: float,
+        number: int = 0,
+        *,
+        agreement: HostAgreement | None = None,
+    ) -> None:
         self.rank, self.size, self.timeout, self.number = rank, size, timeout, number
         self.store, self._votes = store, 0
+        self._agreement = agreement or HostAgreement()
+        self._channel: VoteChannel | None = None
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` on this rank, and ``decide`` on rank 0 over the results of all ranks. Return result and decision.
@@ -158,8 +177,11 @@ class Session:
             result = work()
             return lambda: (result, decide([encode(result)]))
         self._votes += 1
-        vote_round = VoteRound(self.store, self._votes, self.size, phase)
+        self._channel = self._open_channel(self.store, self._votes)
+        vote_round = VoteRound(self._channel, phase, self._agreement)
         attempt, outcome, error = _run_work(work, encode)
+        if self._agreement.hosts is None:
+            outcome = msgspec.structs.replace(outcome, host=digest_bytes(reachable_id().encode(), _HOST_BYTES))
         with translate_store_errors(phase):
             vote_round.post_outcome(self.rank, outcome)
         finish = partial(self._finish_vote, vote_round, decide, attempt, error)
@@ -188,12 +210,11 @@ class Session:
 
         Raises ``RankTimeoutError`` if the other rank timed out waiting for a third one, otherwise ``PeerFailedError``.
         """
-        if self.store is None:
+        if self._channel is None:
             return
         with translate_store_errors("checking for failures of other ranks"):
-            key = failed_key(self._votes)
-            failed = self.store.get(key) if self.store.check([key]) else None
-        if failed == [RankTimeoutError.__name__.encode()]:
+            failed = self._channel.read_failure()
+        if failed == RankTimeoutError.__name__:
             raise RankTimeoutError("another rank timed out in work that all ranks do together")
         if failed:
             raise PeerFailedError("another rank failed in work that all ranks do together")
@@ -206,15 +227,21 @@ class Session:
         if self.store is None:
             return
         with suppress(dist.DistError, TimeoutError):
-            self.store.set(f"parted/{self.rank}")
+            channel = self._open_channel(self.store, "parted")
+            channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
-                keys = [f"parted/{rank}" for rank in range(self.size)]
-                poll_until(partial(self.store.check, keys), self.timeout, partial(self._describe_missing, keys))
+                have_departed = partial(self.store.check, channel.outcome_keys)
+                poll_until(have_departed, self.timeout, partial(_describe_staying_ranks, channel))
 
-    def _describe_missing(self, keys: Sequence[str]) -> str:
-        """Describe the ranks whose keys are missing."""
-        absent = [] if self.store is None else [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return f"{format_ranks(absent)} while reporting the outcome to all ranks" if absent else ""
+    def _open_channel(self, store: DeadlineStore, vote: int | str) -> VoteChannel:
+        """Return the messages of a vote: of each host if that are fewer than of each rank."""
+        hosts = self._agreement.hosts
+        if hosts is None or not hosts.can_combine:
+            return VoteChannel(store, vote, self.size)
+        if vote == 1:
+            remove_stale_boards()
+        board = HostBoard(f"{store.prefix()}{hosts.host_of[self.rank]}/{vote}".replace("/", "-"))
+        return HostVoteChannel(store, vote, hosts, self.rank, board)
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error."""
@@ -224,6 +251,13 @@ class Session:
         """Do the first half of :meth:`run_on_all`. The returned function waits until all ranks have done the work."""
         finish = self.begin_vote(phase, work, lambda _: b"", lambda _: b"")
         return lambda: finish()[0]
+
+
+def _describe_staying_ranks(channel: VoteChannel) -> str:
+    """Describe the ranks that have not departed."""
+    ranks = channel.find_unposted()
+    among = "" if channel.names_each_departure else "one or more of "
+    return f"{among}{format_ranks(ranks)} while reporting the outcome to all ranks" if ranks else ""
 
 
 def _run_work(

@@ -31,6 +31,14 @@ class DeadlineStore:
         """Return whether no other rank needs this one any more in order to set keys."""
         return True
 
+    def check_process(self) -> None:
+        """Raise ``RankFailedError`` if this process was forked from the rank."""
+        self._executor.check_process()
+
+    def prefix(self) -> str:
+        """Return the prefix of all keys, which no other job's keys have."""
+        return self._full_key("")
+
     def _full_key(self, key: str) -> str:
         """Return a key with its prefix in the store."""
         return key

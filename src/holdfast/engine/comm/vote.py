@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from holdfast import errors
+from holdfast.engine.comm.host_map import HostAgreement, HostRuns
 from holdfast.engine.comm.polling import poll_until
-from holdfast.engine.comm.store import DeadlineStore
+from holdfast.engine.comm.vote_channel import VoteChannel
 from holdfast.errors import HoldfastError, PeerFailedError, RankFailedError, RankTimeoutError
 
 #: The rank that decides for all.
@@ -57,11 +58,16 @@ def _public_type(error: HoldfastError) -> type[HoldfastError]:
     return next(kind for kind in type(error).__mro__ if issubclass(kind, HoldfastError) and kind in public)
 
 
-class VoteOutcome(msgspec.Struct, frozen=True):
-    """The result of a rank's work, or its failure."""
+class VoteOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of a rank's work, or its failure. The decision is one, too.
+
+    ``host`` is the id of the rank's host if the rank does not know the hosts of all ranks. Then the decision has them.
+    """
 
     payload: bytes = b""
     failure: RankFailure | None = None
+    host: bytes = b""
+    hosts: HostRuns | None = None
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -69,17 +75,16 @@ _unpack = msgspec.msgpack.Decoder(VoteOutcome).decode
 
 
 class VoteRound:
-    """The keys of one vote in the store."""
+    """One vote: every rank posts, rank 0 decides, every rank gets the decision."""
 
-    def __init__(self, store: DeadlineStore, number: int, size: int, phase: str) -> None:
-        self._store, self._number, self.phase = store, number, phase
-        self._keys = [f"{number}/{rank}" for rank in range(size)]
+    def __init__(self, channel: VoteChannel, phase: str, agreement: HostAgreement) -> None:
+        self._channel, self.phase, self._agreement = channel, phase, agreement
 
     def post_outcome(self, rank: int, outcome: VoteOutcome) -> None:
         """Publish a rank's outcome."""
-        self._store.set(self._keys[rank], _pack(outcome))
+        self._channel.post_outcome(rank, _pack(outcome))
         if outcome.failure is not None:
-            self._store.set(failed_key(self._number), outcome.failure.kind.encode())
+            self._channel.post_failure(outcome.failure.kind)
 
     def collect_and_decide(self, timeout: float, decide: Decide) -> VoteOutcome:
         """Collect the outcomes of all ranks, decide, and publish the decision, whatever happens meanwhile."""
@@ -89,83 +94,52 @@ class VoteRound:
         try:
             decision = self._make_decision(timeout, decide)
         finally:
-            self._store.set(self._decision_key(self._number), _pack(decision))
-        self._delete_old_keys()
+            self._channel.publish_decision(_pack(decision))
+        self._channel.delete_outcomes()
+        self._channel.close()
         return decision
 
     def _make_decision(self, timeout: float, decide: Decide) -> VoteOutcome:
         try:
-            self._wait_for_keys(self._keys, timeout, describe_missing=self._describe_missing)
+            self._wait_until(self._channel.is_complete, timeout, self._describe_missing)
         except RankTimeoutError as error:
             return VoteOutcome(failure=RankFailure.from_error(error))
-        self._store.set(self._collected_key)
-        outcomes = [_unpack(raw) for raw in self._store.get(*self._keys)]
-        if self._store.check([self._given_up_key]):
+        self._channel.mark_collected()
+        outcomes = unpack_outcomes(self._channel.read_outcomes())
+        if self._channel.is_given_up():
             message = f"rank {COORDINATOR_RANK} came too late while {self.phase}: others have stopped waiting for it"
             return VoteOutcome(failure=RankFailure(RankTimeoutError.__name__, message))
-        return _merge_votes(outcomes, decide, self.phase)
+        hosts = self._agreement.answer(outcome.host for outcome in outcomes)
+        return msgspec.structs.replace(_merge_votes(outcomes, decide, self.phase), hosts=hosts)
 
     def await_decision(self, timeout: float, _: Decide) -> VoteOutcome:
         """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
-        key = self._decision_key(self._number)
+        is_small = self._channel.size <= _FEW
+        describe_missing = self._describe_missing if is_small else self._describe_missing_briefly
         try:
-            describe_missing = self._describe_missing if len(self._keys) <= _FEW else self._describe_missing_briefly
-            self._wait_for_keys(
-                [self._collected_key], timeout + GRACE_SECONDS, alternative_key=key, describe_missing=describe_missing
-            )
-            self._wait_for_keys([key], timeout + GRACE_SECONDS, describe_missing=self._describe_missing_briefly)
+            self._wait_until(self._channel.is_collected, timeout + GRACE_SECONDS, describe_missing)
+            self._wait_until(self._channel.is_decided, timeout + GRACE_SECONDS, self._describe_missing_briefly)
         except RankTimeoutError:
-            self._store.set(self._given_up_key)
+            self._channel.give_up()
+            self._channel.close()
             raise
-        (decision,) = self._store.get(key)
-        return _unpack(decision)
+        decision = _unpack(self._channel.read_decision())
+        self._channel.close()
+        self._agreement.learn(decision.hosts)
+        return decision
 
-    def _delete_old_keys(self) -> None:
-        # Every rank that posted to this vote has read the decision of the previous one.
-        previous = self._number - 1
-        self._store.delete_keys(
-            *self._keys, self._decision_key(previous), f"{previous}/collected", failed_key(previous)
-        )
-
-    @staticmethod
-    def _decision_key(number: int) -> str:
-        return f"{number}/decision"
-
-    @property
-    def _collected_key(self) -> str:
-        return f"{self._number}/collected"
-
-    @property
-    def _given_up_key(self) -> str:
-        """The key that is set once a rank has timed out: it has raised already, so nothing may be committed."""
-        return f"{self._number}/given up"
-
-    def _wait_for_keys(
-        self,
-        keys: list[str],
-        timeout: float,
-        alternative_key: str | None = None,
-        *,
-        describe_missing: Callable[[], str],
-    ) -> None:
-        """Wait until all keys are set, or the alternative one. Raises ``RankTimeoutError``."""
-
-        def is_complete() -> bool:
-            return self._store.check(keys) or bool(alternative_key and self._store.check([alternative_key]))
-
-        if not poll_until(is_complete, timeout, describe_missing):
-            raise RankTimeoutError(self._timeout_message())
-
-    def _timeout_message(self) -> str:
-        return (
-            f"{self._absent_ranks()} did not come within the timeout while {self.phase}; "
-            "it is stuck or dead, or does not make the same calls in the same order"
-        )
+    def _wait_until(self, is_ready: Callable[[], bool], timeout: float, describe_missing: Callable[[], str]) -> None:
+        """Wait for other ranks. Raises ``RankTimeoutError``."""
+        self._channel.begin_wait(timeout)
+        if not poll_until(is_ready, timeout, describe_missing):
+            raise RankTimeoutError(
+                f"{self._absent_ranks()} did not come within the timeout while {self.phase}; "
+                "it is stuck or dead, or does not make the same calls in the same order"
+            )
 
     def _absent_ranks(self) -> str:
         """Describe the ranks that have not posted; rank 0 if all have, as it has yet to decide."""
-        all_came = self._store.check([self._collected_key])
-        absent = [] if all_came else [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        absent = self._channel.find_absent()
         return format_ranks(absent) if absent else f"rank {COORDINATOR_RANK}"
 
     def _describe_missing(self) -> str:
@@ -173,13 +147,13 @@ class VoteRound:
 
     def _describe_missing_briefly(self) -> str:
         """Describe the missing ranks without polling the keys of many ranks, which as many ranks would do."""
-        is_late = self._store.check([self._keys[COORDINATOR_RANK]]) and not self._store.check([self._collected_key])
-        return f"{'other ranks' if is_late else f'rank {COORDINATOR_RANK}'} while {self.phase}"
+        return f"{'other ranks' if self._channel.does_rank_0_wait() else f'rank {COORDINATOR_RANK}'} while {self.phase}"
 
 
-def failed_key(vote: int) -> str:
-    """Return the key that is set once any rank has failed in a vote, to the name of its error's type."""
-    return f"{vote}/failed"
+def unpack_outcomes(encoded: Sequence[bytes]) -> list[VoteOutcome]:
+    """Decode outcomes, equal ones once."""
+    decoded = {raw: _unpack(raw) for raw in set(encoded)}
+    return [decoded[raw] for raw in encoded]
 
 
 def _merge_votes(outcomes: Sequence[VoteOutcome], decide: Decide, phase: str) -> VoteOutcome:
