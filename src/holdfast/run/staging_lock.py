@@ -79,10 +79,10 @@ class StagingLock:
 
         Later calls do nothing.
         """
-        if self._lock.is_open and (self._is_owner or not self._partial.exists()):
-            with suppress(OSError):
-                self._lock.path.unlink()
-        self._lock.close()
+        if self._is_owner or not path_exists(self._partial):
+            self._lock.remove()
+        else:
+            self._lock.close()
 
 
 def lock_path(parent: Path, name: HiddenName) -> Path:

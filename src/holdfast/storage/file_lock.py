@@ -44,6 +44,13 @@ class FileLock(ClosedInForks):
         """False after :meth:`close`, and in forked processes."""
         return self.fd >= 0
 
+    def remove(self) -> None:
+        """Remove the file, and release the lock. Later calls do nothing."""
+        if self.is_open:
+            with suppress(OSError):
+                self.path.unlink()
+        self.close()
+
     def close(self) -> None:
         """Unlock and close the file, even if another process has its descriptor too. Later calls do nothing."""
         if self.held:

@@ -81,7 +81,7 @@ class Terminal:
         # A character may come in two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
-    def read(self, seconds: float = 60.0) -> bool:
+    def read(self, seconds: float = 180.0) -> bool:
         """Take in what has been written; ``False`` at the end."""
         if not select.select([self._ours], [], [], seconds)[0]:
             raise TimeoutError(self.raw)
