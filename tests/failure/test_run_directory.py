@@ -110,7 +110,10 @@ def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_
 def shares_locks(request: pytest.FixtureRequest) -> Iterator[bool]:
     """File systems whose locks all see, and one that other hosts may use with locks of their own."""
     magic = {"ext4": 0xEF53, "NFS": 0x6969, "FUSE": 0x65735546}[request.param]
-    with mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic):
+    with (
+        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic),
+        mock.patch("holdfast.storage.filesystems._mount_options", return_value=["rw"]),
+    ):
         yield request.param != "FUSE"
 
 

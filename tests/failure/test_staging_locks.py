@@ -34,7 +34,10 @@ OTHER_HOST = "00000000-0000-0000-0000-000000000000"
 
 @pytest.fixture
 def file_system(request: pytest.FixtureRequest) -> Iterator[int]:
-    with mock.patch.object(filesystems, "filesystem_magic", return_value=request.param):
+    with (
+        mock.patch.object(filesystems, "filesystem_magic", return_value=request.param),
+        mock.patch.object(filesystems, "_mount_options", return_value=["rw", "vers=4.2", "local_lock=none"]),
+    ):
         yield request.param
 
 
@@ -94,11 +97,21 @@ def test_without_proof_a_directory_stays_for_a_day_by_the_clock_of_the_file_syst
 
 
 @pytest.mark.parametrize("file_system", [NFS], indirect=True)
-def test_an_nfs_mount_that_keeps_locks_to_itself_is_no_proof(tmp_path: Path, file_system: int) -> None:
-    folder = leave_behind(tmp_path, OTHER_HOST)
+@pytest.mark.parametrize("witness", [False, True])
+def test_an_nfs_mount_that_keeps_locks_to_itself_is_no_proof(tmp_path: Path, file_system: int, witness: bool) -> None:
+    """Nor if another host of the job has seen the lock: this host would not."""
+    folder = leave_behind(tmp_path, OTHER_HOST, witness=witness)
     with mock.patch.object(filesystems, "_mount_options", return_value=["rw", "vers=3", "nolock", "local_lock=all"]):
         assert clean_up(tmp_path) == []
     assert folder.exists()
+
+
+@pytest.mark.parametrize("file_system", [NFS], indirect=True)
+def test_an_nfs_mount_with_unknown_options_needs_a_witness(tmp_path: Path, file_system: int) -> None:
+    unseen, seen = leave_behind(tmp_path, OTHER_HOST), leave_behind(tmp_path, OTHER_HOST, witness=True)
+    with mock.patch.object(filesystems, "_mount_options", return_value=[]):
+        assert clean_up(tmp_path) == [seen]
+    assert unseen.exists()
 
 
 def test_the_mount_options_are_those_of_the_kernel() -> None:

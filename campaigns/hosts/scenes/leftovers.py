@@ -1,7 +1,7 @@
-"""Cleaning up on one host while a save of another host lives, is cut off, or has died; loads beside it.
+"""Cleaning up on one host while a save of another host lives, is cut off, or has died.
 
-Nobody may remove the staging directory of a living save, whatever its host. What a dead one left is removed as soon as
-the file server lets go of its lock.
+No process may remove the staging directory of a living save, whatever its host. What a dead one left is removed as soon
+as the file server has released its lock.
 """
 
 from __future__ import annotations

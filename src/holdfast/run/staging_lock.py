@@ -6,7 +6,8 @@ others can take the lock is a proof only if they would see it while the owner li
 
 - on the owner's host, which the file names;
 - on file systems whose hosts are known to see each other's locks (:func:`~holdfast.storage.filesystems.shares_locks`);
-- if another host of the owner's job has seen the lock, and has written so into the file.
+- on file systems of which that is not known, if another host of the owner's job has seen the lock, and has written so
+  into the file.
 
 In all other cases the owner counts as dead if nothing in the directory has changed for a day, by the clock of the file
 system: clocks of hosts may differ.
@@ -65,8 +66,10 @@ class StagingLock:
     def _proves_death(self) -> bool:
         """Return whether this process would not have got the lock if the owner were alive."""
         raw = os.pread(self._lock.fd, 2 * _HOST_BYTES, 0)
-        is_own_host = raw[:_HOST_BYTES].strip() == host_id().encode()
-        return is_own_host or shares_locks(self._partial.parent) or len(raw) > _HOST_BYTES
+        if raw[:_HOST_BYTES].strip() == host_id().encode():
+            return True
+        is_shared, was_seen_elsewhere = shares_locks(self._partial.parent), len(raw) > _HOST_BYTES
+        return was_seen_elsewhere if is_shared is None else is_shared
 
     def _now(self) -> float:
         """Return the time of the file system's clock."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from holdfast.storage.posix import wrap_os_errors
 
-#: File systems of one host, which may export them: all its processes see each lock (<linux/magic.h>).
+#: File systems of one host: all its processes see each lock. Other hosts can only use them through one of another kind,
+#: such as NFS (<linux/magic.h>).
 _LOCAL = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -22,6 +23,7 @@ _LOCAL = {
     0xCA451A4E: "bcachefs",
 }
 
+#: The magic number of all versions of NFS.
 _NFS = 0x6969
 
 #: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
@@ -45,14 +47,17 @@ def is_local(path: Path) -> bool:
     return filesystem_magic(path) in _LOCAL
 
 
-def shares_locks(path: Path) -> bool:
-    """Return whether all hosts that use a directory's file system are known to see each other's locks of files.
+def shares_locks(path: Path) -> bool | None:
+    """Return whether all hosts that use a directory's file system see each other's locks of files; ``None`` if unknown.
 
     An NFS client sends them to the server, unless it was mounted with ``nolock`` or ``local_lock=all``. Others may do
     so too, but depend on options that are not visible here.
     """
     magic = filesystem_magic(path)
-    return magic in _LOCAL or (magic == _NFS and "local_lock=all" not in _mount_options(path))
+    if magic in _LOCAL:
+        return True
+    options = _mount_options(path) if magic == _NFS else []
+    return "local_lock=all" not in options if options else None
 
 
 def _mount_options(path: Path) -> list[str]:
