@@ -32,8 +32,8 @@ from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.cells import CellPlanner
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.partition import split_evenly
-from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.writer_map import FileSpan, WriterMap
+from holdfast.engine.plan.tensor_writers import EqualWriters
+from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
@@ -249,13 +249,13 @@ def _rank_share(layout: FileLayout, session: Session, host_of: Sequence[int]) ->
     ]
     if len({*host_of}) == 1:
         return [share for share in split_evenly(spans, session.rank, session.size) if share.start < share.stop]
-    by_file: dict[int, list[FileSpan]] = {}
+    by_file: dict[int, list[PlacedTensor]] = {}
     for span in spans:
         stop = span.offset + span.stop - span.start
-        by_file.setdefault(span.file, []).append(FileSpan(span.offset, stop, ("", ""), span.start))
+        by_file.setdefault(span.file, []).append(PlacedTensor(span.offset, stop, ("", ""), span.start))
     all_ranks = tuple(range(session.size))
     sizes = [file_size(file) for file in layout.files]
-    writer_map = WriterMap(by_file, sizes, lambda _, start, stop: [(ElementRange(start, stop), all_ranks)])
+    writer_map = WriterMap(by_file, sizes, EqualWriters(all_ranks))
     # Every rank can read the whole source, so the ranks send each other nothing.
     return list(CellPlanner(writer_map, host_of, session.rank).plan_rank({all_ranks: spans}, []).file_ranges)
 

@@ -19,9 +19,9 @@ from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.io.write_stripes import hash_fragments, write_stripes
-from holdfast.engine.plan.cells import cut_out
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.engine.plan.transfers import cut_out
 from holdfast.errors import RankMismatchError, ReplicaMismatchError
 from holdfast.ondisk.blocks import Fragment
 from holdfast.storage.posix import is_directory

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.plan import cells, partition, stripes
-from holdfast.engine.plan.cells import CellTransfer, cut_out
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan, plan_save
+from holdfast.engine.plan.transfers import CellTransfer, cut_out
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes as bytes_of
 
@@ -57,7 +57,11 @@ def written_spans(plan: SavePlan) -> list[tuple[int, int, int]]:
     """Return (file, start, stop) of all bytes that a rank writes."""
     kept, _ = cut_out(ranges_in_memory(plan), plan.sent)
     spans = [(kept_range.file, kept_range.offset, kept_range.offset + count_bytes([kept_range])) for kept_range in kept]
-    return spans + [(received.file, received.start, received.stop) for received in plan.received]
+    return spans + [(received.file, received.start, received.stop) for received in plan.received.to_transfers()]
+
+
+def exchanged(plan: SavePlan) -> list[CellTransfer]:
+    return [*plan.sent, *plan.received.to_transfers()]
 
 
 def planned_bytes(plan: SavePlan) -> dict[int, set[int]]:
@@ -115,7 +119,7 @@ def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
     received = {
         (transfer.rank, transfer._replace(rank=rank))
         for rank, plan in enumerate(plans)
-        for transfer in merge_adjacent(plan.received)
+        for transfer in merge_adjacent(plan.received.to_transfers())
     }
     assert sent == received
     assert all(host_of[rank] != host_of[transfer.rank] for rank, transfer in sent)
@@ -123,7 +127,7 @@ def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
         _, cut = cut_out(ranges_in_memory(plan), plan.sent)
         assert [transfer for transfer, _ in cut] == list(plan.sent)
         assert all(count_bytes(ranges) == transfer.stop - transfer.start for transfer, ranges in cut)
-        assert plan.needs_exchange or not (plan.sent or plan.received)
+        assert plan.needs_exchange or not (plan.sent or plan.received.to_transfers())
 
 
 @given(jobs_on_hosts())
@@ -177,8 +181,8 @@ def test_fully_sharded_ranks_exchange_with_few_others() -> None:
     spec, host_of = job.membership(), [rank // 8 for rank in range(64)]
     for rank in (0, 7, 8, 31, 63):
         plan = plan_save(spec, rank, 5 * 10**9, host_of)
-        assert len({transfer.rank for transfer in (*plan.sent, *plan.received)}) <= 4
-        moved = sum(transfer.stop - transfer.start for transfer in (*plan.sent, *plan.received))
+        assert len({transfer.rank for transfer in exchanged(plan)}) <= 4
+        moved = sum(transfer.stop - transfer.start for transfer in exchanged(plan))
         assert moved <= 20 * 4 * cells.CELL_BYTES
 
 
@@ -191,7 +195,7 @@ def test_all_but_one_rank_exchange_with_few_others_if_shards_are_tiny() -> None:
     spec, host_of = job.membership(), [rank // 8 for rank in range(64)]
     for rank in (7, 8, 31):
         plan = plan_save(spec, rank, 5 * 10**9, host_of)
-        assert len({transfer.rank for transfer in (*plan.sent, *plan.received)}) <= 4
+        assert len({transfer.rank for transfer in exchanged(plan)}) <= 4
 
 
 def test_replicas_need_no_message() -> None:
@@ -203,7 +207,7 @@ def test_replicas_need_no_message() -> None:
     spec = job.membership()
     plans = [plan_save(spec, rank, 5 * 10**9, (0, 0, 1, 1)) for rank in range(4)]
     # Rank 0 receives the bytes next to a header from no one: its own host holds them, too.
-    assert not any(plan.sent or plan.received for plan in plans)
+    assert not any(exchanged(plan) for plan in plans)
 
 
 def test_a_transfer_is_cut_out_of_the_ranges_that_it_overlaps() -> None:

@@ -26,7 +26,7 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges, load_plan, partition, stripes
 from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
-from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.errors import CorruptCheckpointError, PeerFailedError, StorageError
 from holdfast.formats.reader import FileExtent
 from holdfast.load import read_plan
@@ -48,6 +48,10 @@ COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
 PATIENCE = 30
 
 T = TypeVar("T")
+
+
+def without_cells(wire: Any) -> CellExchange:
+    return CellExchange((), EMPTY_PLAN.received, wire)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +218,7 @@ def write_all(
 ) -> Fragments:
     """A rank's share of a save, as ``saving.py`` does it."""
     found = (
-        write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, CellExchange((), (), wire))
+        write_stripes.write_stripes(paths, plan.stripe_tasks, part_of, without_cells(wire))
         if plan.needs_exchange
         else {}
     )
@@ -631,7 +635,10 @@ def test_a_rank_that_cannot_write_still_passes_on_what_others_write(
     def work(rank: int, wire: FakeWire) -> Fragments:
         part = TensorBytes(job.part(("model", "w"), rank))
         return write_stripes.write_stripes(
-            seen_by(rank, broken, paths), plans[rank].stripe_tasks, lambda _: part, CellExchange((), (), wire)
+            seen_by(rank, broken, paths),
+            plans[rank].stripe_tasks,
+            lambda _: part,
+            without_cells(wire),
         )
 
     actual = outcomes(4, work)
@@ -693,7 +700,10 @@ def test_a_rank_whose_wire_breaks_raises_and_leaves_no_thread_behind(tmp_path: P
     def save(rank: int, wire: FakeWire) -> None:
         part = TensorBytes(job.part(("model", "w"), rank))
         write_stripes.write_stripes(
-            paths, plans[rank].stripe_tasks, lambda _: part, CellExchange((), (), AbandonedWire(rank, wire._post))
+            paths,
+            plans[rank].stripe_tasks,
+            lambda _: part,
+            without_cells(AbandonedWire(rank, wire._post)),
         )
 
     def load(rank: int, wire: FakeWire) -> None:

@@ -5,16 +5,18 @@ Each pair of ranks exchanges at most one message, which ends with a CRC: the net
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.engine.io.p2p import P2PExchange, SentBytes
 from holdfast.engine.io.requests import ByteProvider
-from holdfast.engine.plan.cells import CellTransfer
 from holdfast.engine.plan.file_ranges import FileRange
+from holdfast.engine.plan.transfers import CellTransfer, Numbers, TransferTable, tabulate_transfers
 from holdfast.errors import RankFailedError
 from holdfast.ondisk.blocks import crc64
 from holdfast.storage.direct_io import BufferedWriter
@@ -22,17 +24,20 @@ from holdfast.storage.memory import Bytes
 
 _CRC = struct.Struct("<Q")
 
+#: About the most bytes of small transfers that are written with one call: the indices to gather them need 16 times as
+#: much memory.
+_RUN_BYTES = 2**20
+
 
 class CellExchange:
     """The bytes that one rank sends to other ranks, and those that it receives and writes, in one save."""
 
-    def __init__(self, sent: Sequence[CellTransfer], received: Sequence[CellTransfer], p2p: P2PExchange) -> None:
-        self.sent, self.p2p = sent, p2p
+    def __init__(self, sent: Sequence[CellTransfer], received: TransferTable, p2p: P2PExchange) -> None:
+        self.sent, self.p2p, self._received = sent, p2p, received
         self._works: list[SentBytes] = []
-        self._outgoing = dict(_allocate_messages(sent))
+        self._outgoing = dict(_allocate_messages(tabulate_transfers(sent)))
         self._incoming = dict(_allocate_messages(received))
         self._sent_slices = dict(_slice_messages(sent, self._outgoing))
-        self._received_slices = dict(_slice_messages(received, self._incoming))
 
     def pack_range(self, transfer: CellTransfer, file_range: FileRange, provider: ByteProvider) -> Bytes:
         """Copy a part of a transfer out of a tensor into the message, and return the copy."""
@@ -64,20 +69,55 @@ class CellExchange:
         for rank, message in self._incoming.items():
             if _CRC.unpack(message[-_CRC.size :].tobytes()) != (crc64(message[: -_CRC.size]),):
                 raise RankFailedError(f"bytes that rank {rank} sent were changed on their way: save again")
-        for number in sorted({transfer.file for transfer in self._received_slices}):
+        for number, runs in itertools.groupby(_gather_runs(self._received, self._incoming), key=lambda run: run.file):
             with BufferedWriter(files[number]) as writer:
-                for transfer, data in self._received_slices.items():
-                    if transfer.file == number:
-                        writer.write(transfer.start, data.data)
+                for run in runs:
+                    writer.write(run.start, run.data.data)
                 writer.sync()
 
 
-def _allocate_messages(transfers: Sequence[CellTransfer]) -> Iterator[tuple[int, Bytes]]:
+class _ReceivedRun(NamedTuple):
+    """Received bytes that are adjacent in a file."""
+
+    file: int
+    start: int
+    data: Bytes
+
+
+def _gather_runs(received: TransferTable, messages: Mapping[int, Bytes]) -> Iterator[_ReceivedRun]:
+    """Yield the bytes of messages in the order of the files: few large runs, even if there are many small transfers."""
+    if not len(received.ranks):
+        return
+    sizes, ranks = received.sizes, sorted(messages)
+    data = np.concatenate([messages[rank][: -_CRC.size] for rank in ranks])
+    by_rank = np.argsort(received.ranks, kind="stable")
+    places = np.empty_like(sizes)
+    places[by_rank] = np.cumsum(sizes[by_rank]) - sizes[by_rank]
+    is_first = (received.files[1:] != received.files[:-1]) | (received.starts[1:] != received.stops[:-1])
+    is_first |= np.diff(np.cumsum(sizes) // _RUN_BYTES) > 0
+    edges = [0, *(np.flatnonzero(is_first) + 1).tolist(), len(sizes)]
+    for first, stop in itertools.pairwise(edges):
+        yield _ReceivedRun(
+            int(received.files[first]),
+            int(received.starts[first]),
+            _gather_slices(data, places[first:stop], sizes[first:stop]),
+        )
+
+
+def _gather_slices(data: Bytes, starts: Numbers, sizes: Numbers) -> Bytes:
+    """Return slices of ``data`` one after another."""
+    if len(starts) == 1:
+        return data[starts[0] : starts[0] + sizes[0]]
+    stops = np.cumsum(sizes)
+    gathered: Bytes = data[np.repeat(starts - (stops - sizes), sizes) + np.arange(stops[-1])]
+    return gathered
+
+
+def _allocate_messages(transfers: TransferTable) -> Iterator[tuple[int, Bytes]]:
     """Yield a buffer for the bytes that are exchanged with each rank, and their CRC."""
-    sizes: dict[int, int] = {}
-    for transfer in transfers:
-        sizes[transfer.rank] = sizes.get(transfer.rank, 0) + transfer.stop - transfer.start
-    for rank, size in sizes.items():
+    ranks, number_of = np.unique(transfers.ranks, return_inverse=True)
+    sizes = np.bincount(number_of, transfers.sizes, len(ranks)).astype(np.int64)
+    for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
         yield rank, np.empty(size + _CRC.size, np.uint8)
 
 

@@ -16,10 +16,10 @@ from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.p2p import P2PExchange, Works
 from holdfast.engine.io.requests import THREADS, Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.cells import cut_out
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
+from holdfast.engine.plan.transfers import cut_out
 from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, crc64
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
 from holdfast.storage.memory import Bytes, aligned_buffer

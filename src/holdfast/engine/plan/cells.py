@@ -14,8 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.partition import split_evenly
+from holdfast.engine.plan.tensor_writers import Writers, choose_share
+from holdfast.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
 from holdfast.engine.plan.writer_map import FilePiece, WriterMap
 
 #: The size of a cell in bytes: the largest page size of the platforms that Linux runs on.
@@ -23,18 +27,6 @@ CELL_BYTES = 64 * 2**10
 
 #: The most groups of ranks whose bytes in one cell are placed one by one; a cell with more is crowded.
 MAX_GROUPS = 32
-
-#: The ranks, ascending, that hold the same bytes.
-Writers = tuple[int, ...]
-
-
-class CellTransfer(NamedTuple):
-    """Bytes ``[start, stop)`` of file number ``file`` that this rank sends to, or receives from, another rank."""
-
-    file: int
-    start: int
-    stop: int
-    rank: int
 
 
 class _PlacedPiece(NamedTuple):
@@ -46,7 +38,7 @@ class _PlacedPiece(NamedTuple):
 
 
 class _PlacedCell(NamedTuple):
-    """The pieces of a cell, by their first bytes; of a crowded cell those of this rank, unless it is the receiver."""
+    """The pieces of a cell, by their first bytes; of a crowded cell, which has a ``receiver``, those of this rank."""
 
     pieces: dict[int, _PlacedPiece]
     receiver: int | None = None
@@ -65,7 +57,7 @@ class CellPlan:
 
     file_ranges: Sequence[FileRange]
     sent: Sequence[CellTransfer]
-    received: Sequence[CellTransfer]
+    received: TransferTable
 
 
 class CellPlanner:
@@ -75,6 +67,8 @@ class CellPlanner:
         self._map, self._host_of, self._rank = writer_map, host_of, rank
         self._cells: dict[tuple[int, int], _PlacedCell] = {}
         self._hosts_of: dict[Writers, dict[int, list[int]]] = {}
+        #: Whether the writers with each number are all on other hosts.
+        self._is_remote = np.empty(0, bool)
 
     def plan_rank(
         self, ranges_by_writers: Mapping[Writers, Sequence[FileRange]], stripe_ranges: Sequence[FileRange]
@@ -102,11 +96,14 @@ class CellPlanner:
                 for file, (piece, source, target) in placed
                 if source == self._rank != target
             ],
-            [
-                CellTransfer(file, *piece[:2], source)
-                for file, (piece, source, target) in placed
-                if target == self._rank != source
-            ],
+            tabulate_transfers(
+                [
+                    CellTransfer(file, *piece[:2], source)
+                    for file, (piece, source, target) in placed
+                    if target == self._rank != source
+                ],
+                (self._receive_crowded(*key) for key, cell in self._cells.items() if cell.receiver == self._rank),
+            ),
         )
 
     def _choose_ranges(self, writers: Writers, file_ranges: Sequence[FileRange]) -> Iterator[FileRange]:
@@ -140,9 +137,12 @@ class CellPlanner:
             pieces = self._find_pieces(run.file, start)
             if pieces is not None and all(piece.writers == writers for piece in pieces):
                 return False
-            self._cells[key] = self._place_crowded(*key) if pieces is None else self._place_cell(*key, pieces)
+            if pieces is None:
+                self._cells[key] = _PlacedCell({}, self._choose_receiver(*key))
+            else:
+                self._cells[key] = self._place_cell(*key, pieces)
         placed = self._cells[key]
-        if placed.receiver is not None and placed.receiver != self._rank:
+        if placed.receiver is not None and writers:
             piece = FilePiece(max(start, run.start), min(start + CELL_BYTES, run.stop), writers)
             placed.add_piece(self._place_in_crowded(run.file, piece, placed.receiver))
         return True
@@ -204,23 +204,29 @@ class CellPlanner:
         ranks = (rank for host in hosts for rank in self._ranks_on(host, leading))
         return self._host_of[min(ranks, key=lambda rank: (abs(rank - shares[leading]), rank))]
 
-    def _place_crowded(self, file: int, cell: int) -> _PlacedCell:
+    def _choose_receiver(self, file: int, cell: int) -> int:
         """Choose the rank that receives the pieces of a cell with very many writers.
 
-        It is the same one for as many cells as possible, so that each rank sends to few others. Ranks of other hosts
-        do not look at all pieces, of which there may be tens of thousands.
+        It is the same one for as many cells as possible, so that each rank sends to few others.
         """
         start, stop = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self._map.file_sizes[file])
-        receiver = 0
-        if not self._map.has_gap(file, start, stop):
-            first = self._map.first_tensor_start(file, start, stop)
-            receiver = next(self._map.iter_pieces(file, first, first + 1)).writers[0]
-        placed = _PlacedCell({}, receiver)
-        if self._rank == receiver:
-            for piece in self._map.iter_pieces(file, start, stop):
-                if piece.writers:
-                    placed.add_piece(self._place_in_crowded(file, piece, receiver))
-        return placed
+        if self._map.has_gap(file, start, stop):
+            return 0
+        first = self._map.first_tensor_start(file, start, stop)
+        return next(self._map.iter_pieces(file, first, first + 1)).writers[0]
+
+    def _receive_crowded(self, file: int, cell: int) -> TransferTable:
+        """Return what this rank receives in a crowded cell: tens of thousands of pieces, in the worst case."""
+        start, host = cell * CELL_BYTES, self._host_of[self._rank]
+        starts, stops, numbers = self._map.tabulate_pieces(file, start, start + CELL_BYTES)
+        unknown = self._map.numbers.writers[len(self._is_remote) :]
+        if unknown:
+            found = [not self._ranks_on(host, writers) for writers in unknown]
+            self._is_remote = np.concatenate([self._is_remote, found])
+        is_remote = self._is_remote[numbers]
+        starts, stops, numbers = starts[is_remote], stops[is_remote], numbers[is_remote]
+        ranks = self._map.numbers.choose_shares(numbers, self._map.fractions_before(file, starts))
+        return TransferTable(np.full_like(starts, file), starts, stops, ranks)
 
     def _place_in_crowded(self, file: int, piece: FilePiece, receiver: int) -> _PlacedPiece:
         share = self._share_at(file, piece.start, piece.writers)
@@ -234,7 +240,7 @@ class CellPlanner:
         """Return the one of ``writers`` that writes their bytes near a position, if the shares are equal everywhere."""
         if len(writers) == 1:
             return writers[0]
-        return writers[min(int(self._map.fraction_before(file, position) * len(writers)), len(writers) - 1)]
+        return choose_share(writers, self._map.fraction_before(file, position))
 
     def _ranks_on(self, host: int, writers: Writers) -> Sequence[int]:
         return self._ranks_by_host(writers).get(host, ())
@@ -247,37 +253,6 @@ class CellPlanner:
             for rank in writers:
                 by_host.setdefault(self._host_of[rank], []).append(rank)
         return by_host
-
-
-def cut_out(
-    file_ranges: Sequence[FileRange], sent: Sequence[CellTransfer]
-) -> tuple[list[FileRange], list[tuple[CellTransfer, list[FileRange]]]]:
-    """Divide ranges into those that the rank writes, and the ranges that make up each transfer.
-
-    Both arguments are in the order of the files. A transfer without any bytes in ``file_ranges`` is left out.
-    """
-    kept: list[FileRange] = []
-    cut: dict[CellTransfer, list[FileRange]] = {}
-    number = 0
-    for file_range in file_ranges:
-        rest = file_range
-        while number < len(sent) and (sent[number].file, sent[number].stop) <= (rest.file, rest.offset):
-            number += 1
-        following = number
-        while following < len(sent) and sent[following].file == rest.file:
-            transfer = sent[following]
-            skip = max(0, transfer.start - rest.offset)
-            if skip >= rest.stop - rest.start:
-                break
-            size = min(transfer.stop - rest.offset, rest.stop - rest.start) - skip
-            if skip:
-                kept.append(rest.slice_bytes(0, skip))
-            cut.setdefault(transfer, []).append(rest.slice_bytes(skip, size))
-            rest = rest.slice_bytes(skip + size, rest.stop - rest.start - skip - size)
-            following += 1
-        if rest.start < rest.stop:
-            kept.append(rest)
-    return kept, list(cut.items())
 
 
 def _file_run(file: int, start: int, stop: int) -> FileRange:

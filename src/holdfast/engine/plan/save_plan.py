@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from holdfast.engine.plan.cells import CellPlanner, CellTransfer
+from holdfast.engine.plan.cells import CellPlanner
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.partition import split_evenly
@@ -19,7 +19,9 @@ from holdfast.engine.plan.rank_order import order_ranks
 from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
-from holdfast.engine.plan.writer_map import FileSpan, ShardWriters, WriterMap
+from holdfast.engine.plan.tensor_writers import ShardWriters
+from holdfast.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
+from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
 from holdfast.errors import StateError
 from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
 
@@ -52,7 +54,7 @@ class SavePlan:
     replicas: Mapping[tuple[int, ...], Sequence[ReplicatedShard]]
     needs_exchange: bool
     sent: Sequence[CellTransfer] = ()
-    received: Sequence[CellTransfer] = ()
+    received: TransferTable = tabulate_transfers([])  # noqa: RUF009 - nothing changes it
     rank_order: Sequence[int] = ()
 
     @property
@@ -158,17 +160,17 @@ def _plan_spans(
     if len({*host_of}) <= 1:
         return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
     writers = ShardWriters({key: tensors[key] for key in spans}, _writer_ranks)
-    writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers.iter_writers, writers.kind_of)
+    writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers)
     cells = CellPlanner(writer_map, host_of, rank).plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
     return replace(plan, **vars(cells), needs_exchange=_has_stripes(tensors) or _may_share_cells(tensors))
 
 
-def _spans_by_file(spans: Mapping[tuple[str, str], Sequence[TensorSpan]]) -> dict[int, list[FileSpan]]:
-    by_file: dict[int, list[FileSpan]] = {}
+def _spans_by_file(spans: Mapping[tuple[str, str], Sequence[TensorSpan]]) -> dict[int, list[PlacedTensor]]:
+    by_file: dict[int, list[PlacedTensor]] = {}
     for key, of_tensor in spans.items():
         for span in of_tensor:
             stop = span.offset + span.stop - span.start
-            by_file.setdefault(span.file, []).append(FileSpan(span.offset, stop, key, span.start))
+            by_file.setdefault(span.file, []).append(PlacedTensor(span.offset, stop, key, span.start))
     return by_file
 
 

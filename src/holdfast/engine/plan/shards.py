@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from holdfast.engine.plan.placements import Coordinate, Division, FlatSharded, Sharded
 from holdfast.engine.plan.ranges import ElementRange, merge_ranges
@@ -91,22 +92,39 @@ def local_shard(info: TensorInfo, division: Division, coordinate: Coordinate) ->
     return _fold_axes(info.shape, size, dims, split_dims)
 
 
-def has_range_per_shard(division: Division) -> bool:
-    """Return whether each shard of a tensor is one range or empty, and later shards have later ranges."""
-    if len(division) != 1:
-        return False
-    placement = division[0][1]
-    return isinstance(placement, FlatSharded) or (placement.dim == 0 and placement.split == 1)
+class EvenShards(NamedTuple):
+    """The shards of a tensor of ``nbytes`` bytes if they divide its bytes evenly, in the order of their numbers.
+
+    Each shard is one range of ``size`` bytes. The first range begins ``shift`` bytes before the tensor, and the last
+    ones may go beyond its end.
+    """
+
+    size: int
+    shift: int
+    nbytes: int
+
+    def index_at(self, position: int) -> int:
+        """Return the number of the shard that contains byte ``position`` of the tensor."""
+        return (position + self.shift) // self.size
+
+    def range_of(self, index: int) -> ElementRange:
+        """Return the bytes of a shard. They must not be empty."""
+        start = index * self.size - self.shift
+        return ElementRange(max(start, 0), min(start + self.size, self.nbytes))
 
 
-def end_of_shard(info: TensorInfo, division: Division, index: int) -> int:
-    """Return where shard number ``index`` of such a tensor ends, and the next one begins, in bytes."""
+def even_shards(info: TensorInfo, division: Division) -> EvenShards | None:
+    """Return the shards of a tensor, or ``None`` if they are not such shards, or the tensor is empty."""
+    if len(division) != 1 or not info.nbytes:
+        return None
     count, placement = division[0]
     if isinstance(placement, FlatSharded):
         size = dtype_width(info.dtype)
-        return min(max((index + 1) * placement.length - placement.offset, 0) * size, info.nbytes)
+        return EvenShards(placement.length * size, placement.offset * size, info.nbytes)
+    if placement.dim or placement.split != 1:
+        return None
     rows = info.shape[0]
-    return _chunk_range(rows, count, index).stop * (info.nbytes // max(1, rows))
+    return EvenShards(_chunk_range(rows, count, 0).stop * (info.nbytes // rows), 0, info.nbytes)
 
 
 def _flat_shard(info: TensorInfo, flat: FlatSharded, index: int) -> LocalShard:

@@ -6,30 +6,31 @@ derives the same answer from the specs of all ranks, without a message.
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast.engine.plan.global_spec import GlobalTensor
-from holdfast.engine.plan.placements import Coordinate, Division
+import numpy as np
+from numpy.typing import NDArray
+
 from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.routes import is_striped
-from holdfast.engine.plan.shards import end_of_shard, has_range_per_shard, local_shard
-from holdfast.engine.plan.stripes import split_into_stripes
-from holdfast.ondisk.files import TensorInfo
+from holdfast.engine.plan.tensor_writers import (
+    TensorKey,
+    TensorWriters,
+    WriterColumns,
+    WriterNumbers,
+    Writers,
+    merge_columns,
+)
+from holdfast.engine.plan.transfers import Numbers
 
-#: Returns the ranks, ascending, that may write a shard of a tensor.
-WritersOf = Callable[[GlobalTensor, Coordinate], tuple[int, ...]]
 
-
-class FileSpan(NamedTuple):
+class PlacedTensor(NamedTuple):
     """Bytes ``[start, stop)`` of a file that contain a tensor's bytes from byte ``tensor_start`` on."""
 
     start: int
     stop: int
-    tensor: tuple[str, str]
+    tensor: TensorKey
     tensor_start: int
 
 
@@ -38,15 +39,7 @@ class FilePiece(NamedTuple):
 
     start: int
     stop: int
-    writers: tuple[int, ...]
-
-
-#: Yields the parts of bytes ``[start, stop)`` of a tensor with the ranks that may write them, ascending.
-IterWriters = Callable[[tuple[str, str], int, int], Iterable[tuple[ElementRange, tuple[int, ...]]]]
-
-
-#: Returns a value that is equal for tensors that are divided among the same ranks.
-KindOf = Callable[[tuple[str, str]], object]
+    writers: Writers
 
 
 class WriterMap:
@@ -56,13 +49,9 @@ class WriterMap:
     """
 
     def __init__(
-        self,
-        spans: Mapping[int, Sequence[FileSpan]],
-        file_sizes: Sequence[int],
-        iter_writers: IterWriters,
-        kind_of: KindOf = lambda _: None,
+        self, spans: Mapping[int, Sequence[PlacedTensor]], file_sizes: Sequence[int], tensor_writers: TensorWriters
     ) -> None:
-        self.file_sizes, self._iter_writers, self._kind_of = file_sizes, iter_writers, kind_of
+        self.file_sizes, self._tensor_writers = file_sizes, tensor_writers
         self._spans = {file: sorted(of_file) for file, of_file in spans.items()}
         self._starts = {file: [span.start for span in of_file] for file, of_file in self._spans.items()}
         #: The bytes of tensors of each kind, and of these the bytes before each span of each file.
@@ -71,9 +60,9 @@ class WriterMap:
             file: [self._count_span(span) for span in self._spans[file]] for file in sorted(self._spans)
         }
 
-    def _count_span(self, span: FileSpan) -> int:
+    def _count_span(self, span: PlacedTensor) -> int:
         """Count the bytes of a span, and return those of its kind before it."""
-        kind = self._kind_of(span.tensor)
+        kind = self._tensor_writers.kind_of(span.tensor)
         before = self._totals.get(kind, 0)
         self._totals[kind] = before + span.stop - span.start
         return before
@@ -82,7 +71,23 @@ class WriterMap:
         """Return which part of the bytes of tensors of its kind is before a byte of a tensor."""
         number = bisect_right(self._starts[file], position) - 1
         span = self._spans[file][number]
-        return (self._before[file][number] + position - span.start) / self._totals[self._kind_of(span.tensor)]
+        kind = self._tensor_writers.kind_of(span.tensor)
+        return (self._before[file][number] + position - span.start) / self._totals[kind]
+
+    def fractions_before(self, file: int, positions: Numbers) -> NDArray[np.float64]:
+        """Return the same for many bytes of tensors, ascending."""
+        if not len(positions):
+            return np.empty(0)
+        first, stop = (bisect_right(self._starts[file], edge) for edge in (positions[0], positions[-1]))
+        spans = self._spans[file][first - 1 : stop]
+        totals = np.array([self._totals[self._tensor_writers.kind_of(span.tensor)] for span in spans])
+        starts = np.array([span.start for span in spans])
+        before = np.array(self._before[file][first - 1 : stop])
+        span_numbers = np.searchsorted(starts, positions, "right") - 1
+        fractions: NDArray[np.float64] = (before[span_numbers] + positions - starts[span_numbers]) / totals[
+            span_numbers
+        ]
+        return fractions
 
     def first_tensor_start(self, file: int, start: int, stop: int) -> int:
         """Return the first byte in ``[start, stop)`` at which a tensor begins; ``start`` if there is none."""
@@ -99,7 +104,7 @@ class WriterMap:
             reached = max(reached, span.stop)
         return reached < stop
 
-    def _spans_from(self, file: int, start: int) -> Iterator[FileSpan]:
+    def _spans_from(self, file: int, start: int) -> Iterator[PlacedTensor]:
         """Yield the spans of a file from the last one that begins at byte ``start`` or before."""
         spans = self._spans.get(file, [])
         for number in range(max(0, bisect_right(self._starts.get(file, []), start) - 1), len(spans)):
@@ -118,6 +123,20 @@ class WriterMap:
         if current is not None:
             yield current
 
+    def tabulate_pieces(self, file: int, start: int, stop: int) -> WriterColumns:
+        """Return the pieces with writers as columns."""
+        columns = [WriterColumns(*np.empty((len(WriterColumns._fields), 0), np.int64))]
+        for span, low, high in self._clip_spans(file, start, min(stop, self.file_sizes[file])):
+            shift = span.start - span.tensor_start
+            starts, stops, writers = self._tensor_writers.tabulate(span.tensor, low - shift, high - shift)
+            columns.append(WriterColumns(starts + shift, stops + shift, writers))
+        return merge_columns(columns)
+
+    @property
+    def numbers(self) -> WriterNumbers:
+        """The numbers of writers in the columns."""
+        return self._tensor_writers.numbers
+
     def iter_gaps(self, file: int) -> Iterator[ElementRange]:
         """Yield the bytes of a file that belong to no tensor, such as its header."""
         reached = 0
@@ -130,120 +149,21 @@ class WriterMap:
 
     def _iter_unmerged(self, file: int, start: int, stop: int) -> Iterator[FilePiece]:
         reached = start
-        for span in self._spans_from(file, start):
-            if span.start >= stop:
-                break
-            low, high = max(start, span.start), min(stop, span.stop)
-            if low >= high:
-                continue
+        for span, low, high in self._clip_spans(file, start, stop):
             if low > reached:
                 yield FilePiece(reached, low, ())
             shift = span.start - span.tensor_start
-            for piece_range, writers in self._iter_writers(span.tensor, low - shift, high - shift):
+            for piece_range, writers in self._tensor_writers.iter_writers(span.tensor, low - shift, high - shift):
                 yield FilePiece(piece_range.start + shift, piece_range.stop + shift, writers)
             reached = high
         if reached < stop:
             yield FilePiece(reached, stop, ())
 
-
-class ShardWriters:
-    """The ranks that may write the bytes of each tensor: those that hold a shard, or that assemble a stripe.
-
-    ``tensors`` are in the order in which stripes are assigned to ranks.
-    """
-
-    def __init__(self, tensors: Mapping[tuple[str, str], GlobalTensor], writers_of: WritersOf) -> None:
-        self._tensors, self._writers_of = tensors, writers_of
-        self._first_stripes = _number_stripes(tensors)
-        self._stripes: dict[tuple[TensorInfo, Division], list[ElementRange]] = {}
-        self._shards: dict[tuple[TensorInfo, Division], list[tuple[ElementRange, Coordinate]]] = {}
-        self._kinds: dict[tuple[str, str], object] = {}
-
-    def kind_of(self, key: tuple[str, str]) -> object:
-        """Return a value that is equal for tensors whose first shards have the same writers, and for all in stripes.
-
-        Of the writers only the number and the ends are compared: a wrong answer costs time, and changes no bytes.
-        """
-        if key not in self._kinds:
-            tensor = self._tensors[key]
-            kind: tuple[object, ...] = ()
-            if key not in self._first_stripes:
-                writers = self._writers_of(tensor, (0,) * len(tensor.division))
-                kind = (len(writers), writers[:1], writers[-1:])
-            self._kinds[key] = kind
-        return self._kinds[key]
-
-    def iter_writers(
-        self, key: tuple[str, str], start: int, stop: int
-    ) -> Iterator[tuple[ElementRange, tuple[int, ...]]]:
-        """Yield the parts of bytes ``[start, stop)`` of a tensor with the ranks that may write them, ascending."""
-        tensor = self._tensors[key]
-        if key in self._first_stripes:
-            yield from self._iter_stripe_owners(tensor, self._first_stripes[key], start, stop)
-            return
-        for shard_range, coordinate in self._iter_shards(tensor, start, stop):
-            if shard_range.start >= stop:
+    def _clip_spans(self, file: int, start: int, stop: int) -> Iterator[tuple[PlacedTensor, int, int]]:
+        """Yield the spans with bytes in ``[start, stop)``, and the first of these bytes and the end of them."""
+        for span in self._spans_from(file, start):
+            if span.start >= stop:
                 break
-            clipped = ElementRange(max(start, shard_range.start), min(stop, shard_range.stop))
-            yield clipped, self._writers_of(tensor, coordinate)
-
-    def _iter_stripe_owners(
-        self, tensor: GlobalTensor, first_number: int, start: int, stop: int
-    ) -> Iterator[tuple[ElementRange, tuple[int, ...]]]:
-        candidates, stripes = tensor.all_ranks(), self._locate_stripes(tensor)
-        for number in range(bisect_right(stripes, start, key=_range_end), len(stripes)):
-            if stripes[number].start >= stop:
-                break
-            clipped = ElementRange(max(start, stripes[number].start), min(stop, stripes[number].stop))
-            yield clipped, (candidates[(first_number + number) % len(candidates)],)
-
-    def _locate_stripes(self, tensor: GlobalTensor) -> list[ElementRange]:
-        """Return the stripes of a tensor, ascending."""
-        stripes = self._stripes.get((tensor.info, tensor.division))
-        if stripes is None:
-            stripes = self._stripes[tensor.info, tensor.division] = list(_iter_stripes(tensor))
-        return stripes
-
-    def _iter_shards(self, tensor: GlobalTensor, start: int, stop: int) -> Iterator[tuple[ElementRange, Coordinate]]:
-        """Yield the ranges of shards, ascending: at least those with bytes in ``[start, stop)``."""
-        info, division = tensor.info, tensor.division
-        if not has_range_per_shard(division):
-            shards = self._locate_shards(tensor)
-            yield from itertools.islice(shards, bisect_right(shards, start, key=lambda shard: shard[0].stop), None)
-            return
-        # Of thousands of shards a few are needed, and the last ones may all be empty.
-        numbers, end_of = range(division[0][0]), partial(end_of_shard, info, division)
-        for index in numbers[bisect_right(numbers, start, key=end_of) : bisect_left(numbers, stop, key=end_of) + 1]:
-            yield from ((shard_range, (index,)) for shard_range in local_shard(info, division, (index,)).iter_ranges())
-
-    def _locate_shards(self, tensor: GlobalTensor) -> list[tuple[ElementRange, Coordinate]]:
-        """Return the ranges of all shards of a tensor, ascending, with the coordinates of their shards."""
-        table = self._shards.get((tensor.info, tensor.division))
-        if table is None:
-            table = self._shards[tensor.info, tensor.division] = sorted(
-                (shard_range, coordinate)
-                for coordinate in tensor.iter_coordinates()
-                for shard_range in local_shard(tensor.info, tensor.division, coordinate).iter_ranges()
-            )
-        return table
-
-
-def _number_stripes(tensors: Mapping[tuple[str, str], GlobalTensor]) -> dict[tuple[str, str], int]:
-    """Return the number of the first stripe of each striped tensor, as ``StripeRoutes`` counts them."""
-    counts: dict[tuple[int, ...], int] = {}
-    numbers: dict[tuple[str, str], int] = {}
-    for key, tensor in tensors.items():
-        if is_striped(tensor):
-            candidates = tensor.all_ranks()
-            numbers[key] = counts.get(candidates, 0)
-            counts[candidates] = numbers[key] + sum(1 for _ in _iter_stripes(tensor))
-    return numbers
-
-
-def _iter_stripes(tensor: GlobalTensor) -> Iterator[ElementRange]:
-    shape = local_shard(tensor.info, tensor.division, (0,) * len(tensor.division)).shape
-    return split_into_stripes(shape)
-
-
-def _range_end(element_range: ElementRange) -> int:
-    return element_range.stop
+            low, high = max(start, span.start), min(stop, span.stop)
+            if low < high:
+                yield span, low, high
