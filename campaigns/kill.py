@@ -57,7 +57,15 @@ def kill_at_point(case: Case, scratch: Path) -> KillOutcome:
 
 def _kill_and_check(case: Case, scratch: Path, path: Path) -> KillOutcome:
     with Job(
-        case.size, case.store, scratch, interruption.save_or_load, path, case, "kill_process", backend=case.backend
+        case.size,
+        case.store,
+        scratch,
+        interruption.save_or_load,
+        path,
+        case,
+        "kill_process",
+        backend=case.backend,
+        hosts=case.hosts,
     ) as job:
         job.wait_until(
             lambda: job.have_ended() or (job.have_ended(case.victim) and (case.victim, "killed") in job.messages),
@@ -123,7 +131,8 @@ def _kill_at_random(
     path: Path, draw: random.Random, size: int, victims: Sequence[int], done: int
 ) -> tuple[KillOutcome, int]:
     scratch = path.parent
-    with Job(size, draw.choice(STORES), scratch, save_until_killed, path, draw.randrange(3)) as job:
+    hosts = draw.choice(interruption.HOSTS)
+    with Job(size, draw.choice(STORES), scratch, save_until_killed, path, draw.randrange(3), hosts=hosts) as job:
         job.wait_until(lambda: len(job.messages) >= size or bool(job.outcomes), MAX_SECONDS)
         if job.outcomes or not job.messages:
             raise ViolationError(f"the run could not resume after step {done}: {job.outcomes}")

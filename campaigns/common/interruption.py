@@ -37,10 +37,16 @@ SAVE_OPTIONS: dict[str, dict[str, Any]] = {
     "two renames": {"overwrite": True},
 }
 
+#: The hosts of three ranks: half of the jobs run on one host, the others on simulated hosts.
+HOSTS = ("", "", "", "aab", "aba", "abc")
+
 
 @dataclass(frozen=True)
 class Case:
-    """The point, the victim and the kind of save to try; a load if there is no ``save_kind``."""
+    """The point, the victim and the kind of save to try; a load if there is no ``save_kind``.
+
+    ``hosts`` has a letter for the simulated host of each rank; it is empty if they share one.
+    """
 
     point: Point
     victim: int
@@ -48,6 +54,7 @@ class Case:
     store: str
     save_kind: str = ""
     asynchronous: bool = False
+    hosts: str = ""
 
     def __str__(self) -> str:
         call = (
@@ -55,7 +62,8 @@ class Case:
             if self.save_kind
             else "load"
         )
-        return f"{self.point.name}: rank {self.victim} of {self.size}, {call}, store of {self.store}"
+        hosts = f", hosts {self.hosts}" if self.hosts else ""
+        return f"{self.point.name}: rank {self.victim} of {self.size}, {call}, store of {self.store}{hosts}"
 
     @property
     def backend(self) -> str:
@@ -72,9 +80,10 @@ def generate_cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
                 if point.condition == "asynchronous" and not asynchronous:
                     continue
                 save_kind = draw.choice(_list_save_kinds(point)) if saves else ""
-                yield Case(
-                    point, victim, draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), save_kind, asynchronous
-                )
+                size, store, hosts = draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), draw.choice(HOSTS)
+                if point.condition == "several hosts":
+                    size, hosts = 3, "aab"
+                yield Case(point, victim, size, store, save_kind, asynchronous, hosts[:size])
 
 
 #: The kinds of saves that reach a point, by its ``condition``; by default all but the one with two renames.

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed import Store
 
 from campaigns.common.fork_server import CONTEXT
 from holdfast.errors import HoldfastError
+from holdfast.storage import posix
 
 #: The owner of the ranks' key-value store: rank 0, torchrun (here: this process), or a file.
 STORES = ("rank 0", "agent", "file")
@@ -78,8 +80,16 @@ class Job:
     """A number of ranks that each run the same function. At the end of the context, all its processes are killed."""
 
     def __init__(
-        self, size: int, store: str, scratch: Path, part: RankFunction, *args: Any, backend: str = "gloo"
+        self,
+        size: int,
+        store: str,
+        scratch: Path,
+        part: RankFunction,
+        *args: Any,
+        backend: str = "gloo",
+        hosts: str = "",
     ) -> None:
+        """Start the ranks. ``hosts`` has a letter for the simulated host of each; by default they share one."""
         self.messages: dict[tuple[int, str], float] = {}
         self.outcomes: dict[int, RankOutcome] = {}
         self._agent = (
@@ -92,7 +102,9 @@ class Job:
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_run_rank, args=(theirs, rank, size, store, address, backend, part, args), daemon=True
+                target=_run_rank,
+                args=(theirs, rank, size, store, address, backend, part, args, hosts[rank : rank + 1]),
+                daemon=True,
             )
             with _STARTING:
                 process.start()
@@ -160,8 +172,11 @@ def _run_rank(
     backend: str,
     part: RankFunction,
     args: tuple[Any, ...],
+    host: str,
 ) -> None:
     torch.set_num_threads(1)
+    if host:
+        mock.patch.object(posix, "_BOOT_ID", mock.Mock(**{"read_text.return_value": f"host {host}"})).start()
     logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the campaign reports failures
     dist.init_process_group(
         backend,

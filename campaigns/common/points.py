@@ -29,6 +29,7 @@ class Point:
 
 
 _POST = "holdfast.engine.comm.vote.VoteRound.post_outcome"
+_HOST_VOTE = "holdfast.engine.comm.host_vote_channel.HostVoteChannel"
 _WRITER = "holdfast.storage.direct_io.DirectWriter"
 _STAGING = "holdfast.run.staging_dir.StagingDirectory"
 
@@ -51,6 +52,13 @@ SAVE_POINTS = (
     Point("receiving a stripe", "holdfast.engine.io.p2p.P2PExchange.receive"),
     Point("waiting for a stripe", "holdfast.engine.io.p2p.P2PExchange.wait"),
     Point("assembling a stripe", "holdfast.engine.plan.stripes.StripeSlice.copy_in"),
+    Point("posting to the host", "holdfast.storage.host_board.HostBoard.post", condition="several hosts"),
+    Point("posted to the host", "holdfast.storage.host_board.HostBoard.post", after=True, condition="several hosts"),
+    Point("sending the host's outcomes", f"{_HOST_VOTE}._send", condition="several hosts"),
+    Point("sent the host's outcomes", f"{_HOST_VOTE}._send", after=True, condition="several hosts"),
+    Point("posting the decision to the host", f"{_HOST_VOTE}._fetch_decision", condition="several hosts"),
+    Point("sending bytes of cells", "holdfast.engine.io.cell_exchange.CellExchange.start", condition="several hosts"),
+    Point("writing bytes of cells", "holdfast.engine.io.cell_exchange.CellExchange.finish", condition="several hosts"),
     Point("writing", f"{_WRITER}.write"),
     Point("syncing", f"{_WRITER}.sync"),
     Point("encoding the CRCs", "holdfast.engine.integrity.crc_gather.encode_fragments"),

@@ -23,6 +23,9 @@ from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, U
 #: The flag with which a directory is opened in order to look at it. With Linux's ``O_PATH`` it need not be readable.
 _INSPECT = getattr(os, "O_PATH", os.O_RDONLY)
 
+#: Linux's random id of this boot of the kernel.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 #: The errors of opening a path as a directory if it is none.
 _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
@@ -328,7 +331,7 @@ def host_id() -> str:
     network file system would remember that it is missing, for up to 30 seconds after rank 0 has created it.
     """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
 
