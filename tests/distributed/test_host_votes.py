@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,27 @@ def test_the_store_and_rank_0_handle_one_message_for_each_host(hosts: int, ranks
     followers = [store for store in job.stores[1:] if store.polls or store.keys_read]
     assert len(followers) == hosts
     assert [store.keys_read for store in followers] == [["1/decision"]] * hosts
+
+
+@pytest.mark.parametrize("can_post", [True, False])
+def test_the_last_rank_of_each_host_that_departs_tells_the_store(can_post: bool) -> None:
+    """Nothing may be lost: no rank but rank 0 is left to notice it."""
+    hosts = evenly(2, 4)
+    job = SimulatedJob(8, hosts)
+    channels = [job.channel(rank) for rank in range(8)]
+    posts = mock.patch.object(HostBoard, "post", return_value=False) if not can_post else nullcontext()
+    with posts, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rank: channels[rank].depart(rank), range(8)))
+    set_keys = [key for store in job.stores for key in store.keys_set]
+    assert sorted(set_keys) == ["1/host/0", "1/host/1"]
+    assert job.stores[0].check(channels[0].outcome_keys)
+
+
+def test_while_a_rank_stays_its_host_is_missing() -> None:
+    job = SimulatedJob(4, evenly(2, 2))
+    for rank in (0, 1, 3):
+        job.channel(rank).depart(rank)
+    assert [key for store in job.stores for key in store.keys_set] == ["1/host/0"]
 
 
 def test_without_hosts_rank_0_handles_one_message_for_each_rank() -> None:

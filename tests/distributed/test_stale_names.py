@@ -6,6 +6,8 @@ when the parent directory is listed.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError, StorageError
 from holdfast.formats import native
 from holdfast.load import operation
+from holdfast.storage import posix
 from tests.helpers.pool import Ranks
 
 
@@ -79,6 +82,36 @@ def test_without_that_the_load_fails(ranks: Ranks, tmp_path: Path, seen_before: 
         assert isinstance(error, RankMismatchError if seen_before is None else CorruptCheckpointError)
 
 
+@contextmanager
+def fail_with_stale_handles(times: int) -> Iterator[None]:
+    """Fail to list directories, as a client whose handle of the directory belongs to a removed one."""
+    list_names = operation.list_names
+    failures = iter([StorageError(errno.ESTALE, "could not list it: Stale file handle")] * times)
+
+    def fail_or_list(path: Path) -> set[str]:
+        if error := next(failures, None):
+            raise error
+        return list_names(path)
+
+    with mock.patch.object(operation, "list_names", fail_or_list):
+        yield
+
+
+def load_after_stale_handles(path: str) -> float:
+    model = {"w": torch.zeros(4)}
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank():
+            stack.enter_context(remember_names(None, is_local=False))
+            stack.enter_context(fail_with_stale_handles(3))
+        holdfast.load_checkpoint(path, model=model)
+    return float(model["w"][0])
+
+
+def test_a_host_with_a_stale_handle_asks_again(ranks: Ranks, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)})
+    assert ranks(2, load_after_stale_handles, str(tmp_path)) == [1.0, 1.0]
+
+
 def test_a_host_without_the_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """Each host has a disk of its own under the same path."""
     holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
@@ -96,3 +129,27 @@ def load_unless_missing(path: str) -> None:
         mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
     ):
         holdfast.load_checkpoint(path, model={"w": torch.zeros(4)})
+
+
+def test_a_short_timeout_names_the_rank_that_does_not_see_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+    for error in ranks.outcomes(2, load_within, str(tmp_path / "run"), 4.0):
+        assert isinstance(error, RankMismatchError)
+        assert "rank 1" in str(error)
+
+
+def load_within(path: str, timeout: float) -> None:
+    missing = CheckpointReplacedError("removed")
+    with (
+        mock.patch.object(operation, "is_local", return_value=False),
+        mock.patch.object(operation, "path_exists", return_value=False),
+        mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
+    ):
+        holdfast.load_checkpoint(path, model={"w": torch.zeros(4)}, timeout=timeout)
+
+
+def test_a_stale_handle_means_that_a_path_is_missing(tmp_path: Path) -> None:
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    with mock.patch.object(Path, "exists", side_effect=stale), mock.patch("os.open", side_effect=stale):
+        assert not posix.path_exists(tmp_path)
+        assert not posix.is_directory_without(tmp_path, "manifest.json")

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.run.cleanup import clean_up
+from holdfast.run.catalog import list_stale_directories
+from holdfast.run.cleanup import clean_up, delete_checkpoints
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.run.staging_lock import confirm_lock, lock_path
+from holdfast.run.staging_lock import acquire_lock, confirm_lock, lock_path
 from holdfast.storage import directories, filesystems, posix
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_hidden_names, make_older, save_step
@@ -165,6 +166,73 @@ def test_an_owner_that_is_alive_against_all_evidence_cannot_publish_a_part(tmp_p
         clean_up(tmp_path)
     assert removed
     assert not (tmp_path / "step_1").exists()
+
+
+def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_it(tmp_path: Path) -> None:
+    """Another process that removed some of its files would make it look like a checkpoint of another job."""
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    expired = holdfast.list_checkpoints(tmp_path)[:1]
+    cleaned = []
+
+    def rename_and_clean_up(source: Path, target: Path) -> None:
+        rename_path(source, target)
+        cleaned.append(clean_up(tmp_path))
+
+    rename_path = directories.rename_path
+    with mock.patch("holdfast.run.cleanup.rename_path", rename_and_clean_up):
+        assert list(delete_checkpoints(expired)) == expired
+    assert cleaned == [[]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+
+
+def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    interrupted = mock.patch("holdfast.run.cleanup.remove_tree", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), interrupted:
+        list(delete_checkpoints(holdfast.list_checkpoints(tmp_path)[:1]))
+    clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+
+
+def test_a_replaced_checkpoint_is_left_to_the_save_that_replaced_it(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    cleaned = []
+
+    def clean_up_and_remove(staging: StagingDirectory) -> None:
+        cleaned.append((clean_up(tmp_path), staging.displaced_path.exists()))
+        remove_displaced(staging)
+
+    remove_displaced = StagingDirectory.remove_displaced
+    with mock.patch.object(StagingDirectory, "remove_displaced", clean_up_and_remove):
+        save_step(tmp_path, 1, overwrite=True)
+    assert cleaned == [([], True)]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
+    name = StagingDirectory(tmp_path / "step_1").name
+    lock_path(tmp_path, name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="symbolic links"):
+        acquire_lock(tmp_path, name)
+    clean_up(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_hidden_link_to_itself_is_no_leftover(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    (tmp_path / ".loop").symlink_to(".loop")
+    assert list_stale_directories(tmp_path) == []
+
+
+def test_a_staging_directory_with_files_of_another_process_is_refused(tmp_path: Path) -> None:
+    staging = StagingDirectory(tmp_path / "step_1")
+    staging.path.mkdir()
+    StagingDirectory(staging.final, staging.name).create()  # as after a call that NFS has sent twice
+    (staging.path / "file").touch()
+    with pytest.raises(StorageError, match="exists"):
+        StagingDirectory(staging.final, staging.name).create()
 
 
 @pytest.fixture

@@ -76,6 +76,8 @@ class ComponentOutput:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
             self._staging.replace(name)
+            with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
+                self._staging.remove_displaced()
 
     def _publish_folder(self) -> None:
         """Replace the folder in one step. Files in it that do not belong to the component are kept."""

@@ -15,7 +15,7 @@ from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.run.staging_lock import StagingLock
-from holdfast.storage import directories, posix
+from holdfast.storage import posix
 
 #: Names of the files of a DCP checkpoint. They are removed when another checkpoint replaces it.
 _DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
@@ -40,8 +40,12 @@ def create_staging(final: Path, *, overwrite: bool) -> StagingDirectory:
     _check_destination(final, overwrite=overwrite)
     if posix.path_exists(staging.path):
         _remove_leftover(staging)
-    directories.remove_tree(staging.displaced_path)
     staging.create()
+    try:
+        staging.remove_earlier_displaced()
+    except BaseException:
+        staging.discard()
+        raise
     return staging
 
 

@@ -228,8 +228,7 @@ class LoadOperation:
 
     def _open_reader(self, folder: Path) -> Reader:
         if self._session.rank != COORDINATOR_RANK:
-            with suppress(StorageError):
-                self._await_checkpoint(folder)
+            self._await_checkpoint(folder)
         try:
             opened = NativeReader(folder) if self.selected.id else open_reader(folder, self._request.keys)
             reader = self._request.reader_adapter(opened)
@@ -253,10 +252,14 @@ class LoadOperation:
             return
 
         def is_visible() -> bool:
-            list_names(folder.parent)
-            return path_exists(folder) and self.selected.still_exists()
+            with suppress(StorageError):
+                list_names(folder.parent)
+                return path_exists(folder) and self.selected.still_exists()
+            return False
 
-        poll_until(is_visible, _VISIBILITY_SECONDS, lambda: f"{folder} to appear on this host")
+        # The other ranks wait for the error of this one for at most the timeout.
+        seconds = min(_VISIBILITY_SECONDS, self._session.timeout / 2)
+        poll_until(is_visible, seconds, lambda: f"{folder} to appear on this host")
 
     def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: ReadPlan) -> bool:
         """Fill the targets. Return whether every byte was verified."""

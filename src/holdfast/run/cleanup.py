@@ -17,7 +17,7 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
-from holdfast.run.staging_lock import StagingLock
+from holdfast.run.staging_lock import StagingLock, acquire_lock
 from holdfast.storage.directories import remove_tree, rename_noreplace, rename_path
 from holdfast.storage.posix import list_names, path_exists
 
@@ -91,8 +91,8 @@ def _list_hidden(path: Path) -> list[HiddenName]:
 
 
 def _remove_lock_file(path: Path, lock: HiddenName, names: Collection[HiddenName]) -> None:
-    """Remove the lock file of a dead save that has left nothing else."""
-    if lock.with_state("partial") not in names:
+    """Remove the lock file of a dead process that has left nothing else."""
+    if not any(hidden.id == lock.id for hidden in names if hidden != lock):
         with suppress(OSError):
             StagingLock(path, lock).close()
 
@@ -130,20 +130,28 @@ def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
     """Remove checkpoints, and yield each one after its removal. Skip those that another process removed or replaced."""
     for info in checkpoints:
-        hidden = info.path.parent / HiddenName(info.tag, info.run, secrets.token_hex(8), "removed").name
-        if not holds_checkpoint(info.path, info.id):
-            continue
-        try:
-            rename_path(info.path, hidden)
-        except StorageError:
-            if path_exists(info.path):
-                raise
-            continue
-        if holds_checkpoint(hidden, info.id):
-            remove_tree(hidden)
-            yield info
-        else:
-            _restore_name(hidden, info.path)
+        name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
+        # With the lock no other process removes files before it is known that the right checkpoint was renamed.
+        if holds_checkpoint(info.path, info.id):
+            with closing(acquire_lock(info.path.parent, name)):
+                is_removed = _delete_checkpoint(info, info.path.parent / name.name)
+            if is_removed:
+                yield info
+
+
+def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
+    """Remove a checkpoint by way of a hidden name. Return false if another process removed or replaced it."""
+    try:
+        rename_path(info.path, hidden)
+    except StorageError:
+        if path_exists(info.path):
+            raise
+        return False
+    if not holds_checkpoint(hidden, info.id):
+        _restore_name(hidden, info.path)
+        return False
+    remove_tree(hidden)
+    return True
 
 
 def _restore_name(hidden: Path, path: Path) -> None:

@@ -74,14 +74,14 @@ class StagingDirectory:
     def create(self, nbytes: int = 0) -> None:
         """Create and lock the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind.
 
-        Raises ``StorageError`` if the file system has not enough space.
+        Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
         """
         posix.make_durable_directory(self.final.parent)
         directories.check_space(self.final.parent, nbytes)
         lock = self._lock = acquire_lock(self.final.parent, self.name)
         weakref.finalize(self, lock.close)
         try:
-            posix.make_directory(self.path)
+            posix.make_empty_directory(self.path)
         except BaseException:
             self.release()
             raise
@@ -93,14 +93,17 @@ class StagingDirectory:
     def publish(self, entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""
         directories.rename_noreplace(self.path / entry, self.final)
-        self._finish_publish(entry)
+        if entry:  # the rest of the directory is still there
+            self.discard()
+        else:
+            self.release()
 
     def replace(self, entry: str = "", check_replaceable: Callable[[Path], None] = accept_any) -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.
 
-        What was there is then at ``displaced_path``; :meth:`remove_displaced` deletes it. ``check_replaceable`` raises
-        ``TagExistsError`` if the checkpoint at a path must keep its name. Other processes may replace or remove the
-        final path meanwhile.
+        What was there is then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
+        deleted it. ``check_replaceable`` raises ``TagExistsError`` if the checkpoint at a path must keep its name.
+        Other processes may replace or remove the final path meanwhile.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             check_replaceable(self.final)
@@ -113,7 +116,6 @@ class StagingDirectory:
                 self._drop_displaced()
             else:
                 break
-        self._finish_publish(entry)
 
     def _replace_once(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
         if not posix.path_exists(self.final):
@@ -144,11 +146,20 @@ class StagingDirectory:
                 directories.remove_directory(self.displaced_path, self.removal_path)
 
     def remove_displaced(self) -> None:
-        """Delete what :meth:`replace` displaced, if there is something, and all that is left of earlier removals."""
-        with suppress(StorageError):  # there may be none
-            directories.remove_directory(self.displaced_path, self.removal_path)
-        for path in (self.displaced_path, self.path, self.removal_path):
-            directories.remove_tree(path)
+        """Delete what :meth:`replace` displaced, and what else is left of the directory. Then release the lock."""
+        try:
+            with suppress(StorageError):  # there may be none
+                directories.remove_directory(self.displaced_path, self.removal_path)
+            for path in (self.displaced_path, self.path, self.removal_path):
+                directories.remove_tree(path)
+        finally:
+            self.release()
+
+    def remove_earlier_displaced(self) -> None:
+        """Delete what an interrupted save of the same hidden name displaced, unless that is the only copy."""
+        if restore_displaced(self.final.parent, self.name):
+            for path in (self.displaced_path, self.removal_path):
+                directories.remove_tree(path)
 
     def release(self) -> None:
         """Release the lock. Later calls do nothing."""
@@ -165,12 +176,6 @@ class StagingDirectory:
             if restore_displaced(self.final.parent, self.name):
                 directories.remove_tree(self.path)
         self.release()
-
-    def _finish_publish(self, entry: str) -> None:
-        if entry:  # the rest of the directory is still there
-            self.discard()
-        else:
-            self.release()
 
 
 @contextmanager

@@ -29,9 +29,10 @@ class FileLock(ClosedInForks):
 
         Raises ``BlockingIOError`` if another process has locked or removed it.
         """
+        self.path, self.held, self.fd = path, False, -1
         super().__init__()
-        self.path, self.held = path, False
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW  # a link in a shared directory may lead anywhere
+        self.fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
         try:
             self.held = _try_lock(self.fd)
             _check_not_removed(path, self.fd)

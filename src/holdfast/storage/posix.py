@@ -72,6 +72,19 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def make_empty_directory(path: Path) -> None:
+    """Create a directory. Raises ``StorageError`` if it exists and is not empty.
+
+    A client of NFS may report that it exists although the client itself has created it.
+    """
+    with wrap_os_errors("create the folder", path):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not path.is_dir() or list_names(path):
+                raise
+
+
 def make_durable_directory(path: Path) -> None:
     """Create a directory and its parents, and make the names of the new ones durable."""
     with wrap_os_errors("inspect", path):
@@ -215,7 +228,11 @@ def tree_state(path: Path) -> str:
 def path_exists(path: Path) -> bool:
     """Return whether the path exists."""
     with wrap_os_errors("inspect", path):
-        return path.exists()
+        try:
+            with _stale_as_missing():
+                return path.exists()
+        except FileNotFoundError:
+            return False
 
 
 def is_directory(path: Path) -> bool:
@@ -274,7 +291,8 @@ def is_directory_without(path: Path, name: str) -> bool:
     """
     with wrap_os_errors("inspect", path):
         try:
-            folder = os.open(path, _INSPECT | os.O_DIRECTORY | os.O_CLOEXEC)
+            with _stale_as_missing():
+                folder = os.open(path, _INSPECT | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return path.is_symlink()
         except OSError as error:
@@ -319,7 +337,8 @@ def list_hidden_directories(path: Path) -> list[Path]:
     with wrap_os_errors("list", path):
         try:
             with _stale_as_missing(), os.scandir(path) as entries:
-                return sorted(path / entry.name for entry in entries if entry.name.startswith(".") and entry.is_dir())
+                hidden = [entry for entry in entries if entry.name.startswith(".")]
+                return sorted(path / entry.name for entry in hidden if entry.is_dir(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
 

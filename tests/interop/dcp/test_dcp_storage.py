@@ -28,6 +28,7 @@ from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, Storag
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.checksums import ChecksumRecord, VerifiedReader
 from holdfast.ondisk.blocks import crc64
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directories
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
@@ -255,6 +256,25 @@ def test_two_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:
         save(str(tmp_path / "c"), 1)
     held.discard()
     save(str(tmp_path / "c"), 1)
+
+
+def test_a_save_that_removes_what_it_replaced_still_has_the_path_to_itself(tmp_path: Path) -> None:
+    """All saves to a path use the same hidden names."""
+    path, refused = tmp_path / "c", []
+    save(str(path), 1)
+
+    def remove_late(staging: StagingDirectory) -> None:
+        with pytest.raises(StorageError, match="another process uses"):
+            create_staging(path, overwrite=True)
+        refused.append(staging.displaced_path.exists())
+        remove_displaced(staging)
+
+    remove_displaced = StagingDirectory.remove_displaced
+    with mock.patch.object(StagingDirectory, "remove_displaced", remove_late):
+        save(str(path), 2)
+    assert refused == [True]
+    load(str(path), 2)
+    assert names(tmp_path) == ["c"]
 
 
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:

@@ -64,12 +64,13 @@ class HostVoteChannel(VoteChannel):
             super().post_outcome(rank, outcome)
 
     def depart(self, rank: int) -> None:
-        """Post that this rank leaves. The last rank of the host tells the store."""
-        self._store.check_process()
-        self._board.post(str(rank))
-        if self._is_host_complete():
-            self._send_once()
-            self._board.remove()
+        """Count this rank in the store. The last rank of the host sets the key for which rank 0 waits.
+
+        A message within the host would not do: nobody is left to send it again if it is lost.
+        """
+        host = self._hosts.host_of[rank]
+        if self._store.add(f"{self._host_keys[host]}/departed", 1) == len(self._hosts.ranks_of[host]):
+            self._store.set(self._host_keys[host])
 
     def read_failure(self) -> str:
         """Return the name of the type of a rank's error; empty if no rank is known to have failed."""
