@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.scan import CheckpointInfo
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, save_step
+from tests.helpers.staging_locks import lock_staging
 
 
 def test_the_newest_so_many_are_kept(tmp_path: Path) -> None:
@@ -179,6 +181,17 @@ def test_prune_without_a_word_on_what_or_where_is_misuse(tmp_path: Path) -> None
         code, _, error = prune(*arguments)
         assert code == 2
         assert "Traceback" not in error
+
+
+def test_pruning_names_what_it_does_not_remove(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    living, dead = leave_draft(tmp_path, "a" * 16), leave_draft(tmp_path, "b" * 16)
+    with closing(lock_staging(living)):
+        code, out, _ = prune(tmp_path, "--leftovers", "--json")
+        assert (code, json.loads(out)["kept"], json.loads(out)["leftovers"]) == (0, [living.name], [dead.name])
+        code, out, _ = prune(tmp_path, "--leftovers")
+        assert f"kept {living.name}: a process uses it" in " ".join(out.split())
+    assert living.exists()
 
 
 def test_pruning_gives_a_checkpoint_its_name_back_rather_than_removing_it(tmp_path: Path) -> None:

@@ -17,15 +17,16 @@ from holdfast.run.catalog import StaleDirectory, list_stale_directories
 from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
 from holdfast.run.retention import KeepLast
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import local_path
+from holdfast.storage.posix import local_path, path_exists
 
 
 @dataclass(frozen=True)
 class _Removable:
-    """The checkpoints and leftovers to remove. Leftovers of saves that are still running are not removed."""
+    """The checkpoints and leftovers to remove. ``kept`` are leftovers that a process may still use."""
 
     checkpoints: list[CheckpointInfo]
     leftovers: list[StaleDirectory]
+    kept: tuple[StaleDirectory, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +67,16 @@ def prune(
         removable = _remove_all(path, removable)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
-        print_json({"checkpoints": names[0], "leftovers": names[1], "bytes": removable.nbytes, "dry_run": dry_run})
+        kept = [leftover.name for leftover in removable.kept]
+        print_json(
+            {
+                "checkpoints": names[0],
+                "leftovers": names[1],
+                "kept": kept,
+                "bytes": removable.nbytes,
+                "dry_run": dry_run,
+            }
+        )
     else:
         _print_removed(removable, "would remove" if dry_run else "removed")
 
@@ -74,12 +84,20 @@ def prune(
 def _remove_all(path: Path, removable: _Removable) -> _Removable:
     deleted = list(delete_checkpoints(removable.checkpoints))
     cleaned = {folder.name for folder in clean_up(path, None)} if removable.leftovers else set()
-    return _Removable(deleted, [leftover for leftover in removable.leftovers if leftover.name in cleaned])
+    kept = (leftover for leftover in removable.leftovers if leftover.name not in cleaned)
+    return _Removable(
+        deleted,
+        [leftover for leftover in removable.leftovers if leftover.name in cleaned],
+        tuple(leftover for leftover in kept if path_exists(path / leftover.name)),
+    )
 
 
 def _print_removed(removable: _Removable, action: str) -> None:
     out = terminal_console()
     for name in (*(info.tag for info in removable.checkpoints), *(leftover.name for leftover in removable.leftovers)):
         out.print(f"{action} {escape_control_characters(name)}")
+    for leftover in removable.kept:
+        name = escape_control_characters(leftover.name)
+        out.print(f"kept {name}: a process uses it or may use it, or it cannot be locked or removed")
     total = format_count(len(removable.checkpoints), "checkpoint"), format_count(len(removable.leftovers), "leftover")
     out.print(f"{action} {total[0]} and {total[1]}, {format_size(removable.nbytes)}", style="dim")

@@ -66,7 +66,7 @@ class HostVoteChannel(VoteChannel):
     def depart(self, rank: int) -> None:
         """Count this rank in the store. The last rank of the host sets the key for which rank 0 waits.
 
-        A message within the host would not do: nobody is left to send it again if it is lost.
+        A message within the host is not enough: if it is lost, no rank is left to send it again.
         """
         host = self._hosts.host_of[rank]
         if self._store.add(f"{self._host_keys[host]}/departed", 1) == len(self._hosts.ranks_of[host]):
