@@ -83,7 +83,8 @@ class HostBoard:
         """
         if not self.claim(name):
             with suppress(OSError):
-                age = time.time() - (self._path / name).stat().st_mtime
+                modified = (self._path / name).stat().st_mtime
+                age = time.time() - modified  # looked at later, so that it is negative only if the clock was changed
                 if 0 <= age < TURN_SECONDS and self.read(name) != who.encode():
                     return False
         self.post(name, who.encode())
