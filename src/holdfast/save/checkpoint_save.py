@@ -180,6 +180,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
                     remove_tree(hidden)
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+        finally:
+            self._staging.release()
 
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
         """Plan, check that replicas are equal, and create the staging directory and its files."""

@@ -67,7 +67,7 @@ class CellPlanner:
         self._map, self._host_of, self._rank = writer_map, host_of, rank
         self._cells: dict[tuple[int, int], _PlacedCell] = {}
         self._hosts_of: dict[Writers, dict[int, list[int]]] = {}
-        #: Whether the writers with each number are all on other hosts.
+        #: Whether there are writers with each number, and all of them are on other hosts.
         self._is_remote = np.empty(0, bool)
 
     def plan_rank(
@@ -221,7 +221,7 @@ class CellPlanner:
         starts, stops, numbers = self._map.tabulate_pieces(file, start, start + CELL_BYTES)
         unknown = self._map.numbers.writers[len(self._is_remote) :]
         if unknown:
-            found = [not self._ranks_on(host, writers) for writers in unknown]
+            found = [bool(writers) and not self._ranks_on(host, writers) for writers in unknown]
             self._is_remote = np.concatenate([self._is_remote, found])
         is_remote = self._is_remote[numbers]
         starts, stops, numbers = starts[is_remote], stops[is_remote], numbers[is_remote]
