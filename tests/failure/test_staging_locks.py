@@ -186,6 +186,15 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
 
 
+def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    expired, full = holdfast.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("holdfast.run.staging_lock.write_fully", side_effect=full):
+        assert list(delete_checkpoints(expired)) == expired
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+
+
 def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
@@ -131,12 +131,22 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
     """Remove checkpoints, and yield each one after its removal. Skip those that another process removed or replaced."""
     for info in checkpoints:
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
-        # With the lock no other process removes files before it is known that the right checkpoint was renamed.
         if holds_checkpoint(info.path, info.id):
-            with closing(acquire_lock(info.path.parent, name)):
+            with _lock_removal(info.path.parent, name):
                 is_removed = _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
                 yield info
+
+
+def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[object]:
+    """Take a lock, if possible, so that no other process removes files before the renamed checkpoint is checked.
+
+    Without space for the lock file the removal goes on: it is what makes space.
+    """
+    try:
+        return closing(acquire_lock(parent, name))
+    except StorageError:
+        return nullcontext()
 
 
 def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
