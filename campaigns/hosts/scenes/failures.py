@@ -22,7 +22,8 @@ from campaigns.hosts.scenes import saves
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import RemoteError, Worker
 
-#: The timeout of the saves, and the seconds beyond it in which all living ranks must know the outcome.
+#: The timeout of the saves, and the seconds beyond it in which all living ranks must know the outcome: two that are
+#: promised, and two more because each call takes several times as long here as on real hosts.
 _TIMEOUT, _GRACE = 20.0, 4.0
 
 #: Seconds that a save takes here, at most: an event comes at a random moment of them.
