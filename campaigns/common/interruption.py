@@ -83,6 +83,8 @@ def generate_cases(points: Sequence[Point], *, saves: bool) -> Iterator[Case]:
                 size, store, hosts = draw.choice([3, max(2, victim + 1)]), draw.choice(STORES), draw.choice(HOSTS)
                 if point.condition == "several hosts":
                     size, hosts = 3, "aab"
+                elif point.condition == "a second process group":
+                    hosts = ""  # with several hosts the load before the save makes it
                 yield Case(point, victim, size, store, save_kind, asynchronous, hosts[:size])
 
 

@@ -309,12 +309,16 @@ def is_directory_without(path: Path, name: str) -> bool:
 
 
 def _has_file(folder: int, name: str) -> bool:
+    """Return whether a directory contains a file. One that this process may not search has none.
+
+    Raises ``PermissionError`` if the directory may be searched by its permissions, and the file system refuses it.
+    """
     try:
         return stat.S_ISREG(os.stat(name, dir_fd=folder).st_mode)
     except OSError as error:
-        if error.errno in _NO_FILE:
-            return False
-        raise
+        if error.errno not in _NO_FILE or (error.errno == errno.EACCES and os.access(".", os.X_OK, dir_fd=folder)):
+            raise
+        return False
 
 
 def walk_files(path: Path) -> list[Path]:

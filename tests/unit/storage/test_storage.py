@@ -7,7 +7,7 @@ import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -383,6 +383,27 @@ def test_folders_are_made_with_their_parents_and_their_names_are_listed(tmp_path
     assert posix.list_names(tmp_path / "absent") == set()
     assert posix.list_names(tmp_path / "file") == set()
     posix.fsync_directory(tmp_path)
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Iterator[None]:
+    """The file system refuses to say what ``manifest.json`` is."""
+    (tmp_path / "manifest.json").touch()
+    with mock.patch.object(stat, "S_ISREG", side_effect=OSError(errno.EACCES, "Permission denied")):
+        yield
+
+
+def test_a_directory_that_may_not_be_searched_has_no_file(tmp_path: Path, refused: None) -> None:
+    with mock.patch("os.access", return_value=False):
+        assert posix.is_directory_without(tmp_path, "manifest.json")
+
+
+def test_if_access_is_refused_only_for_the_moment_it_is_unknown_what_a_directory_has(
+    tmp_path: Path, refused: None
+) -> None:
+    """A job that takes a checkpoint for missing begins a new run."""
+    with pytest.raises(StorageError, match="Permission denied"):
+        posix.is_directory_without(tmp_path, "manifest.json")
 
 
 def test_what_lacks_a_file_is_told_from_what_is_not_there(tmp_path: Path) -> None:
