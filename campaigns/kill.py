@@ -56,17 +56,7 @@ def kill_at_point(case: Case, scratch: Path) -> KillOutcome:
 
 
 def _kill_and_check(case: Case, scratch: Path, path: Path) -> KillOutcome:
-    with Job(
-        case.size,
-        case.store,
-        scratch,
-        interruption.save_or_load,
-        path,
-        case,
-        "kill_process",
-        backend=case.backend,
-        hosts=case.hosts,
-    ) as job:
+    with interruption.start_job(case, scratch, path, "kill_process") as job:
         job.wait_until(
             lambda: job.have_ended() or (job.have_ended(case.victim) and (case.victim, "killed") in job.messages),
             MAX_SECONDS,

@@ -50,17 +50,7 @@ def stop_at_point(case: Case, scratch: Path, *, meanwhile: bool) -> StopOutcome:
 
 def _stop_and_check(case: Case, scratch: Path, path: Path, *, meanwhile: bool) -> StopOutcome:
     victim = case.victim
-    with Job(
-        case.size,
-        case.store,
-        scratch,
-        interruption.save_or_load,
-        path,
-        case,
-        "stop_process",
-        backend=case.backend,
-        hosts=case.hosts,
-    ) as job:
+    with interruption.start_job(case, scratch, path, "stop_process") as job:
         job.wait_until(
             lambda: job.have_ended() or (job.have_ended(victim) and (victim, "stopped") in job.messages), MAX_SECONDS
         )

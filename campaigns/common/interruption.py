@@ -182,6 +182,11 @@ def save_or_load(rank: Rank, path: Path, case: Case, action: str) -> str:
     return "done"
 
 
+def start_job(case: Case, scratch: Path, path: Path, action: str) -> Job:
+    """Start the ranks of a case, each with :func:`save_or_load`."""
+    return Job(case.size, case.store, scratch, save_or_load, path, case, action, backend=case.backend, hosts=case.hosts)
+
+
 def resume_and_save(rank: Rank, path: Path) -> int:
     """Load, save the next step and load that, as one rank of the job that continues. Return the first step."""
     del rank

@@ -229,6 +229,14 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_lock_is_released_even_if_its_directory_cannot_be_looked_at(tmp_path: Path) -> None:
+    folder = leave_behind(tmp_path, posix.host_id())
+    lock = lock_staging(folder)
+    with mock.patch("holdfast.run.staging_lock.path_exists", side_effect=StorageError(errno.EIO, "input/output error")):
+        lock.close()
+    lock_staging(folder).close()
+
+
 def test_a_hidden_link_to_itself_is_no_leftover(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     (tmp_path / ".loop").symlink_to(".loop")

@@ -82,10 +82,10 @@ class StagingLock:
 
         Later calls do nothing.
         """
-        if self._is_owner or not path_exists(self._partial):
-            self._lock.remove()
-        else:
-            self._lock.close()
+        with suppress(StorageError):  # if the directory cannot be looked at, the file stays
+            if self._is_owner or not path_exists(self._partial):
+                self._lock.remove()
+        self._lock.close()
 
 
 def lock_path(parent: Path, name: HiddenName) -> Path:
