@@ -21,6 +21,7 @@ from benchmarks import (
     parallel,
     planning,
     report,
+    several_hosts,
     single,
     split_tensor,
     stall,
@@ -48,6 +49,7 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "planning": planning.measure_planning,
     "planning-dcp": dcp_planning.measure_dcp_planning,
     "start": start.measure_start,
+    "several-hosts": several_hosts.measure_several_hosts,
 }
 
 

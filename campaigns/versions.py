@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 #: The packages besides torch and holdfast, which brings its own, that the core tests import.
 PACKAGES = frozenset(
     {"hypothesis", "jsonschema", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors", "torchdata"}
-    | {"awscrt", "msgspec", "rich", "typer"}
+    | {"awscrt", "click", "msgspec", "rich", "typer"}
 )
 
 #: All tests of holdfast itself, and those with torch's own checkpoints.

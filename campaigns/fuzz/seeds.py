@@ -25,9 +25,11 @@ def create_seeds(folder: Path) -> dict[str, Path]:
         made[to] = holdfast.convert(native, folder / to / name, to=to, **options)
     made["dcp+checksums"] = folder / "dcp+checksums/c"
     dcp.save(_build_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
-    made["safetensors shards"] = folder / "shards/c"
-    writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
-    dcp.save({name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}, storage_writer=writer)
+    if hasattr(dcp, "HuggingFaceStorageWriter"):  # from torch 2.8 on
+        made["safetensors shards"] = folder / "shards/c"
+        writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
+        tensors = {name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}
+        dcp.save(tensors, storage_writer=writer)
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()

@@ -38,6 +38,12 @@ def _run_failures(testbed: Testbed, kinds: list[str], times: int, report: Callab
     failures.run(testbed, kinds, times, report)
 
 
+def _run_folders(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
+    from campaigns.hosts.scenes import folders  # noqa: PLC0415 - it imports torch
+
+    folders.run(testbed, kinds, times, report)
+
+
 #: The modules that the ranks of a job import.
 _OF_JOBS = ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")
 
@@ -50,6 +56,7 @@ SCENES = {
     "names": Scene(lambda testbed, kinds, _, report: names.run(testbed, kinds, report), 2, (names.__name__,)),
     "faults": Scene(lambda testbed, kinds, _, report: faults.run(testbed, kinds, report), 2, (faults.__name__,)),
     "saves": Scene(_run_saves, 3, _OF_JOBS),
+    "folders": Scene(_run_folders, 3, (*_OF_JOBS, "campaigns.hosts.scenes.folders")),
     "failures": Scene(_run_failures, 3, (*_OF_JOBS, "campaigns.hosts.scenes.failures")),
 }
 

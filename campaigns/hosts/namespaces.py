@@ -37,6 +37,12 @@ def run_in_namespaces(function: Callable[[], int]) -> int:
     return status
 
 
+def unshare_network_and_mounts() -> None:
+    """Move this process into a network namespace and a mount namespace of its own."""
+    _check(_libc.unshare(_NEW_NETWORK | _NEW_MOUNTS), "unshare")
+    _check(_libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None), "mount")
+
+
 def _check(result: int, call: str) -> None:
     if result:
         code = ctypes.get_errno()

@@ -6,12 +6,13 @@ removed as soon as ``pyproject.toml`` requires that version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import filesystem
 
-__all__ = ["DCP_VERSION", "SerializationFormat"]
+__all__ = ["DCP_VERSION", "SerializationFormat", "fsdp_param_groups"]
 
 #: The version in the metadata of DCP folders. Not needed from torch 2.9 on; 2.7 and 2.8 write none, and ignore it.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
@@ -25,3 +26,12 @@ else:
 
         TORCH_SAVE = "torch_save"
         SAFETENSORS = "safetensors"
+
+
+def fsdp_param_groups(fsdp_state: Any) -> Sequence[Any]:
+    """Return the groups of parameters of a module with FSDP2. In torch 2.7 a module has at most one."""
+    if hasattr(fsdp_state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = fsdp_state._fsdp_param_groups  # noqa: SLF001
+        return groups
+    group = fsdp_state._fsdp_param_group  # noqa: SLF001
+    return [] if group is None else [group]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import average_gradients
 
 #: Layouts, and numbers of ranks.
 LAYOUTS = {"plain": 1, "ddp": 3, "zero": 2, "fsdp1": 2, "fsdp2": 2}
@@ -39,6 +41,7 @@ def build(layout: str, frozen: list[str], grouped: bool) -> tuple[nn.Module, tor
     body = list(model[0].parameters())
     if layout == "fsdp2":
         model = fully_shard(model)
+        average_gradients(model, dist.get_world_size())
         body = list(model[0].parameters())
     elif layout == "fsdp1":
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))

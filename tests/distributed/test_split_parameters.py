@@ -46,8 +46,8 @@ class FusedQKV(nn.Module):
             tail = tensor.shape[1:]
             parts = tensor.reshape(-1, HEADS + 2, SIZE, *tail)
             state[f"{prefix}wq.{name}"] = parts[:, :HEADS].reshape(-1, *tail).contiguous()
-            state[f"{prefix}wk.{name}"] = parts[:, HEADS].reshape(-1, *tail).contiguous()
-            state[f"{prefix}wv.{name}"] = parts[:, HEADS + 1].reshape(-1, *tail).contiguous()
+            state[f"{prefix}wk.{name}"] = parts[:, HEADS : HEADS + 1].reshape(-1, *tail).contiguous()
+            state[f"{prefix}wv.{name}"] = parts[:, HEADS + 1 :].reshape(-1, *tail).contiguous()
 
     @staticmethod
     def _merge(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -171,6 +171,7 @@ def test_a_newer_format_is_ours_too(run: Path) -> None:
 
 def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
     """What it asks is where the latest one is."""
+    pytest.importorskip("transformers")
     put_our_manifest(run)
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"

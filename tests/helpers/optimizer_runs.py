@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.torch_limits import HAS_MUON
+from tests.helpers.torch_limits import HAS_MUON, average_gradients
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,6 +56,7 @@ def build_run(layout: str, kind: str, seed: int = 0) -> tuple[nn.Module, optim.O
         model = DistributedDataParallel(model)
     elif layout == "fsdp":
         model = fully_shard(model)
+        average_gradients(model, dist.get_world_size())
     elif layout == "tp":
         model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     elif layout == "fsdp_tp":

@@ -11,11 +11,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.engine.plan.placements import FlatSharded, MeshShape, Placement, PlacementLayout, Replicated, Sharded
 from holdfast.ondisk.files import TensorInfo
+from tests.helpers.torch_limits import SHARDS_UNEVENLY
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 
 dtypes = st.sampled_from(["U8", "BF16", "F32", "C64"])
+
+
+_LARGEST_SPLIT = 4 if SHARDS_UNEVENLY else 1
 
 
 @st.composite
@@ -28,7 +32,7 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...], mesh: tuple[int, ...]) -
         return tuple(FlatSharded(offset, length) if dim == flat else Replicated() for dim in range(len(mesh)))
     if not shape:
         return (Replicated(),) * len(mesh)
-    sharded = st.builds(Sharded, st.integers(0, len(shape) - 1), st.integers(1, 4))
+    sharded = st.builds(Sharded, st.integers(0, len(shape) - 1), st.integers(1, _LARGEST_SPLIT))
     columns = st.just(Sharded(len(shape) - 1))
     return tuple(draw(st.one_of(st.just(Replicated()), sharded, columns)) for _ in mesh)
 

@@ -62,7 +62,7 @@ class Folder:
         path.mkdir()
         self._path = path
         self._data = data or record(torch.ones(2))
-        self.metadata = Metadata({}, {}, {}, StorageMeta("x"), "1.0.0")
+        self.metadata = Metadata({}, {}, {}, StorageMeta("x"))
 
     def place(self, offset: int = 0, size: int | None = None) -> _StorageInfo:
         return _StorageInfo("__0_0.distcp", offset, len(self._data) - offset if size is None else size)

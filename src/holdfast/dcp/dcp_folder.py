@@ -93,7 +93,9 @@ class DcpFolder:
             MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo(*record.location)
             for (name, offset), record in self.records.items()
         }
-        return Metadata(entries, dict(self.dcp_metadata.paths), storage_data, version=self.dcp_metadata.version)
+        metadata = Metadata(entries, dict(self.dcp_metadata.paths), storage_data)
+        metadata.version = self.dcp_metadata.version  # no argument before torch 2.9
+        return metadata
 
     def locate_record(self, item: ReadItem) -> RecordLocation:
         """Return the location of the record that an item reads."""

@@ -16,6 +16,7 @@ from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.run.staging_lock import StagingLock
 from holdfast.storage import posix
+from holdfast.storage.filesystems import is_local
 
 #: Names of the files of a DCP checkpoint. They are removed when another checkpoint replaces it.
 _DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums.NAME)}")
@@ -28,6 +29,17 @@ def staging_directory(final: Path) -> StagingDirectory:
     """
     digest = f"{crc64(final.name.encode()):016x}"
     return StagingDirectory(final, HiddenName(final.name, digest, digest, "partial"))
+
+
+def find_staging(final: Path) -> Path:
+    """Return the path of the staging directory that rank 0 has created for this save.
+
+    A client of a network file system may remember the name as that of an earlier save, which has become a checkpoint.
+    It asks the server again if the parent directory is listed.
+    """
+    if not is_local(final.parent):
+        posix.list_names(final.parent)
+    return staging_directory(final).path
 
 
 def create_staging(final: Path, *, overwrite: bool) -> StagingDirectory:

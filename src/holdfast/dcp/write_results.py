@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast.engine.comm.vote import RankFailure
+from holdfast.errors import RankMismatchError
 from holdfast.formats.dcp.checksums import ChecksumRecord
 from holdfast.ondisk import blocks
+from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
 
@@ -32,6 +34,15 @@ def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
             if isinstance(result.storage_data, RankFailure):
                 failure = result.storage_data
                 raise structs.replace(failure, message=f"rank {rank} of {len(results)}: {failure.message}").to_error()
+
+
+def check_all_present(folder: Path, written: Iterable[WrittenItem]) -> None:
+    """Raise ``RankMismatchError`` if rank 0 does not see a file that some rank has written."""
+    if missing := {item.info.relative_path for item in written} - set(posix.list_names(folder)):
+        raise RankMismatchError(
+            f"{folder} does not have {min(missing)}, which a rank has written: all ranks must save to a shared file "
+            "system"
+        )
 
 
 def metadata_indices(metadata: Metadata) -> Sequence[MetadataIndex]:

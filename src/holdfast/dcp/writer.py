@@ -20,8 +20,15 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.dcp.staging import check_same_on_all_ranks, create_staging, staging_directory
-from holdfast.dcp.write_results import WrittenItem, check_all_written, checksum_records, hash_chunks, metadata_indices
+from holdfast.dcp.staging import check_same_on_all_ranks, create_staging, find_staging
+from holdfast.dcp.write_results import (
+    WrittenItem,
+    check_all_present,
+    check_all_written,
+    checksum_records,
+    hash_chunks,
+    metadata_indices,
+)
 from holdfast.engine.comm.vote import RankFailure
 from holdfast.engine.io.device_streams import synchronize_devices
 from holdfast.errors import InvalidArgumentError, StorageError
@@ -132,7 +139,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's files, make them durable, and hash them."""
         results: Future[list[WriteResult]] = Future()
         try:
-            results.set_result(self._write_files(staging_directory(self.path).path, plan, planner))
+            results.set_result(self._write_files(find_staging(self.path), plan, planner))
         except Exception as error:  # noqa: BLE001 - reported to rank 0, which removes the folder
             results.set_result([WriteResult(MetadataIndex(""), 0, RankFailure.from_error(error))])
         return results
@@ -169,9 +176,9 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         staging, self._staging = self._staging, None
         try:
             check_all_written(results)
-            self._write_metadata(
-                staging.path, metadata, {result.index: result.storage_data for row in results for result in row}
-            )
+            written: dict[MetadataIndex, WrittenItem] = {r.index: r.storage_data for row in results for r in row}
+            check_all_present(staging.path, written.values())
+            self._write_metadata(staging.path, metadata, written)
             staging.replace()
         except BaseException:
             staging.discard()

@@ -31,6 +31,7 @@ from tests.helpers.dcp_checkpoints import save_dcp, state_by_name, train_model, 
 from tests.helpers.equality import equal_bits
 from tests.helpers.layouts import LAYOUTS, LayoutRun, Net, blank_run, clean_name, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import HAS_HUGGING_FACE_WRITER
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -323,6 +324,9 @@ def test_a_rank_that_is_missing_is_missed(ranks: Ranks, tmp_path: Path) -> None:
         holdfast.open(tmp_path / "c")
 
 
+needs_hugging_face_writer = pytest.mark.skipif(not HAS_HUGGING_FACE_WRITER, reason="torch has no such writer")
+
+
 def sharded_safetensors(path: str) -> None:
     state = get_model_state_dict(fill_run(LAYOUTS["fsdp_tp"][0]()).model)
     state = {name: tensor for name, tensor in state.items() if tensor.ndim and tensor.dtype.is_floating_point}
@@ -336,6 +340,7 @@ def whole_safetensors(path: str) -> None:
     )
 
 
+@needs_hugging_face_writer
 def test_safetensors_in_shards(ranks: Ranks, tmp_path: Path) -> None:
     ranks(4, sharded_safetensors, str(tmp_path / "c"))
     assert len(list((tmp_path / "c").glob("shard-*.safetensors"))) == 4
@@ -350,6 +355,7 @@ def test_safetensors_in_shards(ranks: Ranks, tmp_path: Path) -> None:
         holdfast.open(tmp_path / "c")
 
 
+@needs_hugging_face_writer
 def test_safetensors_that_are_whole(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, whole_safetensors, str(tmp_path / "c"))
     assert equal_bits(opened(tmp_path / "c")["model/b"], torch.arange(4.0))

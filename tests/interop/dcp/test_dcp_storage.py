@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.dcp.staging import create_staging, staging_directory
+from holdfast.dcp.staging import create_staging, find_staging, staging_directory
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.checksums import ChecksumRecord, VerifiedReader
@@ -275,6 +275,31 @@ def test_a_save_that_removes_what_it_replaced_still_has_the_path_to_itself(tmp_p
     assert refused == [True]
     load(str(path), 2)
     assert names(tmp_path) == ["c"]
+
+
+def test_a_host_asks_the_server_which_directory_has_the_name_of_staging(tmp_path: Path) -> None:
+    """All saves to a path use one hidden name, which a client of NFS remembers until the parent is listed."""
+    listed: list[Path] = []
+    with (
+        mock.patch("holdfast.dcp.staging.is_local", return_value=False),
+        mock.patch("holdfast.dcp.staging.posix.list_names", side_effect=listed.append),
+    ):
+        assert find_staging(tmp_path / "c") == staging_directory(tmp_path / "c").path
+    assert listed == [tmp_path]
+
+
+def test_files_in_another_directory_fail_the_save(tmp_path: Path) -> None:
+    """As if the host of a rank had taken an earlier save's directory for that of this one."""
+    path, other = tmp_path / "c", tmp_path / "other"
+    save(str(path), 1)
+    other.mkdir()
+    with (
+        mock.patch("holdfast.dcp.writer.find_staging", return_value=other),
+        pytest.raises(CheckpointException, match=r"does not have __0_0\.distcp"),
+    ):
+        save(str(path), 2)
+    load(str(path), 1)
+    assert names(tmp_path) == ["c", "other"]
 
 
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.state.optimizer.probe import ProbedState, probe_states
-from tests.helpers.torch_limits import HAS_MUON, SHARDS_UNEVENLY
+from tests.helpers.torch_limits import HAS_MUON, SHARDS_UNEVENLY, STEPS_FAIL_TOGETHER
 
 #: Of torch's optimizers, only this one has steps that use collectives.
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="torch has Muon since 2.9")
@@ -188,6 +188,7 @@ def test_a_plain_parameters_states_are_those_of_a_real_step() -> None:
     assert compared(kinds, ("plain", "channels last")) == []
 
 
+@pytest.mark.skipif(not STEPS_FAIL_TOGETHER, reason="a failing step blocks the other rank")
 @pytest.mark.parametrize(("size", "names"), [(1, {"SGD momentum", "Muon"} & OPTIMIZERS.keys()), (2, OPTIMIZERS.keys())])
 def test_a_dtensors_states_are_those_of_a_real_step(ranks: Any, size: int, names: set[str]) -> None:
     kinds = {name: kind for name, kind in OPTIMIZERS.items() if name in names}
@@ -369,6 +370,7 @@ def fsdp_adafactor() -> str:
     return str(raised.value)
 
 
+@pytest.mark.skipif(not STEPS_FAIL_TOGETHER, reason="torch takes this step")
 def test_a_step_that_torch_cannot_take_is_refused(ranks: Any) -> None:
     for message in ranks(2, fsdp_adafactor):
         # What torch says, differs from version to version.

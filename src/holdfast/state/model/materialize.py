@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from holdfast.state.tensors import local_tensor
+from holdfast.torch_versions import fsdp_param_groups
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _default_device(model: nn.Module) -> torch.device:
         parameter.device_mesh.device_type for parameter in model.parameters() if isinstance(parameter, DTensor)
     )
     device_type = next(device_types, None)
-    return torch.get_default_device() if device_type is None else torch.device(device_type)
+    return torch.empty(0).device if device_type is None else torch.device(device_type)
 
 
 def _offloaded_parameters(model: nn.Module) -> Iterator[tuple[int, torch.device]]:
@@ -120,5 +121,5 @@ def _reset_fsdp_views(module: FSDPModule) -> None:
 def _fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
     for module in modules:
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            for group in fsdp_param_groups(module._get_fsdp_state()):  # noqa: SLF001
                 yield from group.fsdp_params
