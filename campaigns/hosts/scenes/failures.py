@@ -136,10 +136,7 @@ def _start_job(testbed: Testbed) -> Iterator[Job]:
     port, address = next(_PORTS), testbed.clients[0].address
     ranks = [client.worker() for client in testbed.clients[:2]]
     try:
-        for rank, worker in enumerate(ranks):
-            worker.send(saves.join, rank, len(ranks), address, port)
-        for worker in ranks:
-            worker.receive()
+        saves.start_job(ranks, address, port)
         yield Job(ranks, [worker.call(os.getpid) for worker in ranks])
     finally:
         for worker in ranks:
@@ -148,9 +145,7 @@ def _start_job(testbed: Testbed) -> Iterator[Job]:
 
 
 def _save_on_all(job: Job, run: Path, step: int) -> list[str]:
-    for worker in job.ranks:
-        worker.send(saves.save, run, step, _SYNCHRONOUS)
-    return [worker.receive() for worker in job.ranks]
+    return saves.call_all(job.ranks, saves.save, run, step, _SYNCHRONOUS)
 
 
 def _await_answers(job: Job, event: Event, deadline: float) -> list[str]:
@@ -179,9 +174,7 @@ def _find_problem(testbed: Testbed, run: Path, answers: list[str]) -> str:
             if wrong := worker.call(saves.damage, path):
                 return str(wrong)
     with _start_job(testbed) as job:
-        for worker in job.ranks:
-            worker.send(saves.load, run, steps[0])
-        if any(loaded := [worker.receive() for worker in job.ranks]):
+        if any(loaded := saves.call_all(job.ranks, saves.load, run, steps[0])):
             return f"a new job did not load it: {loaded}"
         if (saved := _save_on_all(job, run, 3)) != ["saved", "saved"]:
             return f"a new job did not save: {saved}"

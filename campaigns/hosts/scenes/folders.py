@@ -31,10 +31,10 @@ def save(run: Path, step: int) -> str:
     """Replace both folders twice, at last by those of a step. Return ``""``, or the error."""
     try:
         for saved in (0, step):
-            model = saves.sharded_model(saved)
+            model = saves.sharded_model(saved, step)
             holdfast.save_model(model, run / _MODEL, shard=True, timeout=120)
         for saved in (0, step):
-            dcp.save(dict(saves.sharded_model(saved)), storage_writer=FileSystemWriter(run / _DCP))
+            dcp.save(dict(saves.sharded_model(saved, step)), storage_writer=FileSystemWriter(run / _DCP))
     except (holdfast.HoldfastError, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -42,13 +42,13 @@ def save(run: Path, step: int) -> str:
 
 def load(run: Path, step: int) -> str:
     """Load both folders on all ranks. Return ``""`` if they are of the expected step, or what is wrong."""
-    model, tensors = saves.sharded_model(0), saves.sharded_model(0)
+    model, tensors = (saves.sharded_model(0, step + 1) for _ in range(2))
     try:
         holdfast.load_model(model, run / _MODEL, timeout=120)
         dcp.load(dict(tensors), storage_reader=FileSystemReader(run / _DCP))
     except (holdfast.HoldfastError, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
-    expected = saves.sharded_model(step)
+    expected = saves.sharded_model(step, step + 1)
     wrong = [
         f"{what}: {name}"
         for what, loaded in ((_MODEL, model), (_DCP, tensors))
@@ -82,10 +82,7 @@ def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], 
         with ExitStack() as stack:
             ranks = [stack.enter_context(client.worker()) for client in testbed.clients[:2]]
             lookers = [stack.enter_context(host.worker()) for host in (testbed.clients[2], testbed.server)]
-            for rank, worker in enumerate(ranks):
-                worker.send(saves.join, rank, len(ranks), testbed.clients[0].address, _PORT + place)
-            for worker in ranks:
-                worker.receive()
+            saves.start_job(ranks, testbed.clients[0].address, _PORT + place)
             _save_all(ranks, lookers, kind, times, report)
 
 
@@ -94,20 +91,15 @@ def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int,
     path = mount_point(kind) / name
     lookers[1].call(Path.mkdir, guest.EXPORT / name)
     for step in range(1, times + 1):
-        answers = [f"save by rank {rank}: {answer}" for rank, answer in _call_all(ranks, save, path, step)]
-        answers += [f"load by rank {rank}: {answer}" for rank, answer in _call_all(ranks, load, path, step)]
-        seen = (lookers[0].call(damage, path, step), lookers[1].call(damage, guest.EXPORT / name, step))
-        answers += [f"{who}: {answer}" for who, answer in zip(("third client", "server"), seen, strict=True) if answer]
-        for answer in answers:
-            report(f"{kind} | step {step} | {answer}")
-        wrong += len(answers)
+        answers = {f"rank {rank} saves": text for rank, text in enumerate(saves.call_all(ranks, save, path, step))}
+        answers |= {f"rank {rank} loads": text for rank, text in enumerate(saves.call_all(ranks, load, path, step))}
+        answers |= {
+            "third client": lookers[0].call(damage, path, step),
+            "server": lookers[1].call(damage, guest.EXPORT / name, step),
+        }
+        problems = [f"{what} | {answer}" for what, answer in answers.items() if answer]
+        for problem in problems:
+            report(f"{kind} | step {step}, {problem}")
+        wrong += len(problems)
     verdict = f"WRONG: {wrong} answers" if wrong else "none wrong"
     report(f"{kind} | {times} saves and loads in {time.monotonic() - started:.0f} s | {verdict}")
-
-
-def _call_all(ranks: list[Worker], function: Callable[[Path, int], str], run: Path, step: int) -> list[tuple[int, str]]:
-    """Call a function on all ranks. Return the ranks that answered something, with what they answered."""
-    for worker in ranks:
-        worker.send(function, run, step)
-    answers = [(rank, worker.receive()) for rank, worker in enumerate(ranks)]
-    return [(rank, answer) for rank, answer in answers if answer]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import holdfast
 from campaigns.hosts import guest
@@ -33,11 +35,12 @@ SAVES: tuple[dict[str, Any], ...] = (
 )
 _SAVES_WITHOUT_REMOVAL = SAVES[:2]
 
-#: What the ranks do after one another.
-_CALLS = ("rank 0 saves", "rank 1 saves", "rank 0 loads", "rank 1 loads")
+#: The places of ranks on the clients. Four ranks have a mesh of two dimensions.
+JOBS = ((0, 1), (0, 1, 2), (0, 0, 1, 1))
 
-#: Tensors that two ranks share by rows; almost all their borders are inside pages of the file.
+#: Tensors of odd shapes, in another layout in each step; almost all borders of shards are inside pages of the file.
 _TENSORS = 120
+_COLUMNS = 7
 
 #: The clock of the second client is ahead of the others by this.
 _SECONDS_APART = 600.0
@@ -56,26 +59,37 @@ def join(rank: int, size: int, address: str, port: int) -> None:
 
 def whole_model(step: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a step, unsharded."""
-    return {f"t{n}": torch.arange(1001 + 14 * n, dtype=torch.float32) + 1e4 * step + n for n in range(_TENSORS)}
+    sizes = {n: (143 + 2 * n) * _COLUMNS for n in range(_TENSORS)}
+    values = {n: torch.arange(size, dtype=torch.float32) + 1e4 * step + n for n, size in sizes.items()}
+    return {f"t{n}": tensor.view(-1, _COLUMNS) for n, tensor in values.items()}
 
 
-def sharded_model(step: int) -> dict[str, DTensor]:
-    """Return this rank's shards of a step's tensors."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False)
-    return {
-        name: DTensor.from_local(
-            tensor.chunk(size)[rank].contiguous(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(1,)
-        )
-        for name, tensor in whole_model(step).items()
-    }
+def sharded_model(step: int, seed: int) -> dict[str, DTensor]:
+    """Return this rank's shards of a step's tensors. The seed selects their layouts; four ranks have a 2-D mesh."""
+    size = dist.get_world_size()
+    shape = (2, size // 2) if size == len(JOBS[-1]) else (size,)
+    mesh = DeviceMesh("cpu", torch.arange(size).view(shape), _init_backend=False)
+    draw = random.Random(seed)
+    layouts = {name: draw.choices((Shard(0), Shard(0), Shard(1), Replicate()), k=len(shape)) for name in whole_model(0)}
+    return {name: _shard(tensor, mesh, layouts[name]) for name, tensor in whole_model(step).items()}
+
+
+def _shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    local, coordinate = tensor, mesh.get_coordinate()
+    assert coordinate is not None  # noqa: S101 - each rank is in the mesh
+    for size, at, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        if isinstance(placement, Shard):
+            local = local.chunk(size, placement.dim)[at]
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def save(run: Path, step: int, saves: tuple[dict[str, Any], ...], timeout: float = 120.0) -> str:
     """Save a step. Return ``"saved"``, or the error."""
     options = saves[step % len(saves)]
     tag = "same" if options.get("overwrite") else f"step_{step}"
-    arguments: dict[str, Any] = {"model": sharded_model(step), "user_content": {"step": step}, "step": step}
+    arguments: dict[str, Any] = {"model": sharded_model(step, step), "user_content": {"step": step}, "step": step}
     try:
         holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=timeout).wait()
     except holdfast.HoldfastError as error:
@@ -94,13 +108,13 @@ def newest(run: Path, expected: int) -> str:
 
 
 def load(run: Path, expected: int) -> str:
-    """Load the newest checkpoint on all ranks. Return ``""`` if it is of the expected step, or what is wrong."""
-    model = sharded_model(0)
+    """Load the newest checkpoint in other layouts. Return ``""`` if it is of the expected step, or what is wrong."""
+    model = sharded_model(0, expected + 1)
     try:
         content = holdfast.load_checkpoint(run, model=model, timeout=120)
     except holdfast.HoldfastError as error:
         return f"{type(error).__name__}: {error}"
-    shards = sharded_model(expected)
+    shards = sharded_model(expected, expected + 1)
     wrong = [name for name, tensor in model.items() if not torch.equal(tensor.to_local(), shards[name].to_local())]
     if content["step"] != expected:
         return f"step {content['step']} was loaded"
@@ -120,40 +134,49 @@ def damage(run: Path) -> str:
 
 
 def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
-    """Save from the first two clients, whose clocks differ; the server and a third client look at each checkpoint."""
+    """Save from the clients, the clock of one of which is wrong; the server and a third client look at the results."""
     with testbed.clients[1].worker() as worker:
         worker.call(guest.set_clock_ahead, _SECONDS_APART)
-    for place, kind in enumerate(kinds):
+    ports = itertools.count(_PORT)
+    for kind, places in itertools.product(kinds, JOBS):
         with ExitStack() as stack:
-            ranks = [stack.enter_context(client.worker()) for client in testbed.clients[:2]]
+            ranks = [stack.enter_context(testbed.clients[place].worker()) for place in places]
             lookers = [stack.enter_context(host.worker()) for host in (testbed.clients[2], testbed.server)]
-            for rank, worker in enumerate(ranks):
-                worker.send(join, rank, len(ranks), testbed.clients[0].address, _PORT + place)
-            for worker in ranks:
-                worker.receive()
+            start_job(ranks, testbed.clients[0].address, next(ports))
             _save_all(ranks, lookers, kind, times, report)
+
+
+def start_job(ranks: list[Worker], address: str, port: int) -> None:
+    """Make workers the ranks of a job."""
+    for rank, worker in enumerate(ranks):
+        worker.send(join, rank, len(ranks), address, port)
+    for worker in ranks:
+        worker.receive()
+
+
+def call_all(ranks: list[Worker], function: Callable[..., str], *arguments: Any) -> list[str]:
+    """Call a function on all ranks at the same time. Return their answers."""
+    for worker in ranks:
+        worker.send(function, *arguments)
+    return [worker.receive() for worker in ranks]
 
 
 def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int, report: Callable[[str], None]) -> None:
     name = f"run-{kind}-{time.monotonic_ns()}"
-    outcomes: dict[str, int] = {}
-    started = time.monotonic()
+    path, wrong, started = mount_point(kind) / name, 0, time.monotonic()
     saves = _SAVES_WITHOUT_REMOVAL if kind.startswith("fuse") else SAVES
     for step in range(1, times + 1):
-        for worker in ranks:
-            worker.send(save, mount_point(kind) / name, step, saves)
-        answers = [worker.receive() for worker in ranks]
-        for worker in ranks:
-            worker.send(load, mount_point(kind) / name, step)
-        answers += [worker.receive() for worker in ranks]
-        seen = {
-            "third client, newest": lookers[0].call(newest, mount_point(kind) / name, step),
-            "third client, tensors": lookers[0].call(damage, mount_point(kind) / name),
+        answers = {f"rank {rank} saves": text for rank, text in enumerate(call_all(ranks, save, path, step, saves))}
+        answers |= {f"rank {rank} loads": text for rank, text in enumerate(call_all(ranks, load, path, step))}
+        answers |= {
+            "third client, newest": lookers[0].call(newest, path, step),
+            "third client, tensors": lookers[0].call(damage, path),
             "server, tensors": lookers[1].call(damage, guest.EXPORT / name),
         }
-        for what, answer in list(zip(_CALLS, answers, strict=True)) + list(seen.items()):
-            if answer not in {"", "saved"}:
-                report(f"{kind} | save {step}, {what} | {answer}")
-                outcomes[what] = outcomes.get(what, 0) + 1
-    verdict = f"WRONG: {outcomes}" if outcomes else "none wrong"
-    report(f"{kind} | {times} saves and loads in {time.monotonic() - started:.0f} s | {verdict}")
+        problems = [f"{what} | {answer}" for what, answer in answers.items() if answer not in {"", "saved"}]
+        for problem in problems:
+            report(f"{kind} | save {step}, {problem}")
+        wrong += len(problems)
+    verdict = f"WRONG: {wrong} answers" if wrong else "none wrong"
+    job = f"{kind}, {len(ranks)} ranks"
+    report(f"{job} | {times} saves and loads in {time.monotonic() - started:.0f} s | {verdict}")

@@ -31,7 +31,7 @@ from tests.helpers.dcp_checkpoints import save_dcp, state_by_name, train_model, 
 from tests.helpers.equality import equal_bits
 from tests.helpers.layouts import LAYOUTS, LayoutRun, Net, blank_run, clean_name, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
-from tests.helpers.torch_limits import HAS_HUGGING_FACE_WRITER
+from tests.helpers.torch_limits import HAS_HUGGING_FACE_WRITER, SAVES_WITHOUT_COLLECTIVES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -311,12 +311,19 @@ def alone(path: str) -> None:
     dcp.save({**state, "step": 3, "loss": torch.tensor(0.5)}, checkpoint_id=path, use_collectives=False)
 
 
+needs_saves_without_collectives = pytest.mark.skipif(
+    not SAVES_WITHOUT_COLLECTIVES, reason="torch always uses collectives"
+)
+
+
+@needs_saves_without_collectives
 def test_ranks_that_save_each_for_itself(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3, alone, str(tmp_path / "c"))
     for reader, n in SOME_READERS:
         ranks(n, load, str(tmp_path / "c"), reader)
 
 
+@needs_saves_without_collectives
 def test_a_rank_that_is_missing_is_missed(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3, alone, str(tmp_path / "c"))
     (tmp_path / "c/__1.metadata").unlink()
