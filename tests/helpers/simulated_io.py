@@ -33,7 +33,7 @@ from tests.helpers.tensors import random_tensor, tensor_bytes
 from tests.helpers.thread_ranks import ThreadP2P, run_ranks_or_raise
 
 #: Sizes that make many chunks, blocks and stripes out of few bytes.
-SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96}
+SMALL = {"STRIPE": 64, "NARROW": 40, "MIN_SHARE": 32, "CHUNK": 48, "BLOCK_BYTES": 96, "MAX_BYTES_IN_FLIGHT": 160}
 
 #: Every stripe needs every rank.
 COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
@@ -43,7 +43,8 @@ COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
 def small_sizes() -> Iterator[None]:
     """Make many chunks, blocks and stripes out of few bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        modules = (blocks, file_ranges, write_stripes, read, partition, read_shared, stripes, requests, write)
+        plans = (file_ranges, load_plan, partition, stripes)
+        modules = (blocks, *plans, write_stripes, read, read_shared, requests, write)
         for name, size in SMALL.items():
             users = [module for module in modules if hasattr(module, name)]
             assert users, f"no module has {name}"

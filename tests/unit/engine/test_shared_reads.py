@@ -186,3 +186,19 @@ def test_bytes_that_other_ranks_read_too_are_planned_apart(
     loading = SimulatedLoad(store_in_pieces(tmp_path, (job, {("model", "w"): [0, 512]}, [0])), job, exchange=False)
     plans = [loading.plan(rank)[0] for rank in range(4)]
     assert all(bool(plan.file_ranges) == alone and bool(plan.host_shared) != alone for plan in plans)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_holders_of_replicas_send_at_the_same_time(tmp_path: Path, ranks: int) -> None:
+    """If the items of one rank followed each other, its link would carry all copies of them alone."""
+    tensors = {("model", f"w{number}"): random_tensor((53 + number,), torch.float32) for number in range(40)}
+    replicated = dict.fromkeys(range(ranks), PlacementLayout(make_mesh(ranks), (Replicated(),)))
+    job = Job([*range(ranks)], tensors, dict.fromkeys(tensors, replicated))
+    cuts = {key: [0, 4 * tensor.numel()] for key, tensor in tensors.items()}
+    loading = SimulatedLoad(store_in_pieces(tmp_path, (job, cuts, [0] * len(tensors))), job, exchange=True)
+    orders = [[(item.owner, item.chunk.offset) for item in loading.plan(rank)[0].exchanged] for rank in range(ranks)]
+    assert all(order == orders[0] for order in orders)
+    owners = [owner for owner, _ in orders[0]]
+    assert len(owners) >= 16 * ranks
+    windows = [owners[first : first + 4 * ranks] for first in range(len(owners) - 4 * ranks)]
+    assert all(len({*window}) == ranks for window in windows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from holdfast.engine.io.requests import (
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.tensor_bytes import ByteSink
-from holdfast.engine.io.write_stripes import MAX_IN_FLIGHT, hash_fragments
+from holdfast.engine.io.write_stripes import hash_fragments
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.load_plan import BroadcastChunk
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
@@ -32,6 +32,12 @@ from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.blocks import Fragment
 from holdfast.storage.memory import BufferPool, Bytes
+
+#: How many of its own items a rank reads before it is their turn to be sent.
+_READ_AHEAD = 4
+
+#: The most bytes of items that are being sent or received.
+MAX_BYTES_IN_FLIGHT = 64 * 2**20
 
 _ReadResult = list[tuple[int, Fragment]]
 
@@ -76,17 +82,23 @@ def read_shared(
 ) -> Fragments:
     """Read the items that this rank owns and send them; receive the others. Return the fragments hashed by this rank.
 
-    A rank that cannot read still sends bytes, with arbitrary values, before it raises, so that no other rank waits.
+    All ranks start the items in one order, and an item is not finished before later ones are started: so several ranks
+    send at the same time. A rank that cannot read still sends bytes, with arbitrary values, before it raises, so that
+    no other rank waits.
     """
     in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
         reader = stack.enter_context(SourceReader(files))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         relay = _Relay(reader, sink_of, p2p, pool, on_moved)
-        for item in items:
-            if len(in_flight) == MAX_IN_FLIGHT:
+        nbytes = 0
+        for item_in_flight in relay.read_ahead(items):
+            relay.start_transfer(item_in_flight)
+            in_flight.append(item_in_flight)
+            nbytes += len(item_in_flight.data)
+            while nbytes > MAX_BYTES_IN_FLIGHT:
+                nbytes -= len(in_flight[0].data)
                 relay.finish_item(in_flight.popleft())
-            in_flight.append(relay.start_item(item))
         while in_flight:
             relay.finish_item(in_flight.popleft())
         for error in relay.errors:
@@ -118,7 +130,7 @@ class _ReadInFlight:
     """An item on its way into ``data``: read by this rank, or sent by another."""
 
     item: StripeTask | BroadcastChunk
-    data: Bytes
+    data: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
     reading: Future[_ReadResult] | None = None
     works: Works = ()
 
@@ -135,23 +147,41 @@ class _Relay:
     fragments: list[_ReadResult] = field(default_factory=list)
     errors: list[HoldfastError] = field(default_factory=list)
 
-    def start_item(self, item: StripeTask | BroadcastChunk) -> _ReadInFlight:
-        """Start to read or to receive an item."""
-        file_ranges = _ranges_to_read(item, self.p2p.rank)
-        data = self._get_destination(item)
-        if file_ranges:
-            return _ReadInFlight(item, data, self.pool.submit(_read_ranges, file_ranges, data, self.reader))
-        sender = item.owner if isinstance(item, BroadcastChunk | RemoteStripe) else self.p2p.rank
-        return _ReadInFlight(item, data, works=[self.p2p.receive(data, sender)])
+    def read_ahead(self, items: Iterable[StripeTask | BroadcastChunk]) -> Iterator[_ReadInFlight]:
+        """Yield the items. Of those of this rank the next :data:`_READ_AHEAD` are being read."""
+        upcoming: deque[_ReadInFlight] = deque()
+        reads = 0
+        for item in items:
+            upcoming.append(self._start_read(item))
+            reads += upcoming[-1].reading is not None
+            while reads > _READ_AHEAD:
+                reads -= upcoming[0].reading is not None
+                yield upcoming.popleft()
+        yield from upcoming
+
+    def _start_read(self, item: StripeTask | BroadcastChunk) -> _ReadInFlight:
+        item_in_flight = _ReadInFlight(item)
+        if file_ranges := _ranges_to_read(item, self.p2p.rank):
+            item_in_flight.data = self._get_destination(item)
+            item_in_flight.reading = self.pool.submit(_read_ranges, file_ranges, item_in_flight.data, self.reader)
+        return item_in_flight
+
+    def start_transfer(self, item_in_flight: _ReadInFlight) -> None:
+        """Start to send an item as soon as it is read, or to receive it."""
+        item = item_in_flight.item
+        if item_in_flight.reading is None:
+            sender = item.owner if isinstance(item, BroadcastChunk | RemoteStripe) else self.p2p.rank
+            item_in_flight.data = self._get_destination(item)
+            item_in_flight.works = [self.p2p.receive(item_in_flight.data, sender)]
+            return
+        try:
+            self.fragments.append(item_in_flight.reading.result())
+        except HoldfastError as error:
+            self.errors.append(error)
+        item_in_flight.works = list(self._send_item(item, item_in_flight.data))
 
     def finish_item(self, item_in_flight: _ReadInFlight) -> None:
-        """Wait for an item. Send it if it was read here, and write it into this rank's shard."""
-        if item_in_flight.reading is not None:
-            try:
-                self.fragments.append(item_in_flight.reading.result())
-            except HoldfastError as error:
-                self.errors.append(error)
-            item_in_flight.works = list(self._send_item(item_in_flight.item, item_in_flight.data))
+        """Wait for the transfer of an item, and write it into this rank's shard."""
         self.p2p.wait(item_in_flight.works)
         self._store_item(item_in_flight.item, item_in_flight.data)
         self.on_moved(len(item_in_flight.data))

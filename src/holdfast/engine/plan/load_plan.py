@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from holdfast.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from holdfast.engine.plan.global_spec import GlobalTensor
-from holdfast.engine.plan.partition import partition_tensor, split_evenly
 from holdfast.engine.plan.routes import (
     Locate,
     OwnedStripe,
@@ -22,6 +21,7 @@ from holdfast.engine.plan.routes import (
     local_stripes,
 )
 from holdfast.engine.plan.shards import local_shard
+from holdfast.ondisk.blocks import BLOCK_BYTES
 
 
 class BroadcastChunk(NamedTuple):
@@ -62,6 +62,18 @@ class LoadPlan:
 LocateTensor = Callable[[int], Locate]
 
 
+class _Turn(NamedTuple):
+    """The place of an item in the order that all ranks keep: within its round first, then by its own first byte.
+
+    ``round_start`` is the tensor and the offset of the first byte of the round, ``number`` counts the items that one
+    rank owns in it. A stripe is a round of its own.
+    """
+
+    round_start: tuple[int, int]
+    number: int
+    start: tuple[int, int]
+
+
 def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
     """Return the plan of ``rank`` for tensors by number. With ``exchange`` each byte is read by one rank only.
 
@@ -69,13 +81,15 @@ def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTens
     """
     plan, routes = LoadPlan(), StripeRoutes(rank)
     copies: dict[tuple[int, ...], list[FileRange]] = {}
+    turns: list[tuple[_Turn, StripeTask | BroadcastChunk]] = []
     for number, tensor in sorted(tensors.items()):
         coordinate = tensor.coordinate_of(rank)
         if coordinate is None:
             continue
         if is_striped(tensor):
             if exchange:
-                plan.exchanged += routes.route_tensor(tensor, locate(number))
+                stripes = routes.route_tensor(tensor, locate(number))
+                turns += [(_Turn(_first_byte(stripe), 0, _first_byte(stripe)), stripe) for stripe in stripes]
             else:
                 plan.local_stripes += local_stripes(tensor, rank, locate(number))
             continue
@@ -85,22 +99,52 @@ def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTens
     plan.file_ranges = copies.pop((rank,), [])
     for holders, file_ranges in copies.items():
         if exchange:
-            plan.exchanged += _broadcast_chunks(holders, file_ranges)
+            turns += _broadcast_chunks(holders, file_ranges)
         else:
             plan.host_shared += file_ranges
-    plan.exchanged.sort(key=_first_byte)
+    plan.exchanged = [item for _, item in sorted(turns, key=lambda turn: turn[0])]
     return plan
 
 
-def _broadcast_chunks(holders: tuple[int, ...], file_ranges: Sequence[FileRange]) -> Iterator[BroadcastChunk]:
+def _broadcast_chunks(
+    holders: tuple[int, ...], file_ranges: Sequence[FileRange]
+) -> Iterator[tuple[_Turn, BroadcastChunk]]:
+    """Yield chunks that the holders own in turn.
+
+    In a round each holder owns one run of chunks. The order takes one chunk of each run after the other, so that all
+    holders send at the same time: the link of one alone would carry all copies of its run.
+    """
     ordered = sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))
-    for index, owner in enumerate(holders):
-        share = [
-            file_range
-            for file_range in split_evenly(ordered, index, len(holders), partition_tensor)
-            if file_range.start < file_range.stop
-        ]
-        yield from (BroadcastChunk(owner, holders, chunk) for chunk in tensor_chunks(share))
+    runs = list(_split_into_runs(list(tensor_chunks(ordered)), len(holders)))
+    for first in range(0, len(runs), len(holders)):
+        round_start = _start_of(runs[first][0])
+        for owner, run in zip(holders, runs[first : first + len(holders)], strict=False):
+            for number, chunk in enumerate(run):
+                yield _Turn(round_start, number, _start_of(chunk)), BroadcastChunk(owner, holders, chunk)
+
+
+def _split_into_runs(chunks: Sequence[IoChunk], count: int) -> Iterator[Sequence[IoChunk]]:
+    """Yield runs of at most a block of a tensor, and of fewer bytes if there would not be ``count`` runs.
+
+    One rank reads a block, if possible, so that it can verify the block alone.
+    """
+    most_bytes = min(BLOCK_BYTES, sum(chunk.size for chunk in chunks) // count)
+    run: list[IoChunk] = []
+    nbytes = 0
+    for chunk in chunks:
+        _, start = _start_of(chunk)
+        is_block = start % BLOCK_BYTES == 0 and (start or nbytes > most_bytes // 2)
+        if run and (is_block or nbytes + chunk.size > most_bytes):
+            yield run
+            run, nbytes = [], 0
+        run.append(chunk)
+        nbytes += chunk.size
+    if run:
+        yield run
+
+
+def _start_of(chunk: IoChunk) -> tuple[int, int]:
+    return chunk.file_ranges[0].tensor, chunk.file_ranges[0].start
 
 
 def _count_item_bytes(item: StripeTask | BroadcastChunk) -> int:
@@ -109,10 +153,8 @@ def _count_item_bytes(item: StripeTask | BroadcastChunk) -> int:
     return count_bytes(item.file_ranges) if isinstance(item, OwnedStripe) else item.contribution.size
 
 
-def _first_byte(item: StripeTask | BroadcastChunk) -> tuple[int, int]:
+def _first_byte(item: StripeTask) -> tuple[int, int]:
     """Return the tensor and the offset of the first byte, which is in no other item."""
-    if isinstance(item, BroadcastChunk):
-        return item.chunk.file_ranges[0].tensor, item.chunk.file_ranges[0].start
     if isinstance(item, OwnedStripe):
         return item.file_ranges[0].tensor, item.file_ranges[0].start
     return item.tensor, item.start

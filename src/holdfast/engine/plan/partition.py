@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from holdfast.engine.plan.file_ranges import FileRange
-
-#: Returns the position of a range, in bytes.
-Position = Callable[[FileRange], int]
 
 #: Holders of one range do not split it into ranges smaller than this, in bytes. A multiple of the sector size.
 MIN_SHARE = 2**20
 
 
-def partition_file(file_range: FileRange) -> int:
-    """Return the offset in the file. Use it as a position for direct writes."""
-    return file_range.offset
-
-
-def partition_tensor(file_range: FileRange) -> int:
-    """Return the offset in the tensor. With it as a position, no element is split, wherever it is stored in a file."""
-    return file_range.start
-
-
-def split_evenly(
-    file_ranges: Sequence[FileRange], index: int, count: int, position: Position = partition_file
-) -> Sequence[FileRange]:
+def split_evenly(file_ranges: Sequence[FileRange], index: int, count: int) -> Sequence[FileRange]:
     """Return share number ``index`` of ``count`` shares: ranges adjacent in their files, about equally many bytes.
 
-    A boundary inside a range leaves at least :data:`MIN_SHARE` bytes on both sides and falls on a multiple of it by
-    ``position``.
+    A boundary inside a range leaves at least :data:`MIN_SHARE` bytes on both sides and falls on a multiple of it in the
+    file.
     """
     if count == 1 or not file_ranges:
         return file_ranges
     ends = list(itertools.accumulate(file_range.stop - file_range.start for file_range in file_ranges))
-    low, high = (_find_cut(file_ranges, ends, boundary, count, position) for boundary in (index, index + 1))
+    low, high = (_find_cut(file_ranges, ends, boundary, count) for boundary in (index, index + 1))
     first = bisect.bisect_right(ends, low)
     result = []
     for file_range, end in zip(file_ranges[first:], ends[first:], strict=True):
@@ -49,7 +34,7 @@ def split_evenly(
     return result
 
 
-def _find_cut(file_ranges: Sequence[FileRange], ends: Sequence[int], index: int, count: int, position: Position) -> int:
+def _find_cut(file_ranges: Sequence[FileRange], ends: Sequence[int], index: int, count: int) -> int:
     """Return the end of the shares before number ``index``, in bytes over all ranges."""
     ideal = ends[-1] * index // count
     number = bisect.bisect_right(ends, ideal)
@@ -57,8 +42,8 @@ def _find_cut(file_ranges: Sequence[FileRange], ends: Sequence[int], index: int,
         return ends[-1]
     size = file_ranges[number].stop - file_ranges[number].start
     start = ends[number] - size
-    range_position = position(file_ranges[number])
-    cut_in_range = (range_position + ideal - start) // MIN_SHARE * MIN_SHARE - range_position
+    offset = file_ranges[number].offset
+    cut_in_range = (offset + ideal - start) // MIN_SHARE * MIN_SHARE - offset
     if cut_in_range < MIN_SHARE:
         return start
     return start + cut_in_range if size - cut_in_range >= MIN_SHARE else ends[number]
