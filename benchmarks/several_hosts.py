@@ -8,6 +8,7 @@ takes its ranks for those of another host. The disk of 250 MB/s is behind one se
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing as mp
 import os
 import subprocess
@@ -33,7 +34,7 @@ from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
 from campaigns.hosts.commands import run
 from campaigns.hosts.namespaces import run_in_namespaces, unshare_network_and_mounts
-from campaigns.hosts.packages import DEFAULT_FOLDER
+from campaigns.hosts.packages import DEFAULT_FOLDER, missing_parts
 
 HOSTS = 4
 
@@ -50,6 +51,9 @@ _CASES = (("DDP", "DDP"), ("FSDP2", "TP"))
 
 def measure_several_hosts(setting: Setting) -> Iterator[Table]:
     """Measure loads on four hosts: their times, and the bytes that the server sends."""
+    if reasons := _missing_parts():
+        print("several-hosts is skipped:", *reasons, sep="\n- ")
+        return
     for layout in {saved for saved, _ in _CASES}:
         run_on_ranks(HOSTS, setting, partial(_save, layout))
     fork = mp.get_context("fork")
@@ -61,6 +65,13 @@ def measure_several_hosts(setting: Setting) -> Iterator[Table]:
         raise RuntimeError(f"the hosts ended with status {hosts.exitcode}")
     yield from results.get()
     raw.empty_directory(setting.folder)
+
+
+def _missing_parts() -> list[str]:
+    reasons = missing_parts(DEFAULT_FOLDER)
+    if importlib.util.find_spec("mfusepy") is None:
+        reasons.append("the package mfusepy is missing")
+    return reasons
 
 
 def _save(layout: str, setting: Setting) -> list[Table]:
