@@ -26,6 +26,7 @@ from holdfast import api
 from holdfast.components import api as components_api
 from holdfast.components.background import PendingSaves
 from holdfast.save.background import background_saves
+from tests.helpers.torch_limits import forget_meshes
 
 TIMEOUT = 120.0
 
@@ -102,6 +103,7 @@ def _serve(pipe: Connection, port: int) -> None:
         dist.barrier()
         pipe.send(result)
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,6 +1,7 @@
 """What older versions of torch cannot do by themselves, so that no test can ask for it."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
@@ -30,3 +31,9 @@ TAKES_OVER_ON_ONE_RANK = TORCH >= (2, 9)
 
 #: torch 2.9 is the first with Muon.
 HAS_MUON = TORCH >= (2, 9)
+
+
+def forget_meshes() -> None:
+    """Clear the caches in which torch 2.7 finds meshes of process groups that were destroyed."""
+    if TORCH < (2, 8):
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
