@@ -26,8 +26,8 @@ from campaigns.hosts.workers import RemoteError, Worker
 #: promised, and two more because each call takes several times as long here as on real hosts.
 _TIMEOUT, _GRACE = 20.0, 4.0
 
-#: Seconds that a save takes here, at most: an event comes at a random moment of them.
-_SAVE_SECONDS = 3.0
+#: The steps of the saves: one with imports and the first plan, one whose duration is measured, and the one that fails.
+_FIRST, _MEASURED, _DISTURBED, _CONTINUED = 1, 2, 3, 4
 
 _PORTS = itertools.count(31_000)
 _SYNCHRONOUS: tuple[dict[str, bool], ...] = ({},)
@@ -108,20 +108,26 @@ def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], 
     moments = random.Random(0)
     for kind in kinds:
         for event in EVENTS:
-            outcomes = Counter(_try_event(testbed, kind, event, moments.random() * _SAVE_SECONDS) for _ in range(times))
+            outcomes = Counter(_try_event(testbed, kind, event, moments.random()) for _ in range(times))
             report(f"{kind} | {event.name} | " + "; ".join(f"{count}: {what}" for what, count in outcomes.items()))
 
 
 def _try_event(testbed: Testbed, kind: str, event: Event, moment: float) -> str:
-    """Save while the event happens, then look at the run, and continue it. Return the outcome."""
+    """Save while the event happens, then look at the run, and continue it. Return the outcome.
+
+    ``moment`` is the part of the save's usual duration after which the event begins.
+    """
     run = mount_point(kind) / f"failures-{kind}-{time.monotonic_ns()}"
     with _start_job(testbed) as job:
-        if _save_on_all(job, run, 1) != ["saved", "saved"]:
-            return "WRONG: the first save failed"
+        began = 0.0
+        for step in (_FIRST, _MEASURED):
+            began = time.monotonic()
+            if _save_on_all(job, run, step) != ["saved", "saved"]:
+                return f"WRONG: save {step} failed"
         started = time.monotonic()
         for worker in job.ranks:
-            worker.send(saves.save, run, 2, _SYNCHRONOUS, _TIMEOUT)
-        time.sleep(moment)
+            worker.send(saves.save, run, _DISTURBED, _SYNCHRONOUS, _TIMEOUT)
+        time.sleep(moment * (started - began))
         finish = event.begin(testbed, job)
         event_seconds = time.monotonic() - started
         answers = _await_answers(job, event, started + max(_TIMEOUT, event_seconds) + _GRACE)
@@ -167,16 +173,16 @@ def _find_problem(testbed: Testbed, run: Path, answers: list[str]) -> str:
     if any(answer.startswith(("no answer", "not an error")) for answer in answers):
         return "a rank is stuck or has another error"
     with testbed.clients[2].worker() as looker, testbed.server.worker() as server:
-        steps = [step for step in (1, 2) if not looker.call(saves.newest, run, step)]
-        if not steps or ("saved" in answers and steps != [2]):
-            return f"the newest checkpoint is not as expected: {looker.call(saves.newest, run, 2)}"
+        steps = [step for step in (_MEASURED, _DISTURBED) if not looker.call(saves.newest, run, step)]
+        if not steps or ("saved" in answers and steps != [_DISTURBED]):
+            return f"the newest checkpoint is not as expected: {looker.call(saves.newest, run, _DISTURBED)}"
         for worker, path in ((looker, run), (server, guest.EXPORT / run.name)):
             if wrong := worker.call(saves.damage, path):
                 return str(wrong)
     with _start_job(testbed) as job:
         if any(loaded := saves.call_all(job.ranks, saves.load, run, steps[0])):
             return f"a new job did not load it: {loaded}"
-        if (saved := _save_on_all(job, run, 3)) != ["saved", "saved"]:
+        if (saved := _save_on_all(job, run, _CONTINUED)) != ["saved", "saved"]:
             return f"a new job did not save: {saved}"
     with testbed.clients[2].worker() as looker:
-        return str(looker.call(saves.newest, run, 3))
+        return str(looker.call(saves.newest, run, _CONTINUED))

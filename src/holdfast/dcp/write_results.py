@@ -38,10 +38,12 @@ def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
 
 def check_all_present(folder: Path, written: Iterable[WrittenItem]) -> None:
     """Raise ``RankMismatchError`` if rank 0 does not see a file that some rank has written."""
-    if missing := {item.info.relative_path for item in written} - set(posix.list_names(folder)):
+    names = {item.info.relative_path for item in written} - set(posix.list_names(folder))
+    missing = sorted(name for name in names if not posix.is_file(folder / name))  # a list may be older than the file
+    if missing:
         raise RankMismatchError(
-            f"{folder} does not have {min(missing)}, which a rank has written: all ranks must save to a shared file "
-            "system"
+            f"{folder} does not have {missing[0]}, which a rank has written: "
+            "all ranks must save to a shared file system"
         )
 
 
