@@ -133,8 +133,8 @@ def _split_into_runs(chunks: Sequence[IoChunk], count: int) -> Iterator[Sequence
     nbytes = 0
     for chunk in chunks:
         _, start = _start_of(chunk)
-        is_block = start % BLOCK_BYTES == 0 and (start or nbytes > most_bytes // 2)
-        if run and (is_block or nbytes + chunk.size > most_bytes):
+        begins_block = start % BLOCK_BYTES == 0 and (start or nbytes > most_bytes // 2)
+        if run and (begins_block or nbytes + chunk.size > most_bytes):
             yield run
             run, nbytes = [], 0
         run.append(chunk)
