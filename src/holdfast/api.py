@@ -18,6 +18,7 @@ from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
+from holdfast.save.request import FULL_EVERY
 from holdfast.storage.posix import local_path
 
 #: The settings of a default checkpointer: path, maximum shard size, timeout in seconds, process group.
@@ -78,6 +79,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     staging: str = "eager",
     staging_check: str = "sampled",
     replica_check: str = "sampled",
+    incremental: bool = True,
+    keep_full_every: int = FULL_EVERY,
+    frozen: str = "together",
     num_kept_ckpts: int | None = None,
     keep: Retention | int | None = None,
     overwrite: bool = False,
@@ -117,11 +121,21 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             outside of optimizer steps: through ``.data``, raw kernels, or a CUDA graph of the step.
         staging_check: How much of an overlapped copy is checked for changes made while it was copied.
             ``"sampled"``: hashes of 12 chunks of 4 MiB, different ones in each save. ``"full"``: hashes of everything,
-            which takes as long as an eager copy. A difference fails that save with ``TornSnapshotError``.
+            which takes as long as an eager copy; then ``incremental`` hashes everything before the call returns, too.
+            A difference fails that save with ``TornSnapshotError``.
         replica_check: How much of the tensors that several ranks hold is checked to be equal before anything is
             written. ``"sampled"``: hashes of 4 KiB of every tensor and of 64 MiB in addition, different ones in each
             save, and of everything in the first save. ``"full"``: hashes of everything in each save. The check takes
             part of the time for which the call blocks; :class:`Saved` reports how long.
+        incremental: Do not write bytes that the checkpoint saved or loaded before has already. A file without changes
+            becomes a hard link of the earlier one, which is made read-only. On file systems that can share parts of
+            files (XFS, Btrfs), unchanged parts of other files are shared, too. The checkpoint is complete by itself
+            and has the same bytes as one that was written in full. Every byte that is not written was hashed for this
+            save. An asynchronous save hashes frozen parameters after it has returned; if one has changed meanwhile,
+            other than by an operation that torch counts, the save fails with ``TornSnapshotError``.
+        keep_full_every: Of this many checkpoints of a run directory, one is written in full.
+        frozen: ``"apart"`` puts parameters with ``requires_grad=False`` into files of their own, so that these do not
+            change while others are trained. All ranks must agree about which parameters are frozen.
         num_kept_ckpts: The number of newest checkpoints of this run to keep; older ones are removed after this one is
             committed. If it is ``None``, nothing is removed. Only checkpoints of the same run are removed. A process
             continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed or copied
@@ -177,6 +191,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         staging=staging,
         staging_check=staging_check,
         replica_check=replica_check,
+        incremental=incremental,
+        keep_full_every=keep_full_every,
+        frozen=frozen,
         rng=rng,
         state_dict_hooks=state_dict_hooks,
         on_event=on_event,

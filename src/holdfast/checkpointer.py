@@ -24,9 +24,10 @@ from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
+from holdfast.save.base_checkpoint import BaseCheckpoint, loaded_base
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
-from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
+from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.posix import local_path
 
@@ -60,6 +61,9 @@ class Checkpointer:
         staging: The default of ``staging`` in :meth:`save`.
         max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
             ``"5GB"``.
+        incremental: The default of ``incremental`` in :meth:`save`.
+        keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
+        frozen: The default of ``frozen`` in :meth:`save`.
         process_group: The ranks that save and load together. By default the default process group, or this process
             alone if there is none.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
@@ -77,6 +81,9 @@ class Checkpointer:
         async_save: bool = False,
         staging: str = "eager",
         max_shard_size: int | str = "5GB",
+        incremental: bool = True,
+        keep_full_every: int = FULL_EVERY,
+        frozen: str = "together",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         on_event: OnEvent | None = None,
@@ -90,6 +97,8 @@ class Checkpointer:
         self._process_group, self._timeout = process_group, timeout
         check_choice("staging", staging, STAGING)
         self._async_save, self._staging = async_save, staging
+        check_choice("frozen", frozen, FROZEN)
+        self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
         self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
         self._ranks: RankGroup | None = None
@@ -114,6 +123,9 @@ class Checkpointer:
         staging: str | None = None,
         staging_check: str = "sampled",
         replica_check: str = "sampled",
+        incremental: bool | None = None,
+        keep_full_every: int | None = None,
+        frozen: str | None = None,
         rng: bool = True,
         state_dict_hooks: bool = True,
         on_event: OnEvent | None = None,
@@ -124,6 +136,8 @@ class Checkpointer:
         ``None`` gets the value that was passed to the constructor.
         """
         began = time.perf_counter()
+        frozen = self._frozen if frozen is None else frozen
+        check_choice("frozen", frozen, FROZEN)
         training = TrainingObjects(
             model,
             optimizer,
@@ -134,6 +148,7 @@ class Checkpointer:
             dataloader,
             rng,
             state_dict_hooks=state_dict_hooks,
+            frozen_apart=frozen == "apart",
         )
         uses_default = num_kept_ckpts is None and keep is None
         policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
@@ -149,6 +164,8 @@ class Checkpointer:
             async_save=self._async_save if async_save is None else async_save,
             staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
             replica_check=replica_check,
+            incremental=self._incremental if incremental is None else incremental,
+            keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
             on_event=on_event or self._on_event,
             began=began,
         )
@@ -255,7 +272,14 @@ class Checkpointer:
             )
         if restored.run:
             self.runs.add(restored.run)
+        self._plans.base = self._find_base(restored)
         return restored
+
+    def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
+        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
+        if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
 
     def list(self) -> list[CheckpointInfo]:
         """Return the checkpoints in the run directory, oldest first. See :func:`holdfast.list_checkpoints`."""

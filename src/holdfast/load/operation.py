@@ -303,6 +303,8 @@ class LoadOperation:
             reconstructed=tuple(reconstructed),
             skipped_checkpoints=tuple(record.tag for record in self.selected.corrupt),
             run=manifest.run if manifest else "",
+            path=Path(self.selected.folder),
+            id=manifest.id if manifest else "",
             matched_by=dict(targets.matched_by),
         )
 

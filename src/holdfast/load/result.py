@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +32,8 @@ class RestoreResult:
             neither list.
         skipped_checkpoints: The tags of corrupt checkpoints that were ignored and may be newer.
         run: The id of the run that saved the checkpoint; empty for formats other than holdfast's.
+        path: The directory of the checkpoint, or its file.
+        id: The id of the checkpoint; empty for formats other than holdfast's.
         matched_by: By optimizer, how its parameters were matched: ``"model"`` (the names in the model), ``"names"``
             (the names that torch keeps in the param groups) or ``"places"`` (their positions).
     """
@@ -46,4 +49,6 @@ class RestoreResult:
     reconstructed: tuple[str, ...] = ()
     skipped_checkpoints: tuple[str, ...] = ()
     run: str = ""
+    path: Path | None = None
+    id: str = ""
     matched_by: Mapping[str, str] = field(default_factory=dict)

@@ -2,14 +2,14 @@
 
 Tensors are ordered by dtype width, widest first, then by name, so that each is aligned to its
 dtype. Each is stored whole and row-major. A new file starts if the next tensor would exceed the
-limit. The number of ranks has no influence.
+limit, or after the last tensor that is not kept apart from others. The number of ranks has no influence.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -120,19 +120,27 @@ def split_by_size(sizes: Mapping[Item, int], limit: int) -> Iterator[list[Item]]
     yield items
 
 
-def pack_files(group: str, tensors: Mapping[str, TensorInfo], tied: Mapping[str, str], limit: int) -> list[DataFile]:
+def pack_files(
+    group: str,
+    tensors: Mapping[str, TensorInfo],
+    tied: Mapping[str, str],
+    limit: int,
+    apart: Collection[str] = (),
+) -> list[DataFile]:
     """Return the files of one group of tensors, in order.
 
     ``group`` is ``"model"``, ``"optimizer"``, ``"model/gen"`` (a folder and the stem of its files), or
-    ``"state"`` or ``"ranks"`` (files next to the manifest). A tensor is never split over files.
+    ``"state"`` or ``"ranks"`` (files next to the manifest). A tensor is never split over files. No file has both
+    tensors in ``apart`` and others.
     Raises ``UnsupportedTensorError`` for a tensor that could not be read back.
     """
-    order = sorted(tensors, key=lambda name: (-dtype_width(tensors[name].dtype), name))
+    order = sorted(tensors, key=lambda name: (name in apart, -dtype_width(tensors[name].dtype), name))
     names_by_file: list[list[str]] = []
     file_bytes = header_bytes = 0
     for name in order:
         nbytes = tensors[name].nbytes
-        if not names_by_file or file_bytes + nbytes > limit or header_bytes > _HEADER_BUDGET:
+        is_full = file_bytes + nbytes > limit or header_bytes > _HEADER_BUDGET
+        if not names_by_file or is_full or (name in apart) != (names_by_file[-1][0] in apart):
             names_by_file.append([])
             file_bytes = header_bytes = 0
         names_by_file[-1].append(name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ import msgspec
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity import replicas
+from holdfast.engine.integrity.base_comparison import FileSamples
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
+from holdfast.engine.plan.omitted_ranges import omit_ranges
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan, plan_save
 from holdfast.errors import (
     CorruptCheckpointError,
@@ -41,7 +43,9 @@ from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoi
 from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions, identify_files
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
+from holdfast.save.incremental import Candidates, IncrementalSave
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
 from holdfast.save.request import SaveRequest
@@ -49,6 +53,7 @@ from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.step_only_tensors import step_only_tensors
 from holdfast.storage import posix
 from holdfast.storage.directories import remove_tree, rename_path
+from holdfast.storage.shared_files import Sharing
 
 
 @dataclass
@@ -56,24 +61,36 @@ class SavePlanCache:
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
-    is not on rank 0's host, if there is one.
+    is not on rank 0's host, if there is one. ``base`` is the last checkpoint that was saved or loaded, and ``sharing``
+    is what is known about its file system.
     """
 
     key: bytes = b""
     plan: SavePlan = EMPTY_PLAN
     saves: int = 0
     witness: int | None = None
+    base: BaseCheckpoint | None = None
+    sharing: Sharing = field(default_factory=Sharing)
+
+
+class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a rank's preparation: the digests of its replicas, and its samples of the files of a base."""
+
+    digests: bytes
+    base: str = ""
+    samples: list[FileSamples] = []
 
 
 class _OpenedSave(msgspec.Struct, frozen=True):
     """The coordinator's decision after it has created the staging directory.
 
     ``identity`` is the new checkpoint's identity, or ``None`` if replicas differ. ``removes_old``: old checkpoints may
-    be removed or hidden after the commit.
+    be removed or hidden after the commit. ``candidates`` are files that may be unchanged.
     """
 
     identity: CheckpointIdentity | None = None
     removes_old: bool = False
+    candidates: Candidates = Candidates()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -89,8 +106,12 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
         self._removes_old = False
+        self._incremental = IncrementalSave(self._session, cache.base if request.incremental else None, cache.sharing)
+        self._versions: TensorVersions = {}
         #: On rank 0, whether the new checkpoint replaces a corrupt one.
         self._replaces_corrupt = False
+        #: On rank 0, the files of the new checkpoint.
+        self._committed_files: Mapping[str, BaseFile] = {}
         self._reporter = EventReporter(
             self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
         )
@@ -109,7 +130,12 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         """Capture the training state, plan the save, and create the staging directory."""
         agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
-        self._plan_and_open(agreement)
+        self._versions = {key: self._captured.tensors[key].version for key in sorted(self._captured.frozen)}
+        candidates = self._plan_and_open(agreement)
+        if candidates.numbers():
+            trusts_versions = self._request.background is not None and self._request.staging.check != "full"
+            omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
+            self._plan = omit_ranges(self._plan, omitted)
 
     @property
     def _is_overlapped(self) -> bool:
@@ -123,11 +149,23 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
         return DeferredCopies(numbers, sys.maxsize if options.check == "full" else SAMPLED_CHUNKS, self._cache.saves)
 
+    def complete_staging(self) -> None:
+        """See :class:`SaveOperation`. Then check that tensors that were trusted to be unchanged are."""
+        super().complete_staging()
+        try:
+            self._incremental.verify_trusted()
+        except BaseException:
+            self._cache.base = None  # the next save writes everything
+            raise
+
     def write_and_commit(self) -> CheckpointInfo:
         """Write the files, commit the checkpoint, and remove the checkpoints that are no longer kept."""
         committed = self._write_files()
         self._release_tensors()
         info = CheckpointInfo.of(self.path, committed)
+        self._cache.base = BaseCheckpoint(
+            self.path, committed.id, committed.sequence, self._committed_files, self._versions
+        )
         self._reporter.report_saved(info.path, info.step, info.nbytes)
         if self._removes_old:
             self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
@@ -183,35 +221,43 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         finally:
             self._staging.release()
 
-    def _plan_and_open(self, agreement: SaveAgreement) -> None:
-        """Plan, check that replicas are equal, and create the staging directory and its files."""
-        cache = self._cache
+    def _plan_and_open(self, agreement: SaveAgreement) -> Candidates:
+        """Plan, check that replicas are equal, and create the staging directory and its files.
 
-        def plan_and_hash() -> bytes:
+        Return the files that may be unchanged, which are links of files of the base.
+        """
+        cache, request = self._cache, self._request
+
+        def plan_and_compare() -> _PreparedSave:
             if agreement.global_spec is not None:
                 cache.key = b""
-                limit = parse_size(self._request.max_shard_size)
+                limit = parse_size(request.max_shard_size)
                 cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
                 cache.key, cache.saves = agreement.key, 0
                 hosts = list(enumerate(agreement.host_of))
                 cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
             self._plan = cache.plan
-            return self._hash_replicas()
+            self._incremental.set_plan(self._plan, self._captured.tensors, cache.saves)
+            return _PreparedSave(self._hash_replicas(), *self._incremental.sample_files())
 
         def open_staging(posted: list[bytes]) -> bytes:
-            if not replicas.have_equal_replicas(posted):
+            prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
+            if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
-            identity = next_identity(self._request.path, self._request.runs)
-            clean_up(self._request.path, identity.run)
-            clean_up_first_saves(self._request.path, self._request.tag)
+            identity = next_identity(request.path, request.runs)
+            clean_up(request.path, identity.run)
+            clean_up_first_saves(request.path, request.tag)
             self._set_identity(identity)
             self._started_at = round(time.time(), 6)
-            self._staging.create(sum(file.size for file in self._plan.files))
-            self._files.create_files()
-            removes_old = self._request.keep is not None or self._request.overwrite or bool(self._request.corrupt)
-            return _encode(_OpenedSave(identity, removes_old))
+            base, samples = cache.base, [rank.samples for rank in prepared]
+            is_shared = base is not None and {rank.base for rank in prepared} == {base.id}
+            if base is None or not is_shared or base.is_full_due(identity.sequence, request.keep_full_every):
+                samples = []
+            candidates = self._create_files(samples)
+            removes_old = request.keep is not None or request.overwrite or bool(request.corrupt)
+            return _encode(_OpenedSave(identity, removes_old, candidates))
 
-        _, raw = self._session.vote("preparing the save", plan_and_hash, lambda digests: digests, open_staging)
+        _, raw = self._session.vote("preparing the save", plan_and_compare, _encode, open_staging)
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
         if opened.identity is None:
             cache.key = b""
@@ -220,6 +266,19 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         if self._identity != opened.identity:
             self._set_identity(opened.identity)
         self._removes_old = opened.removes_old
+        return opened.candidates
+
+    def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
+        """Create the staging directory and its files. Return the files that may be unchanged, which are links.
+
+        ``samples`` are those of all ranks; empty if all files are to be written.
+        """
+        chosen = self._incremental.choose_candidates(samples)
+        sizes = [0 if number in chosen.numbers() else file.size for number, file in enumerate(self._plan.files)]
+        self._staging.create(sum(sizes))
+        candidates = self._incremental.link_files(self._files, chosen)
+        self._files.create_files(existing=candidates.numbers())
+        return candidates
 
     def _hash_replicas(self) -> bytes:
         save = 0 if self._request.replica_check == "full" else self._cache.saves
@@ -247,7 +306,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             ranks_file = build_ranks_file(rank_values, self._merged_values)
             state_file = build_state_file(self._merged_values, self._captured.shared_values)
             small_files = {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}
-            committed = self._files.finalize(fragments, small_files, self._build_manifest)
+            committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
+            self._committed_files = identify_files(self._staging.path, committed)
             self._publish_checkpoint(committed)
             return manifest.encode_manifest(committed)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.comm.call_check import CallDescription
-from holdfast.errors import TagExistsError
+from holdfast.errors import InvalidArgumentError, TagExistsError
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
@@ -24,6 +24,12 @@ STAGING = ("eager", "overlapped")
 
 #: How much of the deferred copies is checked for changes made while they were copied.
 STAGING_CHECK = ("sampled", "full")
+
+#: Which files hold frozen parameters: the same as other tensors, or files of their own.
+FROZEN = ("together", "apart")
+
+#: Of how many checkpoints of a run directory one shares no files with others, by default.
+FULL_EVERY = 32
 
 #: How much of the replicas on several ranks is compared in each save.
 REPLICA_CHECK = ("sampled", "full")
@@ -60,6 +66,8 @@ class SaveRequest:
     async_save: bool = False
     staging: BackgroundOptions = BackgroundOptions(STAGING[0], STAGING_CHECK[0])
     replica_check: str = "sampled"
+    incremental: bool = True
+    keep_full_every: int = FULL_EVERY
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
     on_event: OnEvent = ignore_event
@@ -82,6 +90,9 @@ class SaveRequest:
             "what is kept": repr(self.keep),
             "async_save and staging": str(self.background or "synchronous"),
             "replica_check": repr(self.replica_check),
+            "incremental": str(self.incremental),
+            "keep_full_every": str(self.keep_full_every),
+            "frozen": FROZEN[self.training.frozen_apart],
         }
         return CallDescription("save", arguments)
 
@@ -93,6 +104,8 @@ class SaveRequest:
         check_choice("staging", self.staging.staging, STAGING)
         check_choice("staging_check", self.staging.check, STAGING_CHECK)
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
+        if not isinstance(self.keep_full_every, int) or self.keep_full_every < 1:
+            raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {self.keep_full_every!r}")
         if self.keep is not None:
             self.keep.check_requirements(self.step, self.metrics)
 

@@ -53,10 +53,13 @@ class Inventory:
         dtype: str | None = None,
         shared: bool = True,
         splits: Splits = (),
+        apart: bool = False,
     ) -> None:
         """Add one tensor. ``dtype`` is its dtype in the checkpoint if that differs."""
         layout = None if tensor.layout is None else self._layout_index(tensor.layout)
-        self._tensors.append(TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits))
+        self._tensors.append(
+            TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits, apart)
+        )
 
     def _layout_index(self, layout: PlacementLayout) -> int:
         mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
@@ -76,6 +79,7 @@ class Capture:
     """The contribution of one rank to a save.
 
     ``tensors`` are in memory, by group and stored name; a split tensor appears under the name of each split, too.
+    ``frozen`` are the keys of those that are parameters without gradients.
     ``small_files`` are written by rank 0. ``rank_values`` are this rank's values, as JSON; ``merged_values`` are
     encoded and are merged with other ranks'; ``shared_values`` are those that rank 0 has for all ranks, by name, as
     JSON.
@@ -83,21 +87,34 @@ class Capture:
 
     inventory: Inventory = field(default_factory=Inventory)
     tensors: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
+    frozen: set[tuple[str, str]] = field(default_factory=set)
     small_files: dict[str, bytes] = field(default_factory=dict)
     rank_values: bytes = b"{}"
     merged_values: dict[str, Any] = field(default_factory=dict)
     shared_values: dict[str, bytes] = field(default_factory=dict)
 
     def add_tensor(
-        self, group: str, name: str, tensor: TensorView, *, shared: bool = True, splits: Splits = ()
-    ) -> None:
-        """Add one tensor, which is stored as ``splits`` describe or, without them, under its name."""
+        self,
+        group: str,
+        name: str,
+        tensor: TensorView,
+        *,
+        shared: bool = True,
+        splits: Splits = (),
+        apart: bool = False,
+    ) -> set[tuple[str, str]]:
+        """Add one tensor, which is stored as ``splits`` describe or, without them, under its name.
+
+        Return its keys in ``tensors``.
+        """
         names = {name, *(split.name for split in splits)}
         for stored_name in names:
             check_utf8(stored_name, "a name of a tensor")
         check_present(tensor, f"{group} tensor {name!r}")
-        self.inventory.add_tensor(group, name, tensor, shared=shared, splits=splits)
-        self.tensors |= dict.fromkeys(((group, stored_name) for stored_name in names), TensorBytes(tensor.local))
+        self.inventory.add_tensor(group, name, tensor, shared=shared, splits=splits, apart=apart)
+        keys = {(group, stored_name) for stored_name in names}
+        self.tensors |= dict.fromkeys(keys, TensorBytes(tensor.local))
+        return keys
 
 
 def capture_training(training: TrainingObjects, rank: int) -> Capture:
@@ -111,7 +128,7 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
     views = {}
     for slot, parts in models.model_components(training.model).items():
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
-        _add_model(captured, slot, views[slot])
+        _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
         tree[slot] = views[slot].extra
         captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
     for slot, parts in adapters.optimizer_components(training.optimizer).items():
@@ -143,10 +160,13 @@ def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
     return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in components}
 
 
-def _add_model(captured: Capture, slot: str, view: ModelView) -> None:
+def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: bool) -> None:
     check_duplicate_tensors(view)
     for name, tensor in view.tensors.items():
-        captured.add_tensor(slot, name, tensor, shared=name not in view.buffers, splits=view.splits.get(name, ()))
+        is_frozen, splits = name in view.frozen, view.splits.get(name, ())
+        is_apart = is_frozen and frozen_apart
+        keys = captured.add_tensor(slot, name, tensor, shared=name not in view.buffers, splits=splits, apart=is_apart)
+        captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied
 

@@ -16,7 +16,7 @@ class TrainingObjects:
 
     ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
     Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
-    do.
+    do. ``frozen_apart``: parameters without gradients share no file with other tensors.
     """
 
     model: Any = None
@@ -29,6 +29,7 @@ class TrainingObjects:
     rng: bool = True
     naming_model: Any = None
     state_dict_hooks: bool = True
+    frozen_apart: bool = False
 
     def component_names(self) -> list[str]:
         """Return the slots of the objects that were passed, without those that only one rank needs to pass."""

@@ -136,6 +136,23 @@ def allocate_space(path: Path, size: int) -> None:
             os.close(fd)
 
 
+@contextmanager
+def open_to_read(path: Path) -> Iterator[int]:
+    """Open a file, and yield its descriptor."""
+    with wrap_os_errors("open", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file."""
+    with wrap_os_errors("remove", path):
+        path.unlink()
+
+
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     _fsync_path(path, os.O_DIRECTORY)

@@ -1,7 +1,7 @@
-"""Gathering of the fragments of all ranks on rank 0: in one step, or in two steps if there are many ranks.
+"""Gathering of the CRCs of all ranks on rank 0: in one step, or in two steps if there are many ranks.
 
 Ranks are put into buckets in an order in which ranks with adjacent bytes are neighbours (see
-:mod:`holdfast.engine.plan.rank_order`). The first rank of a bucket merges the fragments of the bucket, and rank 0
+:mod:`holdfast.engine.plan.rank_order`). The first rank of a bucket merges the CRCs of the bucket, and rank 0
 receives about as much from each bucket as from one rank. No rank waits for another here: a vote after which all have
 reported comes first, and names the ranks that have not.
 """
@@ -9,13 +9,15 @@ reported comes first, and names the ranks that have not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from holdfast.engine.comm.session import Session, translate_store_errors
 from holdfast.engine.comm.store import DeadlineStore
+from holdfast.engine.integrity.block_sums import BlockSums
 from holdfast.engine.integrity.fragments import (
     FragmentTable,
     decode_fragments,
@@ -39,6 +41,28 @@ class HashedResult(NamedTuple):
 #: Makes rank 0's decision over the merged fragments of all ranks, and the payload of each.
 DecideHashed = Callable[[Fragments, list[bytes]], bytes]
 
+#: CRCs of what a rank has hashed, in some form.
+Crcs = TypeVar("Crcs")
+
+
+@dataclass(frozen=True)
+class _CrcCodec(Generic[Crcs]):
+    """How CRCs are encoded, how the encoded ones of several ranks are merged, and how those of all are decoded."""
+
+    encode: Callable[[Crcs], bytes]
+    merge: Callable[[Iterable[bytes]], bytes]
+    decode: Callable[[Iterable[bytes]], Crcs]
+
+
+_FRAGMENTS: _CrcCodec[Fragments] = _CrcCodec(
+    encode_fragments,
+    lambda reports: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes(),
+    decode_fragments,
+)
+_SUMS: _CrcCodec[BlockSums] = _CrcCodec(
+    BlockSums.to_bytes, lambda reports: BlockSums.from_bytes(reports).to_bytes(), BlockSums.from_bytes
+)
+
 
 def vote_with_fragments(
     session: Session,
@@ -50,12 +74,25 @@ def vote_with_fragments(
     """Do ``work`` on every rank, and return rank 0's decision over all fragments, like ``Session.vote``.
 
     ``rank_order`` has all ranks, those with adjacent bytes next to each other; by default they are in ascending order.
-    It must be the same on all ranks. Only once in a session.
+    It must be the same on all ranks. Only once for each ``phase`` of a session.
     """
-    if session.store is None or session.size <= MAX_FLAT_RANKS:
-        return _vote_flat(session, phase, work, decide)
-    bucket = _RankBucket(session.rank, rank_order or range(session.size), session.store)
-    return _vote_in_buckets(session, bucket, phase, work, decide)
+
+    def work_and_unpack() -> tuple[Fragments, bytes]:
+        hashed = work()
+        return hashed.fragments, hashed.payload
+
+    return _CrcVote(session, phase, _FRAGMENTS).run(work_and_unpack, decide, rank_order)
+
+
+def vote_with_sums(
+    session: Session,
+    phase: str,
+    work: Callable[[], BlockSums],
+    decide: Callable[[BlockSums], bytes],
+    rank_order: Sequence[int] = (),
+) -> bytes:
+    """Do ``work`` on every rank, and return rank 0's decision over all sums: see :func:`vote_with_fragments`."""
+    return _CrcVote(session, phase, _SUMS).run(lambda: (work(), b""), lambda sums, _: decide(sums), rank_order)
 
 
 def bucket_size(size: int) -> int:
@@ -64,7 +101,7 @@ def bucket_size(size: int) -> int:
 
 
 def bucket_of(rank: int, rank_order: Sequence[int]) -> Sequence[int]:
-    """Return the ranks of the bucket of a rank. The first of them merges the fragments of all."""
+    """Return the ranks of the bucket of a rank. The first of them merges the CRCs of all."""
     ranks_per_bucket, place = bucket_size(len(rank_order)), rank_order.index(rank)
     first = place - place % ranks_per_bucket
     return rank_order[first : first + ranks_per_bucket]
@@ -73,64 +110,88 @@ def bucket_of(rank: int, rank_order: Sequence[int]) -> Sequence[int]:
 class _Report(msgspec.Struct, frozen=True):
     """The message of a rank to rank 0."""
 
-    fragments: bytes
+    crcs: bytes
     payload: bytes
 
 
-def _vote_flat(session: Session, phase: str, work: Callable[[], HashedResult], decide: DecideHashed) -> bytes:
-    def encode(hashed: HashedResult) -> bytes:
-        return msgspec.msgpack.encode(_Report(encode_fragments(hashed.fragments), hashed.payload))
+@dataclass(frozen=True)
+class _CrcVote(Generic[Crcs]):
+    """A vote in which ranks report CRCs."""
 
-    def decide_on_reports(posted: list[bytes]) -> bytes:
-        reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
-        return decide(decode_fragments(report.fragments for report in reports), [report.payload for report in reports])
+    session: Session
+    phase: str
+    codec: _CrcCodec[Crcs]
 
-    return session.vote(phase, work, encode, decide_on_reports)[1]
+    def run(
+        self,
+        work: Callable[[], tuple[Crcs, bytes]],
+        decide: Callable[[Crcs, list[bytes]], bytes],
+        rank_order: Sequence[int],
+    ) -> bytes:
+        """Do ``work`` on every rank, and return rank 0's decision over the merged CRCs, and the payloads of all."""
+        session = self.session
+        if session.store is None or session.size <= MAX_FLAT_RANKS:
+            return self._vote_flat(work, decide)
+        bucket = _RankBucket(session.rank, rank_order or range(session.size), session.store, self.phase)
+        return self._vote_in_buckets(bucket, work, decide)
 
+    def _vote_flat(self, work: Callable[[], tuple[Crcs, bytes]], decide: Callable[[Crcs, list[bytes]], bytes]) -> bytes:
+        def encode(hashed: tuple[Crcs, bytes]) -> bytes:
+            return msgspec.msgpack.encode(_Report(self.codec.encode(hashed[0]), hashed[1]))
 
-def _vote_in_buckets(
-    session: Session, bucket: _RankBucket, phase: str, work: Callable[[], HashedResult], decide: DecideHashed
-) -> bytes:
-    payloads = list[bytes]()
+        def decide_on_reports(posted: list[bytes]) -> bytes:
+            reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in posted]
+            crcs = self.codec.decode(report.crcs for report in reports)
+            return decide(crcs, [report.payload for report in reports])
 
-    def work_and_report() -> bytes:
-        hashed = work()
-        bucket.publish_report(encode_fragments(hashed.fragments))
-        return hashed.payload
+        return self.session.vote(self.phase, work, encode, decide_on_reports)[1]
 
-    def collect(posted: list[bytes]) -> bytes:
-        payloads.extend(posted)
-        return b""
+    def _vote_in_buckets(
+        self,
+        bucket: _RankBucket,
+        work: Callable[[], tuple[Crcs, bytes]],
+        decide: Callable[[Crcs, list[bytes]], bytes],
+    ) -> bytes:
+        payloads = list[bytes]()
 
-    try:
-        session.vote(phase, work_and_report, lambda payload: payload, collect)
-        _, decision = session.vote(
-            "gathering CRCs",
-            bucket.merge_reports,
-            lambda merged: merged,
-            lambda posted: decide(decode_fragments(posted), payloads),
-        )
-    finally:
-        bucket.delete_report()
-    return decision
+        def work_and_report() -> bytes:
+            crcs, payload = work()
+            bucket.publish_report(self.codec.encode(crcs))
+            return payload
+
+        def collect(posted: list[bytes]) -> bytes:
+            payloads.extend(posted)
+            return b""
+
+        try:
+            self.session.vote(self.phase, work_and_report, lambda payload: payload, collect)
+            _, decision = self.session.vote(
+                "gathering CRCs",
+                lambda: bucket.merge_reports(self.codec.merge),
+                lambda merged: merged,
+                lambda posted: decide(self.codec.decode(posted), payloads),
+            )
+        finally:
+            bucket.delete_report()
+        return decision
 
 
 class _RankBucket:
-    """A rank and its neighbours in an order of all ranks; the first of them merges the fragments of all."""
+    """A rank and its neighbours in an order of all ranks; the first of them merges the CRCs of all."""
 
-    def __init__(self, rank: int, rank_order: Sequence[int], store: DeadlineStore) -> None:
+    def __init__(self, rank: int, rank_order: Sequence[int], store: DeadlineStore, phase: str) -> None:
         ranks = bucket_of(rank, rank_order)
         self._is_leader = rank == ranks[0]
-        self._key, self._store = _report_key(rank), store
-        self._bucket_keys = list(map(_report_key, ranks))
+        self._key, self._store = _report_key(phase, rank), store
+        self._bucket_keys = [_report_key(phase, other) for other in ranks]
 
     def publish_report(self, report: bytes) -> None:
-        """Store the fragments of this rank for the leader of the bucket."""
+        """Store the CRCs of this rank for the leader of the bucket."""
         with translate_store_errors("reporting CRCs"):
             self._store.set(self._key, report)
 
-    def merge_reports(self) -> bytes:
-        """Return the merged fragments of the bucket on its leader, nothing on other ranks.
+    def merge_reports(self, merge: Callable[[Iterable[bytes]], bytes]) -> bytes:
+        """Return the merged CRCs of the bucket on its leader, nothing on other ranks.
 
         All ranks of the bucket have reported by now.
         """
@@ -140,12 +201,12 @@ class _RankBucket:
             if not self._store.check(self._bucket_keys):
                 raise RankTimeoutError("this rank came too late: other ranks have stopped waiting for it")
             reports = self._store.get(*self._bucket_keys)
-        return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
+        return merge(reports)
 
     def delete_report(self) -> None:
-        """Delete the stored fragments of this rank."""
+        """Delete the stored CRCs of this rank."""
         self._store.delete_keys(self._key)
 
 
-def _report_key(rank: int) -> str:
-    return f"hashed/{rank}"
+def _report_key(phase: str, rank: int) -> str:
+    return f"hashed/{phase}/{rank}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.io.requests import Fragments
@@ -25,24 +25,51 @@ MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
 
 
 @dataclass(frozen=True)
+class UnchangedBlocks:
+    """What a save takes from an earlier checkpoint: linked files, by number, and blocks of tensors.
+
+    ``crcs`` has the CRCs of these blocks: by the number of the tensor, and of the block.
+    """
+
+    linked: frozenset[int] = frozenset()
+    crcs: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class CheckpointFiles:
     """The planned files of a checkpoint in a directory that will be renamed to the checkpoint's path."""
 
     folder: Path
     plan: SavePlan
 
-    def create_files(self) -> None:
-        """Create the data files with their final sizes, so that all ranks can write into them."""
-        for file in self.plan.files:
-            posix.make_parents(self.folder, file.path)
-            posix.allocate_space(self.folder / file.path, file.size)
+    def create_files(self, existing: Collection[int] = ()) -> None:
+        """Create the data files with their final sizes, so that all ranks can write into them.
 
-    def finalize(self, fragments: Fragments, small_files: SmallFiles, make_manifest: MakeManifest) -> Manifest:
+        ``existing`` are the numbers of files that exist already.
+        """
+        for number in range(len(self.plan.files)):
+            if number not in existing:
+                self.create_file(number)
+
+    def create_file(self, number: int) -> None:
+        """Create one data file with its final size."""
+        file = self.plan.files[number]
+        posix.make_parents(self.folder, file.path)
+        posix.allocate_space(self.folder / file.path, file.size)
+
+    def finalize(
+        self,
+        fragments: Fragments,
+        small_files: SmallFiles,
+        make_manifest: MakeManifest,
+        unchanged: UnchangedBlocks = UnchangedBlocks(),
+    ) -> Manifest:
         """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
 
-        ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+        ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
+        if they leave a gap in a tensor.
         """
-        records = dict(self._finish_data(fragments))
+        records = dict(self._finish_data(fragments, unchanged))
         indexes = {index_path(group): build_index(files) for group, files in self.plan.groups.items() if len(files) > 1}
         for name, data in sorted({**indexes, **small_files}.items()):
             posix.make_parents(self.folder, name)
@@ -54,21 +81,31 @@ class CheckpointFiles:
             posix.fsync_directory(self.folder / folder)
         return finished
 
-    def _finish_data(self, fragments: Fragments) -> Iterator[tuple[str, FileRecord]]:
-        """Write the headers, which contain the CRCs of all blocks."""
+    def _finish_data(self, fragments: Fragments, unchanged: UnchangedBlocks) -> Iterator[tuple[str, FileRecord]]:
+        """Write the headers, which contain the CRCs of all blocks. A linked file has this header already."""
         numbers = itertools.count()
-        for file in self.plan.files:
+        for number, file in enumerate(self.plan.files):
             crcs = []
             for entry in file.entries.values():
                 tensor = next(numbers)
                 group, name = self.plan.tensors[tensor]
-                crcs.append(block_crcs(fragments.get(tensor, []), entry.nbytes, f"{group} tensor {name!r}"))
+                known = _with_unchanged(fragments.get(tensor, []), unchanged.crcs.get(tensor, {}), entry.nbytes)
+                crcs.append(block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
             header = file.build_header(itertools.chain(*crcs))
-            with BufferedWriter(self.folder / file.path) as writer:
-                writer.write(0, memoryview(header))
-                writer.sync()
+            if number not in unchanged.linked:
+                with BufferedWriter(self.folder / file.path) as writer:
+                    writer.write(0, memoryview(header))
+                    writer.sync()
             crc = blocks.crc64(header)
             yield file.path, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+
+
+def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:
+    """Return the fragments of a tensor, with one for each unchanged block, of which ranks may have written parts."""
+    if not unchanged:
+        return fragments
+    written = [fragment for fragment in fragments if fragment.start // blocks.BLOCK_BYTES not in unchanged]
+    return written + [Fragment(*blocks.block_range(block, nbytes), crc) for block, crc in unchanged.items()]
 
 
 def block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:

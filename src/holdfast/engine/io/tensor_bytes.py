@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,13 @@ class ByteSink(Protocol):
 
     def write(self, start: int, data: Bytes) -> None:
         """Store the bytes from ``start`` on."""
+
+
+class TensorVersion(NamedTuple):
+    """The address of a tensor's storage, and torch's count of changes in place; -1 if torch does not count them."""
+
+    address: int
+    changes: int
 
 
 class NullSink:
@@ -66,6 +73,15 @@ class TensorBytes:
     def storage_address(self) -> int:
         """The address of the storage: equal for shards that share memory, 0 for an empty shard."""
         return self._tensor.untyped_storage().data_ptr()
+
+    @property
+    def version(self) -> TensorVersion:
+        """The storage of the shard, and the number of its tracked changes in place.
+
+        Writes to ``.data``, and those of raw kernels, are not counted.
+        """
+        is_counted = not self._tensor.is_inference()
+        return TensorVersion(self.storage_address, self._tensor._version if is_counted else -1)  # noqa: SLF001
 
     @property
     def nbytes(self) -> int:

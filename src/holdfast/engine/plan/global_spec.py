@@ -28,7 +28,7 @@ class GlobalTensor(msgspec.Struct, frozen=True):
     ``layouts`` are those that its holders report; all have one division. ``whole_ranks`` hold the tensor undivided.
     Shards of a ``shared`` tensor have equal values on all their holders. The tensor ``is_complete`` if all ranks of its
     meshes are among the ``reporting_ranks``, whose specs name it. ``splits`` are the stored tensors, if it is not
-    stored as one tensor of its name.
+    stored as one tensor of its name. A tensor that is ``apart`` shares no file with tensors that are not.
     """
 
     group: str
@@ -41,6 +41,7 @@ class GlobalTensor(msgspec.Struct, frozen=True):
     division: Division = ()
     is_complete: bool = True
     splits: Splits = ()
+    apart: bool = False
 
     def holder_ranks(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Return the ranks, ascending, that hold a shard."""
@@ -173,12 +174,15 @@ class GlobalSpec:
             self._require_equal(
                 tensor, field_name, [(number, getattr(other, field_name)) for number, other in tensor_specs]
             )
+        self._require_equally_frozen(tensor_specs)
         naming = tuple((number, other.layout) for number, other in tensor_specs)
         holders = self._holder_tables.get(naming)
         if holders is None:
             holders = self._holder_tables[naming] = self._build_holder_table(tensor, naming)
         info = TensorInfo(tensor.dtype, tensor.shape)
-        global_tensor = GlobalTensor(tensor.group, tensor.name, info, tensor.shared, *holders, splits=tensor.splits)
+        global_tensor = GlobalTensor(
+            tensor.group, tensor.name, info, tensor.shared, *holders, splits=tensor.splits, apart=tensor.apart
+        )
         if not global_tensor.is_complete:
             _check_shards(global_tensor)
         return global_tensor
@@ -221,6 +225,16 @@ class GlobalSpec:
                     f"rank {self.ranks_by_spec[number][0]} has {_describe_value(field_name, other)}; "
                     "shards of one tensor must be a DTensor, and different tensors need different names"
                 )
+
+    def _require_equally_frozen(self, tensor_specs: Sequence[tuple[int, TensorSpec]]) -> None:
+        """Raise ``RankMismatchError`` if some ranks keep a tensor apart, because it is frozen, and others do not."""
+        first = {tensor.apart: number for number, tensor in reversed(tensor_specs)}
+        if len(first) > 1:
+            tensor, ranks = tensor_specs[0][1], {apart: self.ranks_by_spec[first[apart]][0] for apart in first}
+            raise RankMismatchError(
+                f"parameter {tensor.name!r} of {tensor.group} is frozen on rank {ranks[True]} but not on rank "
+                f'{ranks[False]}; with frozen="apart", set its requires_grad to one value on all ranks'
+            )
 
     def _check_meshes(self, tensor: TensorSpec, layouts: tuple[PlacementLayout, ...]) -> None:
         """Raise an error if a mesh has ranks outside of the process group, or if meshes place a rank differently."""

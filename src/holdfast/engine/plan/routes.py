@@ -59,12 +59,21 @@ class OwnedStripe(NamedTuple):
 
 
 class RemoteStripe(NamedTuple):
-    """A stripe that rank ``owner`` handles, with the contribution of this rank's shard."""
+    """A stripe that rank ``owner`` handles: its ranges of files, and the contribution of this rank's shard."""
 
-    tensor: int
-    start: int
+    file_ranges: Sequence[FileRange]
     owner: int
     contribution: ShardContribution
+
+    @property
+    def tensor(self) -> int:
+        """The number of the stored tensor of the stripe's first byte."""
+        return self.file_ranges[0].tensor
+
+    @property
+    def start(self) -> int:
+        """The position of the stripe's first byte in that tensor. The owner identifies the stripe by both."""
+        return self.file_ranges[0].start
 
 
 StripeTask = OwnedStripe | RemoteStripe
@@ -97,9 +106,7 @@ class StripeRoutes:
             if owner == self._rank:
                 yield OwnedStripe(locate(*stripe), tuple(self._all_contributions(tensor, stripe)))
             elif (contribution := _make_contribution(shard, stripe, peers, owner)) is not None:
-                # The owner identifies the stripe by the stored tensor of its first byte.
-                first = locate(stripe.start, stripe.start + 1)[0]
-                yield RemoteStripe(first.tensor, first.start, owner, contribution)
+                yield RemoteStripe(locate(*stripe), owner, contribution)
 
     def _all_contributions(
         self, tensor: GlobalTensor, stripe: ElementRange

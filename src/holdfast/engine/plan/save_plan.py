@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from holdfast.engine.plan.cells import CellPlanner
@@ -17,7 +18,7 @@ from holdfast.engine.plan.partition import split_evenly
 from holdfast.engine.plan.placements import Coordinate
 from holdfast.engine.plan.rank_order import order_ranks
 from holdfast.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
-from holdfast.engine.plan.shards import local_shard
+from holdfast.engine.plan.shards import LocalShard, local_shard
 from holdfast.engine.plan.split_tensors import split_ranges, stored_tensors
 from holdfast.engine.plan.tensor_writers import ShardWriters
 from holdfast.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
@@ -43,7 +44,8 @@ class SavePlan:
     has something to send. ``replicas`` are the shards to compare with other ranks, by the ranks that hold them. If the
     ranks are on several hosts, the rank sends the bytes ``sent`` of its file ranges and stripes to other ranks instead
     of writing them, and writes the bytes ``received`` from others. ``rank_order`` has all ranks, those that write
-    adjacent bytes next to each other; it is the same on all ranks.
+    adjacent bytes next to each other; it is the same on all ranks. ``striped_shards`` are the rank's shards of the
+    tensors that are written in stripes, for hashing.
     """
 
     files: Sequence[DataFile]
@@ -56,12 +58,32 @@ class SavePlan:
     sent: Sequence[CellTransfer] = ()
     received: TransferTable = tabulate_transfers([])  # noqa: RUF009 - nothing changes it
     rank_order: Sequence[int] = ()
+    striped_shards: Sequence[StripedShard] = ()
+
+    @cached_property
+    def tensor_sizes(self) -> Sequence[int]:
+        """The size in bytes of each stored tensor, by number."""
+        return [entry.nbytes for file in self.files for entry in file.entries.values()]
 
     @property
     def nbytes(self) -> int:
         """The bytes that this rank writes or sends, of its own shards and stripes."""
         stripes = (task.file_ranges for task in self.stripe_tasks if isinstance(task, OwnedStripe))
         return count_bytes(self.file_ranges) + sum(count_bytes(file_ranges) for file_ranges in stripes)
+
+
+class StripedShard(NamedTuple):
+    """A shard of a tensor that is written in stripes, and the places of the tensor's bytes in files.
+
+    Of ranks with equal shards, one has it in its plan.
+    """
+
+    shard: LocalShard
+    spans: Sequence[TensorSpan]
+
+    def iter_ranges(self) -> Iterator[FileRange]:
+        """Yield the ranges of the shard, of which there may be very many."""
+        return contiguous_requests(self.shard, lambda start, stop: list(_locate_range(self.spans, start, stop)))
 
 
 class TensorSpan(NamedTuple):
@@ -156,7 +178,12 @@ def _plan_spans(
     builder = _SavePlanBuilder(rank)
     for key, of_tensor in spans.items():
         builder.add_tensor(tensors[key], of_tensor)
-    plan = replace(EMPTY_PLAN, stripe_tasks=builder.stripe_tasks, replicas=builder.replicas)
+    plan = replace(
+        EMPTY_PLAN,
+        stripe_tasks=builder.stripe_tasks,
+        replicas=builder.replicas,
+        striped_shards=builder.striped_shards,
+    )
     if len({*host_of}) <= 1:
         return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
     writers = ShardWriters({key: tensors[key] for key in spans}, _writer_ranks)
@@ -195,12 +222,18 @@ def _pack_groups(
     tensors: Mapping[tuple[str, str], GlobalTensor], tied: Mapping[str, Mapping[str, str]], limit: int
 ) -> dict[str, list[DataFile]]:
     infos: dict[str, dict[str, TensorInfo]] = {}
+    apart: dict[str, set[str]] = {}
     for (group, name), tensor in tensors.items():
         for key, info in stored_tensors(name, tensor.info, tensor.splits).items():
             if key in infos.setdefault(group, {}):
                 raise StateError(f"two {group} tensors would be stored under the name {key!r}")
             infos[group][key] = info
-    return {group: pack_files(group, packed, tied.get(group, {}), limit) for group, packed in sorted(infos.items())}
+            if tensor.apart:
+                apart.setdefault(group, set()).add(key)
+    return {
+        group: pack_files(group, packed, tied.get(group, {}), limit, apart.get(group, ()))
+        for group, packed in sorted(infos.items())
+    }
 
 
 def _writer_ranks(tensor: GlobalTensor, coordinate: Coordinate) -> tuple[int, ...]:
@@ -233,6 +266,7 @@ class _SavePlanBuilder:
         self._rank, self._routes = rank, StripeRoutes(rank, _writer_ranks)
         self.ranges_by_writers: dict[tuple[int, ...], list[FileRange]] = {}
         self.stripe_tasks: list[StripeTask] = []
+        self.striped_shards: list[StripedShard] = []
         self.replicas: dict[tuple[int, ...], list[ReplicatedShard]] = {}
 
     def add_tensor(self, tensor: GlobalTensor, spans: Sequence[TensorSpan]) -> None:
@@ -252,6 +286,8 @@ class _SavePlanBuilder:
         writers = _writer_ranks(tensor, coordinate)
         if is_striped(tensor):
             self._add_stripes(tensor, locate_range)
+            if self._rank == writers[spans[0].tensor % len(writers)]:
+                self.striped_shards.append(StripedShard(shard, spans))
         elif self._rank in writers:
             self.ranges_by_writers.setdefault(writers, []).extend(contiguous_requests(shard, locate_range))
 

@@ -32,7 +32,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     Ranks that hold a ``shared`` tensor must have equal values and divide the writing. If it is not shared (a buffer),
     the value of the lowest rank is saved. ``splits`` are the stored tensors, if it is not stored as one tensor of its
-    name.
+    name. A tensor that is ``apart`` shares no file with tensors that are not.
     """
 
     group: str
@@ -42,6 +42,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     layout: int | None = None
     shared: bool = True
     splits: Splits = ()
+    apart: bool = False
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):

@@ -141,6 +141,7 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
         view.tensors[shard.fqn] = ref.tensor
         view.tied.update(dict.fromkeys(shard.tied, shard.fqn))
         view.refs[id(shard.parameter)] = (*view.refs.get(id(shard.parameter), ()), ref)
+        view.frozen |= set() if shard.parameter.requires_grad else {shard.fqn}
         flat_ids.add(id(shard.parameter))
     state: dict[str, Any] = {}
     buffers: set[str] = set()
@@ -218,5 +219,6 @@ def _view_entries(
         if name not in view.tied:
             view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
             view.splits |= {name: splits[name]} if name in splits else {}
+            view.frozen |= {name} if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else set()
             view.refs[id(tensor)] = (ParamRef(name, view.tensors[name], splits=splits.get(name, ())),)
     return view

@@ -49,10 +49,11 @@ class ModelView:
     """A model as a checkpoint sees it.
 
     ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
-    names; ``duplicates`` are further tensors that several parts of the model have under one name; ``tied`` maps further
-    names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``. ``extra`` are values of a state
-    dict that are not tensors, and results of ``get_extra_state``, by name; ``owners`` are the objects that they are
-    given back to, with the name that they have there. ``loaders`` are the modules whose load hooks must run.
+    names; ``frozen`` are the names of parameters without gradients; ``duplicates`` are further tensors that several
+    parts of the model have under one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs``
+    are the parameters by ``id``. ``extra`` are values of a state dict that are not tensors, and results of
+    ``get_extra_state``, by name; ``owners`` are the objects that they are given back to, with the name that they have
+    there. ``loaders`` are the modules whose load hooks must run.
     """
 
     tensors: dict[str, TensorView] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class ModelView:
     duplicates: list[tuple[str, TensorView]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     refs: dict[int, tuple[ParamRef, ...]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
@@ -93,6 +95,7 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
     for target, source in pairs:
         target.update(source)  # type: ignore[arg-type]
     merged.buffers |= view.buffers
+    merged.frozen |= view.frozen
     merged.refs |= view.refs
 
 

@@ -1,0 +1,243 @@
+"""Comparison of this rank's tensors with an earlier checkpoint, the base, to find bytes that need not be written.
+
+First a few pages of each file are compared. If training has changed a file, they almost always show it, and nothing
+more is read or hashed. They are no proof: every byte that is left out of a checkpoint was hashed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from holdfast.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
+from holdfast.engine.integrity.fragments import FragmentTable
+from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
+from holdfast.engine.plan.save_plan import SavePlan, StripedShard
+from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.ondisk.blocks import crc64
+from holdfast.storage.direct_io import BufferedReader
+from holdfast.storage.direct_reader import DirectReaderFactory
+
+#: The bytes of a sample, and the number of samples of each file. Other places are compared in each save.
+_SAMPLE_BYTES, _SAMPLES = 4096, 4
+
+#: The chunks of files, of 4 MiB, that are read back and compared in full in each save, past the page cache if possible.
+_READ_BACK_CHUNKS = 4
+
+#: Shards with shorter ranges, in bytes, are not hashed: the calls would take longer than a write.
+_MIN_RANGE_BYTES = 512
+
+#: The most ranges of a striped shard that samples are taken from.
+_SAMPLED_RANGES = 64
+
+#: An odd number near 2**64 times the golden ratio: its multiples spread evenly over any range.
+_STEP = 0x9E3779B97F4A7C15
+
+Item = TypeVar("Item")
+
+#: A fragment with its tensor: the number of the tensor, start, stop and CRC.
+_TensorFragment = tuple[int, int, int, int]
+
+
+class FileSamples(NamedTuple):
+    """Whether all, and whether any, of the samples that a rank took of a file match the base."""
+
+    all_match: bool
+    any_match: bool
+
+
+class BaseComparison:
+    """A comparison of one rank's share of a plan with the files of the base in ``folder``.
+
+    ``number`` counts saves, so that each takes other samples.
+    """
+
+    def __init__(self, plan: SavePlan, shard_of: ShardOf, folder: Path, number: int) -> None:
+        self._plan, self._shard_of, self._folder, self._number = plan, shard_of, folder, number
+
+    def sample_files(self) -> list[FileSamples]:
+        """Compare samples of each file."""
+        ranges = self._ranges_by_file()
+        return [
+            self._sample_file(number, _spread(ranges.get(number, ()), _SAMPLES, self._number))
+            for number in range(len(self._plan.files))
+        ]
+
+    def sum_files(self, whole: Collection[int], partial: Collection[int], trusted: Collection[int]) -> BlockSums:
+        """Hash this rank's bytes of some files.
+
+        All bytes of the ``whole`` files are hashed. Of ``partial`` files only those of tensors of which a sample
+        matches. Bytes of ``trusted`` tensors are not hashed now.
+        """
+        chosen = {file_range.tensor for file_range in self._plan.file_ranges if file_range.file in whole}
+        chosen |= {span.tensor for shard in self._plan.striped_shards for span in shard.spans if span.file in whole}
+        chosen |= self._sample_tensors(partial)
+        hashed = self._sum_tensors(chosen.difference(trusted), read_back=True)
+        return concatenate_sums(
+            hashed, trust_ranges(self._trusted_ranges(chosen & {*trusted}), self._plan.tensor_sizes)
+        )
+
+    def sum_tensors(self, tensors: Collection[int]) -> BlockSums:
+        """Hash this rank's bytes of some tensors."""
+        return self._sum_tensors(tensors, read_back=False)
+
+    def _sum_tensors(self, tensors: Collection[int], *, read_back: bool) -> BlockSums:
+        chunks = list(tensor_chunks(fr for fr in self._plan.file_ranges if fr.tensor in tensors))
+        checked = set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number)) if read_back else set()
+        open_reader = DirectReaderFactory()
+
+        def hash_chunk(number: int) -> list[_TensorFragment]:
+            fragments = list(_hash_chunk(chunks[number], self._shard_of))
+            if number in checked and not self._reads_back(chunks[number], fragments, open_reader):
+                return []  # the file is corrupt, or the tensor has changed: it is written in either case
+            return fragments
+
+        fragments = run_in_threads(hash_chunk, range(len(chunks)))
+        striped = [shard for shard in self._plan.striped_shards if shard.spans[0].tensor in tensors]
+        fragments += run_in_threads(lambda shard: list(_hash_striped(shard, self._shard_of)), striped)
+        return sum_fragments(_tabulate(fragments), self._plan.tensor_sizes)
+
+    def _trusted_ranges(self, tensors: Collection[int]) -> Iterator[tuple[int, int, int]]:
+        striped = (shard for shard in self._plan.striped_shards if shard.spans[0].tensor in tensors)
+        ranges = [file_range for file_range in self._plan.file_ranges if file_range.tensor in tensors]
+        for chunk in tensor_chunks(ranges):
+            yield from ((file_range.tensor, file_range.start, file_range.stop) for file_range in chunk.file_ranges)
+        for shard in striped:
+            yield from _striped_ranges(shard)
+
+    def _ranges_by_file(self) -> Mapping[int, Sequence[FileRange]]:
+        """Return ranges of each file whose bytes this rank has in memory; of striped shards only some."""
+        by_file: dict[int, list[FileRange]] = {}
+        for file_range in self._plan.file_ranges:
+            by_file.setdefault(file_range.file, []).append(file_range)
+        for shard in self._plan.striped_shards:
+            for file_range in islice(shard.iter_ranges(), _SAMPLED_RANGES):
+                by_file.setdefault(file_range.file, []).append(file_range)
+        return by_file
+
+    def _sample_tensors(self, files: Collection[int]) -> set[int]:
+        """Return the tensors of some files of which a sample matches."""
+        matching: set[int] = set()
+        for number, ranges in self._ranges_by_file().items():
+            if number not in files:
+                continue
+            by_tensor: dict[int, list[FileRange]] = {}
+            for file_range in ranges:
+                by_tensor.setdefault(file_range.tensor, []).append(file_range)
+            sampled = [next(iter(_spread(of_tensor, 1, self._number))) for of_tensor in by_tensor.values()]
+            matches = self._compare(number, sampled)
+            matching |= {file_range.tensor for file_range, is_equal in zip(sampled, matches, strict=True) if is_equal}
+        return matching
+
+    def _sample_file(self, number: int, ranges: Sequence[FileRange]) -> FileSamples:
+        matches = self._compare(number, ranges)
+        return FileSamples(all(matches), any(matches))
+
+    def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
+        """Compare a sample of each range with the file; ``False`` for all if the file cannot be read."""
+        if not ranges:
+            return []
+        try:
+            with closing(BufferedReader(self._folder / self._plan.files[number].path)) as reader:
+                return run_in_threads(lambda file_range: self._matches(file_range, reader), ranges)
+        except (StorageError, CorruptCheckpointError):
+            return [False] * len(ranges)
+
+    def _matches(self, file_range: FileRange, reader: BufferedReader) -> bool:
+        size = file_range.stop - file_range.start
+        count = -(-size // _SAMPLE_BYTES)
+        skip = (self._number * _STEP % 2**64 * count >> 64) * _SAMPLE_BYTES
+        sample = file_range.slice_bytes(skip, min(_SAMPLE_BYTES, size - skip))
+        stored = bytearray(sample.stop - sample.start)
+        reader.read(sample.offset, memoryview(stored))
+        in_memory = np.empty(len(stored), np.uint8)
+        self._shard_of(sample.tensor).copy_out(sample.local, in_memory)
+        return in_memory.tobytes() == stored
+
+    def _reads_back(
+        self, chunk: IoChunk, fragments: Iterable[_TensorFragment], open_reader: DirectReaderFactory
+    ) -> bool:
+        """Return whether the base has the bytes of a chunk that were just hashed."""
+        try:
+            with closing(open_reader(self._folder / self._plan.files[chunk.file].path)) as reader:
+                stored = np.empty(chunk.size, np.uint8)
+                reader.read(chunk.offset, stored.data)
+        except (StorageError, CorruptCheckpointError):
+            return False
+        crcs = [
+            crc64(stored[file_range.offset - chunk.offset :][: file_range.stop - file_range.start])
+            for file_range in chunk.file_ranges
+        ]
+        return crcs == [crc for *_, crc in fragments]
+
+
+def _spread(items: Sequence[Item], count: int, number: int) -> Sequence[Item]:
+    """Return up to ``count`` of the items at even distances, other ones for each number."""
+    if len(items) <= count:
+        return items
+    first = number * _STEP % 2**64 * len(items) >> 64
+    return [items[(first + place * len(items) // count) % len(items)] for place in range(count)]
+
+
+def _hash_chunk(chunk: IoChunk, shard_of: ShardOf) -> Iterator[_TensorFragment]:
+    for file_range in chunk.file_ranges:
+        size = file_range.stop - file_range.start
+        crc = shard_of(file_range.tensor).compute_crc(file_range.local, file_range.local + size)
+        yield file_range.tensor, file_range.start, file_range.stop, crc
+
+
+def _hash_striped(striped: StripedShard, shard_of: ShardOf) -> Iterator[_TensorFragment]:
+    """Hash the ranges of a striped shard one by one. A shard with very short ranges is left out."""
+    if striped.shard.mean_range_bytes < _MIN_RANGE_BYTES:
+        return
+    window, local = _ShardWindow(shard_of(striped.spans[0].tensor)), 0
+    for tensor, start, stop in _striped_ranges(striped):
+        yield tensor, start, stop, crc64(window.slice_bytes(local, local + stop - start))
+        local += stop - start
+
+
+def _striped_ranges(striped: StripedShard) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges of a striped shard, as tensor, start and stop, in the order of the shard's bytes.
+
+    None crosses the boundary of a block, or is longer than a chunk.
+    """
+    spans = striped.spans
+    if len(spans) == 1:  # by far the most tensors: no range of a file is needed
+        ranges = ((spans[0].tensor, start, stop) for start, stop in striped.shard.iter_ranges())
+    else:
+        ranges = ((file_range.tensor, file_range.start, file_range.stop) for file_range in striped.iter_ranges())
+    for tensor, start, stop in ranges:
+        low = start
+        while low < stop:
+            high = min(stop, low // CHUNK * CHUNK + CHUNK)
+            yield tensor, low, high
+            low = high
+
+
+class _ShardWindow:
+    """The bytes of a shard, read in order: in place, or of a copy of a part of them at a time."""
+
+    def __init__(self, shard: TensorBytes) -> None:
+        self._shard, self._start = shard, 0
+        in_place = shard.view(0, shard.nbytes)
+        self._bytes = memoryview(b"") if in_place is None else in_place.data
+
+    def slice_bytes(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``[start, stop)``, at most a chunk."""
+        if stop > self._start + len(self._bytes):
+            copy = np.empty(min(CHUNK, self._shard.nbytes - start), np.uint8)
+            self._shard.copy_out(start, copy)
+            self._start, self._bytes = start, copy.data
+        return self._bytes[start - self._start : stop - self._start]
+
+
+def _tabulate(fragments: Iterable[Sequence[_TensorFragment]]) -> FragmentTable:
+    columns = list(zip(*(fragment for of_item in fragments for fragment in of_item), strict=True)) or [(), (), (), ()]
+    return FragmentTable(np.array(columns[0], np.uint32), *(np.array(column, np.uint64) for column in columns[1:]))

@@ -1,0 +1,151 @@
+"""Files and ranges of bytes that several checkpoints share: hard links of files, and clones of ranges.
+
+A shared file must never be written, so it is made read-only when it gets its second name. No failure to share matters
+to the caller, who writes the bytes instead, except that the disk fails or is full.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.storage.posix import wrap_os_errors
+
+#: The errors of a disk. All others mean that this file, or this file system, has no links or clones.
+_DISK_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+
+#: The errors of file systems that never link, or never clone, what a caller asks for.
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.EPERM}
+
+#: Linux's ``ioctl`` that makes a range of a file share the blocks of another file, and its argument: the source's
+#: descriptor, offset and length, and the destination's offset (<linux/fs.h>).
+_FICLONERANGE, _CLONE_RANGE = 0x4020940D, struct.Struct("=qQQQ")
+
+#: Linux's ``ioctl`` that reports the extents of a file, and its argument (<linux/fiemap.h>).
+_FIEMAP, _FIEMAP_HEADER = 0xC020660B, struct.Struct("=QQIIII")
+
+#: Clones make a file of ever more extents. One that has more is written anew.
+_MAX_EXTENTS = 4096
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FileIdentity(NamedTuple):
+    """The identity of a file, and its version. It has no change time: each link and each removal changes that."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+class Sharing:
+    """What the file system of one directory is known not to support. It is asked again by a new object."""
+
+    def __init__(self) -> None:
+        self.links = self.clones = True
+
+    def link_file(self, source: Path, target: Path, identity: FileIdentity) -> bool:
+        """Create ``target`` as a hard link of ``source``, and make its bytes durable.
+
+        Return false, and create nothing, if that is impossible or if ``source`` is not the file with the ``identity``.
+        """
+        if not self.links:
+            return False
+        try:
+            with _open_file(source) as fd:
+                if not _is_file(os.fstat(fd), identity):
+                    return False
+                _make_read_only(fd)
+                os.fsync(fd)  # a copy of a checkpoint may not be durable
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            self.links = self.links and error.errno not in _UNSUPPORTED
+            _raise_disk_error(error, target)
+            return False
+        return self._confirm_link(target, identity)
+
+    def _confirm_link(self, target: Path, identity: FileIdentity) -> bool:
+        """Return whether a new link is of the expected file, which may have been replaced meanwhile; else remove it."""
+        with wrap_os_errors("inspect", target):
+            if _is_file(target.lstat(), identity):
+                return True
+            target.unlink()
+        return False
+
+    def clone_ranges(self, source: int, target: Path, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Make ranges of ``target`` share the blocks of an open file at the same offsets.
+
+        The ranges begin and end at multiples of the page size. Return false if any of them is not cloned.
+        """
+        if not self.clones:
+            return False
+        try:
+            fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for start, stop in ranges:
+                    fcntl.ioctl(fd, _FICLONERANGE, _CLONE_RANGE.pack(source, start, stop - start, start))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.clones = error.errno not in _UNSUPPORTED
+            _raise_disk_error(error, target)
+            return False
+        return True
+
+
+def identify_file(path: Path) -> FileIdentity | None:
+    """Return the identity of a regular file; ``None`` if there is none."""
+    with suppress(OSError), _open_file(path) as fd:  # a client of NFS asks the server if a file is opened
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+    return None
+
+
+def count_extents(fd: int) -> int:
+    """Return the number of extents of an open file; 0 if the file system does not report it."""
+    argument = bytearray(_FIEMAP_HEADER.pack(0, 2**64 - 1, 0, 0, 0, 0))
+    with suppress(OSError):
+        fcntl.ioctl(fd, _FIEMAP, argument)
+        return int(_FIEMAP_HEADER.unpack(argument)[3])
+    return 0
+
+
+def is_fragmented(fd: int) -> bool:
+    """Return whether an open file has so many extents that no more of it should be cloned."""
+    return count_extents(fd) > _MAX_EXTENTS
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[int]:
+    fd = os.open(path, _READ)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_file(status: os.stat_result, identity: FileIdentity) -> bool:
+    found = FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+    return stat.S_ISREG(status.st_mode) and found == identity
+
+
+def _make_read_only(fd: int) -> None:
+    """Take the permission to write from a file that is about to get a second name, if this user owns it."""
+    status = os.fstat(fd)
+    writable = stat.S_IMODE(status.st_mode) & 0o222
+    if writable and status.st_nlink == 1 and status.st_uid == os.geteuid():
+        os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~0o222)
+
+
+def _raise_disk_error(error: OSError, path: Path) -> None:
+    if error.errno in _DISK_ERRORS:
+        with wrap_os_errors("link or clone", path):
+            raise error

@@ -1,0 +1,188 @@
+"""Tests that incremental saves have the bytes of full saves, and share with the checkpoint before what is unchanged."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import holdfast
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.pool import Ranks
+
+#: Shapes of float32 tensors: tiny ones, some that are moved in stripes if their columns are sharded, one of two blocks.
+SHAPES = {
+    "a": (3,),
+    "b": (300, 257),
+    "c": (2048, 512),
+    "d": (1030, 1030),
+    "e": (9, 524_288),
+    "f": (0, 4),
+    "g": (64, 65_536),
+}
+
+#: The tensor without elements.
+EMPTY = "f"
+
+#: So many bytes of tensors are in one file: most tensors have a file of their own.
+LIMIT = 5_000_000
+
+PLACEMENTS = {"whole": [], "rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One save: the tensors that get new values before, and how it is saved."""
+
+    changed: frozenset[str]
+    asynchronous: bool = False
+    #: The tensor that gets new values in one element only.
+    touched: str | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """Saves of one job: its number of ranks, and the layout of each tensor."""
+
+    ranks: int
+    layouts: dict[str, str]
+    steps: Sequence[Step]
+
+
+def whole_tensor(name: str, version: int, touches: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{version}".encode()))
+    tensor = torch.rand(SHAPES[name], generator=generator)
+    if tensor.numel():
+        tensor.view(-1)[tensor.numel() * 2 // 3] += touches
+    return tensor
+
+
+class State:
+    """Tensors as a job holds them, each with the number of times that it was changed, and touched."""
+
+    def __init__(self, layouts: dict[str, str]) -> None:
+        self.versions = dict.fromkeys(SHAPES, 0)
+        self.touches = dict.fromkeys(SHAPES, 0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+        self.tensors = {}
+        for name, shape in SHAPES.items():
+            whole, placements = whole_tensor(name, 0, 0), PLACEMENTS[layouts[name]]
+            if len(shape) == 1 and layouts[name] == "columns":
+                placements = [Shard(0)]
+            if mesh is not None and placements:
+                self.tensors[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            else:
+                self.tensors[name] = whole
+
+    def update(self, names: frozenset[str], touched: str | None = None) -> None:
+        for name in names:
+            self.versions[name] += 1
+        if touched is not None:
+            self.touches[touched] += 1
+        for name in names | ({touched} if touched else set()):
+            whole, tensor = whole_tensor(name, self.versions[name], self.touches[name]), self.tensors[name]
+            if isinstance(tensor, DTensor):
+                new = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(new.to_local())
+            else:
+                tensor.copy_(whole)
+
+
+def run_session(path: str, full: str, session: Session, first: int) -> list[set[str]]:
+    """Continue the run, save each step twice. Return, of each step, the tensor files shared with the save before."""
+    state, shared = State(session.layouts), []
+    incremental = holdfast.Checkpointer(path, max_shard_size=LIMIT)
+    whole = holdfast.Checkpointer(full, max_shard_size=LIMIT, incremental=False)
+    if first:
+        incremental.restore(model=state.tensors)
+        content = holdfast.open(path).values["user_content"]
+        state.versions, state.touches = content["versions"], content["touches"]
+    for number, step in enumerate(session.steps, first):
+        state.update(step.changed, step.touched)
+        tag = f"s{number:03d}"
+        content = {"versions": state.versions, "touches": state.touches}
+        saved = incremental.save(tag, model=state.tensors, user_content=content, async_save=step.asynchronous)
+        saved.wait()
+        whole.save(tag, model=state.tensors, user_content=content)
+        shared.append(linked_files(Path(path), number))
+    return shared
+
+
+def linked_files(path: Path, number: int) -> set[str]:
+    """The tensor files that a checkpoint and the one before have in common."""
+    if not number:
+        return set()
+    new, old = path / f"s{number:03d}", path / f"s{number - 1:03d}"
+    names = {str(file.relative_to(new)) for file in new.rglob("*.safetensors")}
+    return {name for name in names if (old / name).exists() and (new / name).samefile(old / name)}
+
+
+def tensor_names(file: Path) -> set[str]:
+    with safe_open(file, "pt") as opened:
+        return set(opened.keys())
+
+
+steps = st.builds(
+    Step,
+    st.frozensets(st.sampled_from(sorted(SHAPES)), max_size=4),
+    st.booleans(),
+    st.none() | st.sampled_from(sorted(set(SHAPES) - {EMPTY})),
+)
+sessions = st.builds(
+    Session,
+    st.integers(1, 4),
+    st.fixed_dictionaries({name: st.sampled_from(sorted(PLACEMENTS)) for name in SHAPES}),
+    st.lists(steps, min_size=1, max_size=3),
+)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take very long
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(jobs=st.lists(sessions, min_size=1, max_size=3))
+def test_an_incremental_save_has_the_bytes_of_a_full_one(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, jobs: list[Session]
+) -> None:
+    path = tmp_path_factory.mktemp("run")
+    inc, full = path / "incremental", path / "full"
+    number = 0
+    for job in jobs:
+        shared, *others = ranks(job.ranks, run_session, str(inc), str(full), job, number)
+        assert all(other == shared for other in others)
+        for of_step, step in zip(shared, job.steps, strict=True):
+            new = inc / f"s{number:03d}"
+            assert read_state_files(new) == read_state_files(full / new.name)
+            changed = (step.changed | ({step.touched} if step.touched else set())) - {EMPTY}
+            for file in new.glob("model/*.safetensors"):
+                stored = tensor_names(file)
+                is_linked = str(file.relative_to(new)) in of_step
+                assert is_linked == (number > 0 and not stored & changed), (number, file.name, stored, changed)
+            number += 1
+
+
+def save_changing(path: str, **options: Any) -> None:
+    state = State(dict.fromkeys(SHAPES, "rows"))
+    checkpointer = holdfast.Checkpointer(path, max_shard_size=LIMIT, **options)
+    for number in range(6):
+        state.update(frozenset("a"))
+        checkpointer.save(f"s{number:03d}", model=state.tensors)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_checkpoint_of_several_is_full(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    ranks(size, save_changing, str(tmp_path))
+    assert all(linked_files(tmp_path, number) for number in range(1, 6))
