@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample of states (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that examine states")
     parser.add_argument("--kept", type=Path, default=Path("crash_violations"), help="directory for violations")
+    parser.add_argument("--folder", type=Path, help="a directory on the file system to use, such as XFS")
     options = parser.parse_args()
     chosen = [scenario for scenario in SCENARIOS if scenario.name in options.scenarios or not options.scenarios]
     if len(chosen) < len(options.scenarios):
@@ -62,7 +63,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as workers:
         cases = [
-            (case, workers.submit(_check_case, case, options.states, options.seed)) for case in _record_cases(chosen)
+            (case, workers.submit(_check_case, case, options.states, options.seed))
+            for case in _record_cases(chosen, options.folder)
         ]
         rows = [_print_row(case, future, options.kept) for case, future in cases]
     print(f"| all | | {' | '.join(str(sum(column)) for column in zip(*rows, strict=True))} | |")
@@ -71,7 +73,7 @@ def main() -> None:
         sys.exit(f"the disks of the violations are in {options.kept.absolute()}")
 
 
-def _record_cases(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
+def _record_cases(scenarios: Sequence[Scenario], parent: Path | None) -> Iterator[_Case]:
     """Record each scenario on every number of ranks."""
     print("| scenario | ranks | operations | states | old | new | none | violations | seconds |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
@@ -79,7 +81,7 @@ def _record_cases(scenarios: Sequence[Scenario]) -> Iterator[_Case]:
     try:
         for scenario in scenarios:
             for ranks in (1, 2, 4):
-                with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as folder:
+                with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=parent) as folder:
                     yield _Case(scenario, ranks, record_scenario(scenario, ranks, pool, Path(folder)))
     finally:
         pool.close()

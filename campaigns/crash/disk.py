@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from campaigns.crash.image import WHOLE, DiskImage, SurvivingPart, Tree
-from campaigns.crash.operations import Create, Exchange, History, Operation, Remove, Rename, Sync
+from campaigns.crash.operations import Create, Exchange, History, Link, Operation, Remove, Rename, Sync
 
 #: The unsynced operations that survive, by their index in the history, each with the part that survives.
 Choice = Mapping[int, SurvivingPart]
@@ -76,7 +76,7 @@ def replay_history(history: History) -> Tree:
 
 def _list_changed_directories(operation: Operation) -> set[int]:
     """Return the directories whose entries an operation changes."""
-    if isinstance(operation, Create | Remove):
+    if isinstance(operation, Create | Link | Remove):
         return {operation.folder}
     if isinstance(operation, Rename | Exchange):
         return {operation.folder, operation.target_folder}

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from campaigns.crash.operations import ROOT, Create, Exchange, Operation, Remove, Rename, Resize, Sync, Write
+from campaigns.crash.operations import (
+    ROOT,
+    Clone,
+    Create,
+    Exchange,
+    Link,
+    Operation,
+    Remove,
+    Rename,
+    Resize,
+    Write,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +50,21 @@ class DiskImage:
     def apply(self, operation: Operation, part: SurvivingPart) -> None:
         """Apply an operation; of a write, the part that survives."""
         match operation:
-            case Create():
-                self._create(operation)
+            case Clone():
+                self._clone(operation)
             case Write():
                 _apply_write(self._files.setdefault(operation.node, bytearray()), operation, part)
             case Resize():
                 _set_size(self._files.setdefault(operation.node, bytearray()), operation.size)
+            case _:
+                self._apply_to_entries(operation)
+
+    def _apply_to_entries(self, operation: Operation) -> None:
+        match operation:
+            case Create():
+                self._create(operation)
+            case Link():
+                self._entries(operation.folder).setdefault(operation.name, operation.node)
             case Remove():
                 if self._entries(operation.folder).get(operation.name) == operation.node:
                     del self._entries(operation.folder)[operation.name]
@@ -52,7 +72,7 @@ class DiskImage:
                 self._rename(operation)
             case Exchange():
                 self._exchange(operation)
-            case Sync():
+            case _:
                 pass
 
     def build_tree(self) -> Tree:
@@ -65,6 +85,12 @@ class DiskImage:
         else:
             self._files.setdefault(operation.node, bytearray())
         self._entries(operation.folder).setdefault(operation.name, operation.node)
+
+    def _clone(self, operation: Clone) -> None:
+        content = self._files.setdefault(operation.node, bytearray())
+        if len(content) < operation.stop:
+            _set_size(content, operation.stop)
+        content[operation.start : operation.stop] = self._files[operation.source][operation.start : operation.stop]
 
     def _rename(self, operation: Rename) -> None:
         source, target = self._entries(operation.folder), self._entries(operation.target_folder)

@@ -35,6 +35,25 @@ class Create(_TimedOperation):
 
 
 @dataclass(frozen=True, slots=True)
+class Link(_TimedOperation):
+    """A further entry of a file."""
+
+    folder: int
+    name: str
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clone(_TimedOperation):
+    """A range of a file that gets the bytes of another file at the same place."""
+
+    node: int
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Write(_TimedOperation):
     """A write of bytes to a file."""
 
@@ -90,10 +109,10 @@ class Remove(_TimedOperation):
     node: int
 
 
-Operation = Create | Write | Resize | Sync | Rename | Exchange | Remove
+Operation = Create | Link | Clone | Write | Resize | Sync | Rename | Exchange | Remove
 
 #: The fields that hold numbers of files and directories.
-_NODES = frozenset({"folder", "target_folder", "node", "target_node"})
+_NODES = frozenset({"folder", "target_folder", "node", "target_node", "source"})
 
 
 class Log(NamedTuple):

@@ -7,6 +7,7 @@ for byte.
 from __future__ import annotations
 
 import builtins
+import fcntl
 import io
 import os
 from collections.abc import Callable
@@ -17,13 +18,25 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
-from campaigns.crash.operations import Create, Exchange, Log, Operation, Remove, Rename, Resize, Sync, Write
-from holdfast.storage import directories
+from campaigns.crash.operations import (
+    Clone,
+    Create,
+    Exchange,
+    Link,
+    Log,
+    Operation,
+    Remove,
+    Rename,
+    Resize,
+    Sync,
+    Write,
+)
+from holdfast.storage import directories, shared_files
 
-_RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "unlink", "rmdir")
+_RECORDED = ("open", "write", "pwrite", "ftruncate", "fchmod", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (
     *("writev", "pwritev", "truncate", "posix_fallocate", "sendfile", "copy_file_range", "splice", "fdatasync"),
-    *("replace", "remove", "link", "symlink", "mknod", "mkfifo"),
+    *("replace", "remove", "chmod", "symlink", "mknod", "mkfifo"),
 )
 
 _EXCHANGE = 2  # RENAME_EXCHANGE
@@ -36,7 +49,7 @@ class Recorder:
         self._root = root.resolve()
         self._patches = ExitStack()
         self._really = {name: getattr(os, name) for name in (*_RECORDED, *_REFUSED)}
-        self._really |= {"io.open": io.open, "renameat2": directories._renameat2}
+        self._really |= {"io.open": io.open, "renameat2": directories._renameat2, "ioctl": fcntl.ioctl}
         self._operations: list[Operation] = []
         self._begun: dict[int, int] = {}
         self._ended: dict[int, int] = {}
@@ -49,6 +62,7 @@ class Recorder:
         self._patch(io, "open", self._open_file)
         self._patch(builtins, "open", self._open_file)
         self._patch(directories, "_renameat2", self._renameat2)
+        self._patch(fcntl, "ioctl", self._ioctl)
         return self
 
     def __exit__(
@@ -88,6 +102,13 @@ class Recorder:
         """Return the number of the open file or directory below the root."""
         return os.fstat(fd).st_ino if _read_path(fd).is_relative_to(self._root) else None
 
+    def _find_own_node(self, fd: int) -> int | None:
+        """Return the number of an open file that is about to be changed, which no other checkpoint must share."""
+        node = self._find_node(fd)
+        if node is not None and os.fstat(fd).st_nlink > 1:
+            raise PermissionError(f"{_read_path(fd)} belongs to another checkpoint, too, and must not be changed")
+        return node
+
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         place = self._locate_entry(path, dir_fd)
         makes = place is not None and bool(flags & os.O_CREAT) and not _read_inode(path, dir_fd)
@@ -99,7 +120,7 @@ class Recorder:
         return int(fd)
 
     def _write(self, fd: int, data: Any) -> int:
-        node = self._find_node(fd)
+        node = self._find_own_node(fd)
         offset = 0 if node is None else os.lseek(fd, 0, os.SEEK_CUR)
         span, n = self._call_timed("write", fd, data)
         if node is not None:
@@ -107,17 +128,35 @@ class Recorder:
         return int(n)
 
     def _pwrite(self, fd: int, data: Any, offset: int) -> int:
-        node = self._find_node(fd)
+        node = self._find_own_node(fd)
         span, n = self._call_timed("pwrite", fd, data, offset)
         if node is not None:
             self._operations.append(Write(*span, node, offset, bytes(memoryview(data).cast("B")[:n])))
         return int(n)
 
     def _ftruncate(self, fd: int, size: int) -> None:
-        node = self._find_node(fd)
+        node = self._find_own_node(fd)
         span, _ = self._call_timed("ftruncate", fd, size)
         if node is not None:
             self._operations.append(Resize(*span, node, size))
+
+    def _fchmod(self, fd: int, mode: int) -> None:
+        self._find_own_node(fd)
+        self._really["fchmod"](fd, mode)
+
+    def _link(self, source: Any, target: Any, **options: Any) -> None:
+        place, node = self._locate_entry(target), _read_inode(source)
+        span, _ = self._call_timed("link", source, target, **options)
+        if place:
+            self._operations.append(Link(*span, *place, node))
+
+    def _ioctl(self, fd: int, request: int, argument: Any = 0) -> Any:
+        node = self._find_own_node(fd) if request == shared_files.CLONE_RANGE else None
+        span, result = self._call_timed("ioctl", fd, request, argument)
+        if node is not None:
+            source, start, size, _ = shared_files.CLONE_ARGUMENT.unpack(argument)
+            self._operations.append(Clone(*span, node, os.fstat(source).st_ino, start, start + size))
+        return result
 
     def _fsync(self, fd: Any) -> None:
         number = fd if isinstance(fd, int) else fd.fileno()

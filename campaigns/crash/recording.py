@@ -23,7 +23,7 @@ def record_scenario(scenario: Scenario, ranks: int, pool: Ranks, root: Path) -> 
 
 def _record_rank(scenario: Scenario, root: Path) -> Log:
     training = Training(scenario.models)
-    with scenario.emulate_file_system(), Recorder(root) as recorder:
+    with scenario.emulate_file_system(), scenario.clone_short_ranges(), Recorder(root) as recorder:
         for number, step in enumerate(scenario.steps):
             dist.barrier()
             if isinstance(step, Prune) and dist.get_rank():

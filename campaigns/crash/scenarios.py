@@ -15,6 +15,7 @@ from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from holdfast.cli.main import app
 from holdfast.errors import HoldfastError
 from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save import base_files
 from holdfast.storage import directories
 
 #: The checkpoints of a run, oldest first: the step of each tag.
@@ -156,6 +157,10 @@ class Scenario:
     def emulate_file_system(self) -> AbstractContextManager[object]:
         """Return a context with the scenario's kind of file system."""
         return nullcontext() if self.can_exchange else mock.patch.object(directories, "_renameat2", return_value=False)
+
+    def clone_short_ranges(self) -> AbstractContextManager[object]:
+        """Return a context in which ranges of a page are cloned, if the file system can do that."""
+        return mock.patch.object(base_files, "_MIN_CLONE_BYTES", 4096)
 
 
 _FIRST, _SECOND = Save("step_1", 1), Save("step_2", 2)

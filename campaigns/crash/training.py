@@ -17,18 +17,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 _WIDTH, _WIDER = 96, 250
 
+#: The ends of the names of parameters that are not trained.
+_FROZEN = ("/base", "/held")
+
 #: A size that gives several files for the model and for the optimizer.
 MAX_SHARD_SIZE = 100_000
 
 
 class Net(nn.Module):
-    """A model with 100,000-byte matrices that tensor parallelism shards both ways, and a vector that it does not."""
+    """A model with 100,000-byte matrices that tensor parallelism shards both ways, and a vector that it does not.
+
+    ``base`` and ``held`` are frozen. The first has a file of its own, the second shares one with the vector.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(_WIDTH, _WIDER, bias=False)
         self.down = nn.Linear(_WIDER, _WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(_WIDTH + 1))
+        self.base = nn.Parameter(torch.ones(100, _WIDER), requires_grad=False)
+        self.held = nn.Parameter(torch.ones(100, 100), requires_grad=False)
 
 
 class Training:
@@ -68,13 +76,17 @@ class Training:
         for net_name, net in self._nets.items():
             for name, parameter in net.named_parameters():
                 yield f"{net_name}/{name}", parameter
-                for key, state in self._optimizers[net_name].state[parameter].items():
+                for key, state in self._optimizers[net_name].state.get(parameter, {}).items():
                     yield f"{net_name}/{name}/{key}", state
 
 
 @functools.cache
 def build_value(step: int, name: str, shape: torch.Size) -> torch.Tensor:
-    """Return the values that a tensor of this name has at a step, in any layout."""
+    """Return the values that a tensor of this name has at a step, in any layout.
+
+    Those of frozen tensors change from step 0 to step 1 only.
+    """
+    step = min(step, 1) if name.endswith(_FROZEN) else step
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))
     return torch.rand(shape, generator=generator)
 
@@ -92,8 +104,9 @@ def _shard_model(net: Net) -> nn.Module:
 
 def _build_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     """Return an Adam optimizer with states as after a step."""
-    optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
-    for parameter in net.parameters():
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=1.0)
+    for parameter in trained:
         like = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros(()), **like}
     return optimizer

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,18 +67,18 @@ def tell() -> tuple[list[int], list[str], list[str]]:
     reported: list[int] = []
     session = Members().open_session(20.0)
     mine = [Fragment(100 * (10 * session.rank + n), 100 * (10 * session.rank + n + 1), 0) for n in range(10)]
-    codec = crc_gather._FRAGMENTS
+    decode = crc_gather.decode_fragments
 
     def listen(reports: Any) -> Any:
         reports = list(reports)
         reported.extend(len(raw) // 28 for raw in reports)
-        return codec.decode(reports)
+        return decode(reports)
 
     def decide(fragments: Any, posted: list[bytes]) -> bytes:
         assert {tensor: len(actual) for tensor, actual in fragments.items()} == {0: 1}
         return b" ".join(posted)
 
-    with IN_GROUPS, mock.patch.object(crc_gather, "_FRAGMENTS", replace(codec, decode=listen)):
+    with IN_GROUPS, mock.patch.object(crc_gather, "decode_fragments", listen):
         said = crc_gather.vote_with_fragments(
             session, "testing", lambda: crc_gather.HashedResult({0: mine}, str(session.rank).encode()), decide
         )

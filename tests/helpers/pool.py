@@ -51,14 +51,19 @@ class Ranks:
         """The same, but errors are returned in place of results."""
         self._grow(world_size)
         task = f"task{next(self._tasks)}"
-        for rank in range(world_size):
-            self._workers[rank][1].send((task, rank, world_size, function, args))
         results = []
-        for process, pipe in self._workers[:world_size]:
-            if not pipe.poll(TIMEOUT):
-                self.close()
-                raise TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")
-            results.append(pipe.recv())
+        try:
+            for rank in range(world_size):
+                self._workers[rank][1].send((task, rank, world_size, function, args))
+            for process, pipe in self._workers[:world_size]:
+                if not pipe.poll(TIMEOUT):
+                    raise TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")  # noqa: TRY301
+                results.append(pipe.recv())
+        except BaseException as error:
+            if isinstance(error, (OSError, EOFError)):
+                error.add_note(f"exit codes of the ranks: {[process.exitcode for process, _ in self._workers]}")
+            self.close()  # the next task gets new ranks
+            raise
         return results
 
     def _grow(self, size: int) -> None:

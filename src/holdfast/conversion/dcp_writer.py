@@ -91,7 +91,7 @@ def _describe_values(flat: FlatState) -> dict[str, Any]:
 def _describe_value(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
-    return TensorStorageMetadata(TensorProperties(value.dtype), value.size(), list(_row_chunks(value)))
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(value), value.size(), list(_row_chunks(value)))
 
 
 def _row_chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:

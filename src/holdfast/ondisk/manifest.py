@@ -6,6 +6,7 @@ with its size and CRC.
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Annotated
 
@@ -117,6 +118,9 @@ def _check_version(format_name: object, version: object, file: str) -> None:
 def manifest_schema() -> bytes:
     """Return the JSON Schema of ``manifest.json``, as it is published in the package."""
     schema = msgspec.json.schema(Manifest)
+    for definition in schema["$defs"].values():
+        # Python 3.13 removes the indentation of docstrings by itself.
+        definition["description"] = inspect.cleandoc(definition["description"])
     fields = schema["$defs"]["Manifest"]
     fields["properties"]["crc64nvme"] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
     fields["required"].append("crc64nvme")

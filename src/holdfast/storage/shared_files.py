@@ -26,7 +26,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errn
 
 #: Linux's ``ioctl`` that makes a range of a file share the blocks of another file, and its argument: the source's
 #: descriptor, offset and length, and the destination's offset (<linux/fs.h>).
-_FICLONERANGE, _CLONE_RANGE = 0x4020940D, struct.Struct("=qQQQ")
+CLONE_RANGE, CLONE_ARGUMENT = 0x4020940D, struct.Struct("=qQQQ")
 
 #: Linux's ``ioctl`` that reports the extents of a file, and its argument (<linux/fiemap.h>).
 _FIEMAP, _FIEMAP_HEADER = 0xC020660B, struct.Struct("=QQIIII")
@@ -90,7 +90,7 @@ class Sharing:
             fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 for start, stop in ranges:
-                    fcntl.ioctl(fd, _FICLONERANGE, _CLONE_RANGE.pack(source, start, stop - start, start))
+                    fcntl.ioctl(fd, CLONE_RANGE, CLONE_ARGUMENT.pack(source, start, stop - start, start))
             finally:
                 os.close(fd)
         except OSError as error:

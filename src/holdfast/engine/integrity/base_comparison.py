@@ -24,6 +24,7 @@ from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.ondisk.blocks import crc64
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.memory import BufferPool
 
 #: The bytes of a sample, and the number of samples of each file. Other places are compared in each save.
 _SAMPLE_BYTES, _SAMPLES = 4096, 4
@@ -91,11 +92,11 @@ class BaseComparison:
     def _sum_tensors(self, tensors: Collection[int], *, read_back: bool) -> BlockSums:
         chunks = list(tensor_chunks(fr for fr in self._plan.file_ranges if fr.tensor in tensors))
         checked = set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number)) if read_back else set()
-        open_reader = DirectReaderFactory()
+        reader = _ChunkReader(self._folder, self._plan)
 
         def hash_chunk(number: int) -> list[_TensorFragment]:
             fragments = list(_hash_chunk(chunks[number], self._shard_of))
-            if number in checked and not self._reads_back(chunks[number], fragments, open_reader):
+            if number in checked and not reader.holds(chunks[number], fragments):
                 return []  # the file is corrupt, or the tensor has changed: it is written in either case
             return fragments
 
@@ -161,13 +162,19 @@ class BaseComparison:
         self._shard_of(sample.tensor).copy_out(sample.local, in_memory)
         return in_memory.tobytes() == stored
 
-    def _reads_back(
-        self, chunk: IoChunk, fragments: Iterable[_TensorFragment], open_reader: DirectReaderFactory
-    ) -> bool:
-        """Return whether the base has the bytes of a chunk that were just hashed."""
+
+class _ChunkReader:
+    """A reader of chunks of the base's files, past the page cache if possible."""
+
+    def __init__(self, folder: Path, plan: SavePlan) -> None:
+        self._paths = [folder / file.path for file in plan.files]
+        self._open_reader, self._buffers = DirectReaderFactory(), BufferPool(CHUNK)
+
+    def holds(self, chunk: IoChunk, fragments: Iterable[_TensorFragment]) -> bool:
+        """Return whether the base has the bytes of a chunk whose CRCs are those of ``fragments``."""
+        stored = self._buffers.get()[: chunk.size]
         try:
-            with closing(open_reader(self._folder / self._plan.files[chunk.file].path)) as reader:
-                stored = np.empty(chunk.size, np.uint8)
+            with closing(self._open_reader(self._paths[chunk.file])) as reader:
                 reader.read(chunk.offset, stored.data)
         except (StorageError, CorruptCheckpointError):
             return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -45,23 +45,36 @@ DecideHashed = Callable[[Fragments, list[bytes]], bytes]
 Crcs = TypeVar("Crcs")
 
 
-@dataclass(frozen=True)
-class _CrcCodec(Generic[Crcs]):
+class _CrcCodec(Protocol[Crcs]):
     """How CRCs are encoded, how the encoded ones of several ranks are merged, and how those of all are decoded."""
 
-    encode: Callable[[Crcs], bytes]
-    merge: Callable[[Iterable[bytes]], bytes]
-    decode: Callable[[Iterable[bytes]], Crcs]
+    def encode(self, crcs: Crcs, /) -> bytes: ...
+
+    def merge(self, reports: Iterable[bytes], /) -> bytes: ...
+
+    def decode(self, reports: Iterable[bytes], /) -> Crcs: ...
 
 
-_FRAGMENTS: _CrcCodec[Fragments] = _CrcCodec(
-    encode_fragments,
-    lambda reports: merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes(),
-    decode_fragments,
-)
-_SUMS: _CrcCodec[BlockSums] = _CrcCodec(
-    BlockSums.to_bytes, lambda reports: BlockSums.from_bytes(reports).to_bytes(), BlockSums.from_bytes
-)
+class _FragmentCodec:
+    def encode(self, crcs: Fragments) -> bytes:
+        return encode_fragments(crcs)
+
+    def merge(self, reports: Iterable[bytes]) -> bytes:
+        return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
+
+    def decode(self, reports: Iterable[bytes]) -> Fragments:
+        return decode_fragments(reports)
+
+
+class _SumCodec:
+    def encode(self, crcs: BlockSums) -> bytes:
+        return crcs.to_bytes()
+
+    def merge(self, reports: Iterable[bytes]) -> bytes:
+        return BlockSums.from_bytes(reports).to_bytes()
+
+    def decode(self, reports: Iterable[bytes]) -> BlockSums:
+        return BlockSums.from_bytes(reports)
 
 
 def vote_with_fragments(
@@ -81,7 +94,7 @@ def vote_with_fragments(
         hashed = work()
         return hashed.fragments, hashed.payload
 
-    return _CrcVote(session, phase, _FRAGMENTS).run(work_and_unpack, decide, rank_order)
+    return _CrcVote(session, phase, _FragmentCodec()).run(work_and_unpack, decide, rank_order)
 
 
 def vote_with_sums(
@@ -92,7 +105,7 @@ def vote_with_sums(
     rank_order: Sequence[int] = (),
 ) -> bytes:
     """Do ``work`` on every rank, and return rank 0's decision over all sums: see :func:`vote_with_fragments`."""
-    return _CrcVote(session, phase, _SUMS).run(lambda: (work(), b""), lambda sums, _: decide(sums), rank_order)
+    return _CrcVote(session, phase, _SumCodec()).run(lambda: (work(), b""), lambda sums, _: decide(sums), rank_order)
 
 
 def bucket_size(size: int) -> int:

@@ -29,6 +29,7 @@ DTYPES = {
 OTHERS = (
     *(f"uint{bits}" for bits in range(1, 8)),
     *(f"int{bits}" for bits in range(1, 8)),
+    "bcomplex32",
     "complex128",
     "complex32",
     "float4_e2m1fn_x2",
