@@ -45,22 +45,23 @@ class BaseFiles:
     crcs: dict[int, list[int]] = field(default_factory=dict)
     linked: list[int] = field(default_factory=list)
 
-    def link_files(self, numbers: Iterable[int]) -> list[int]:
+    def link_files(self, numbers: Iterable[int], read_only: Collection[int]) -> list[int]:
         """Link some files of the base, by their numbers in the plan. Return those that could be linked.
 
-        A file of the base with another layout is not linked.
+        Those in ``read_only`` will probably stay links. A file of the base with another layout is not linked.
         """
-        self.linked = [number for number in numbers if self._link_file(number)]
+        self.linked = [number for number in numbers if self._link_file(number, read_only=number in read_only)]
         return self.linked
 
-    def _link_file(self, number: int) -> bool:
+    def _link_file(self, number: int, *, read_only: bool) -> bool:
         file = self._plan.files[number]
         base_file = self.base.files.get(file.path)
         if base_file is None or base_file.identity.size != file.size:
             return False
         target = self.files.folder / file.path
         posix.make_parents(self.files.folder, file.path)
-        if not self.sharing.link_file(self.base.path / file.path, target, base_file.identity):
+        source = self.base.path / file.path
+        if not self.sharing.link_file(source, target, base_file.identity, read_only=read_only):
             return False
         with suppress(CorruptCheckpointError, FormatError):
             crcs = SafetensorsFile.open(target, base_file.record).crcs

@@ -100,7 +100,7 @@ class IncrementalSave:
         if self._base is None or not candidates.numbers():
             return Candidates()
         self._base_files = BaseFiles(self._base, files, self._sharing)
-        return candidates.restrict_to(self._base_files.link_files(candidates.numbers()))
+        return candidates.restrict_to(self._base_files.link_files(candidates.numbers(), candidates.whole))
 
     def find_unchanged(self, candidates: Candidates, versions: TensorVersions) -> OmittedRanges:
         """Hash the candidates, and return the ranges of files that need not be written. All ranks must call this.

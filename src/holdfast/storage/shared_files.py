@@ -51,8 +51,8 @@ class Sharing:
     def __init__(self) -> None:
         self.links = self.clones = True
 
-    def link_file(self, source: Path, target: Path, identity: FileIdentity) -> bool:
-        """Create ``target`` as a hard link of ``source``, and make its bytes durable.
+    def link_file(self, source: Path, target: Path, identity: FileIdentity, *, read_only: bool) -> bool:
+        """Create ``target`` as a hard link of ``source``, make its bytes durable and, if requested, read-only.
 
         Return false, and create nothing, if that is impossible or if ``source`` is not the file with the ``identity``.
         """
@@ -62,7 +62,8 @@ class Sharing:
             with _open_file(source) as fd:
                 if not _is_file(os.fstat(fd), identity):
                     return False
-                _make_read_only(fd)
+                if read_only:
+                    _make_read_only(fd)
                 os.fsync(fd)  # a copy of a checkpoint may not be durable
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
