@@ -103,7 +103,7 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
     layout = None
     local = tensor
     if isinstance(tensor, DTensor):
-        layout = _convert_layout(tensor, subject)
+        layout = convert_layout(tensor, subject)
         local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
     check_kind(local, subject)
     if local.ndim > DIMENSIONS:
@@ -114,7 +114,8 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
     return TensorView(name, tuple(tensor.shape), layout, local)
 
 
-def _convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
+def convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
+    """Return the layout of a DTensor. Raises ``UnsupportedTensorError``, which names ``subject``."""
     placements = tuple(_convert_placement(placement, subject) for placement in tensor.placements)
     return PlacementLayout(_convert_mesh(tensor.device_mesh), placements)
 
