@@ -399,11 +399,11 @@ class LoadTargets:
         self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
             groups = match_by_number(groups, self._values[slot]["groups"])
-            check_order(groups, self._groups.get(slot, {}))
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
             self.matched_by[slot] = "places"
         elif self.matched_by[slot] == "places":
             groups = match_by_position(groups, self._values[slot]["groups"])
-            check_order(groups, self._groups.get(slot, {}))
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
         stored = {name for ref in split_refs(groups).values() for name in stored_names(ref)}
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.parameter_names(groups)))
         with self._note_mismatch():

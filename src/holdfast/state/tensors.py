@@ -43,6 +43,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+#: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.
+_INT8_PARAMS = "Int8Params", torch.int8
+
 #: The ranks of meshes. Cached, because torch takes 0.2 ms to compute them each time.
 _MESH_SHAPES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
 
@@ -90,6 +93,12 @@ def check_kind(tensor: torch.Tensor, subject: str) -> None:
         )
     if local.layout != torch.strided:
         raise UnsupportedTensorError(f"{subject} is a {local.layout} tensor; only dense tensors can be stored")
+    if getattr(local, "quant_state", None) is not None or (type(local).__name__, local.dtype) == _INT8_PARAMS:
+        raise UnsupportedTensorError(
+            f"{subject} is a quantized {type(local).__qualname__} of bitsandbytes, whose scales are not part of it; "
+            "save only what is trained, as a state dict: {name: parameter for name, parameter in "
+            "model.named_parameters() if parameter.requires_grad}"
+        )
     if is_traceable_wrapper_subclass(local):
         kind = type(local).__qualname__
         raise UnsupportedTensorError(f"{subject} is a {kind}; only plain tensors and DTensors can be stored")

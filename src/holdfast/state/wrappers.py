@@ -43,9 +43,7 @@ class WrapperView:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether the shard of a tensor on this rank belongs to a wrapper subclass."""
     local = local_tensor(tensor)
-    return (
-        is_traceable_wrapper_subclass(local) and not local.is_nested and not isinstance(local, AsyncCollectiveTensor)
-    )
+    return is_traceable_wrapper_subclass(local) and not local.is_nested and not isinstance(local, AsyncCollectiveTensor)
 
 
 def is_description(value: object) -> bool:
@@ -112,7 +110,9 @@ def view_wrapper(tensor: torch.Tensor, subject: str) -> WrapperView:
 
 def _describe_class(local: torch.Tensor, subject: str) -> dict[str, Any]:
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
-    nested = {name: _describe_class(getattr(local, name), subject) for name in names if _is_nested(getattr(local, name))}
+    nested = {
+        name: _describe_class(getattr(local, name), subject) for name in names if _is_nested(getattr(local, name))
+    }
     return {
         _SUBCLASS: type(local).__qualname__,
         "context": _describe_context(context, local, subject),
@@ -122,23 +122,27 @@ def _describe_class(local: torch.Tensor, subject: str) -> dict[str, Any]:
 
 def _describe_context(value: Any, local: torch.Tensor, subject: str) -> Any:
     """Return a context as plain values that do not depend on the rank."""
+    if isinstance(value, tuple | list) and list(value) == list(local.shape):
+        return _OWN_SHAPE
+    if isinstance(value, tuple | list):
+        return [_describe_context(item, local, subject) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _describe_context(item, local, subject) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"class": type(value).__qualname__, "members": _describe_context(members, local, subject)}
+    return _describe_leaf(value, local, subject)
+
+
+def _describe_leaf(value: Any, local: torch.Tensor, subject: str) -> Any:
+    if value is local.dtype:
+        return _OWN_DTYPE
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, torch.device):
         return value.type
-    if value is local.dtype:
-        return _OWN_DTYPE
-    if isinstance(value, tuple | list) and list(value) == list(local.shape):
-        return _OWN_SHAPE
     if value is None or type(value) in {bool, int, float, str, torch.dtype}:
         return value
-    if isinstance(value, tuple | list):
-        return [_describe_context(item, local, subject) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        members = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {"class": type(value).__qualname__, "members": _describe_context(members, local, subject)}
-    if isinstance(value, Mapping):
-        return {str(key): _describe_context(item, local, subject) for key, item in value.items()}
     raise UnsupportedTensorError(
         f"{subject} is a {type(local).__qualname__}, whose context (of __tensor_flatten__) has a "
         f"{type(value).__qualname__}, which cannot be stored: pass its dequantized values in a state dict"
@@ -154,13 +158,14 @@ def _divide_rows(
     tensor: DTensor, layout: PlacementLayout, inner: Mapping[str, TensorView], subject: str
 ) -> dict[str, TensorView]:
     """Return the views of the inner tensors of a tensor that is sharded by rows: they are divided with the rows."""
-    local = local_tensor(tensor)
     ((count, placement), *others) = layout.division
-    rows, held, chunk = tensor.shape[0] if tensor.ndim else 0, local.shape[0] if tensor.ndim else 0, 0
-    if placement == Sharded(0) and not others:
-        chunk = -(-rows // count)
-    if not chunk or chunk * (count - 1) >= rows:
+    if placement != Sharded(0) or others:
         raise _unsupported_layout(tensor, subject, "only rows can be divided, with Shard(0) over one mesh dimension")
+    local = local_tensor(tensor)
+    rows, held = tensor.shape[0], local.shape[0]
+    chunk = -(-rows // count)
+    if chunk * (count - 1) >= rows:
+        raise _unsupported_layout(tensor, subject, "a rank holds no rows")
     divided = _find_divided(local)
     if divided is None:
         raise _unsupported_layout(tensor, subject, "slices of its shard do not show how its inner tensors are divided")
@@ -197,8 +202,7 @@ def _find_divided(local: torch.Tensor) -> list[str] | None:
             return None
         divided = [name for name, whole in wholes.items() if parts[name].shape != whole.shape]
         are_rows = all(
-            parts[name].shape[1:] == wholes[name].shape[1:]
-            and len(parts[name]) * rows == len(wholes[name]) * stop
+            parts[name].shape[1:] == wholes[name].shape[1:] and len(parts[name]) * rows == len(wholes[name]) * stop
             for name in divided
         )
         return divided if are_rows else None

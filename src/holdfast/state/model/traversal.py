@@ -86,6 +86,9 @@ def _view_part(model: object, *, hooks: bool) -> ModelView:
 def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     module = unwrap_model(model)
     ddp_prefixes = _wrapper_prefixes(module)
+    for name, parameter in module.named_parameters():
+        if not is_wrapper(parameter):
+            check_kind(parameter, f"model tensor {_clean_name(name, ddp_prefixes)!r}")
     result = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
     if result.computed:
         raise StateError(
@@ -235,7 +238,9 @@ def _add_wrapper(
     names = {inner: f"{name}.{inner}" for inner in wrapper.inner}
     taken = next((stored for stored in names.values() if stored in state), None)
     if taken is not None:
-        raise StateError(f"{subject} is a tensor subclass with an inner tensor whose name is taken: {taken!r}; rename it")
+        raise StateError(
+            f"{subject} is a tensor subclass with an inner tensor whose name is taken: {taken!r}; rename it"
+        )
     if name in splits:
         raise UnsupportedTensorError(
             f"{subject} is a tensor subclass that the model's state_dict hooks split: pass state_dict_hooks=False"

@@ -99,17 +99,16 @@ class OptimizerRestore:
         Raises ``OptimizerMismatchError`` if the optimizer creates another kind of tensor here.
         """
         existing = group.adapter.get_states(member.key).get(state)
-        if isinstance(existing, torch.Tensor) and is_wrapper(existing):
-            if place_wrapper(ref, state, existing).description == saved:
-                return existing
-        created = self._probe_states(group, member).get(state)
-        here = None
-        if created is not None:
-            tensor = created.make_empty()
-            here = place_wrapper(ref, state, tensor).description if is_wrapper(tensor) else None
-            if here == saved:
-                return tensor
-        raise _different_wrapper(ref, state, explain_difference(saved, here))
+        if not isinstance(existing, torch.Tensor) or not is_wrapper(existing):
+            existing = None
+        if existing is not None and place_wrapper(ref, state, existing).description == saved:
+            return existing
+        probed = self._probe_states(group, member).get(state)
+        created = None if probed is None else probed.make_empty()
+        here = None if created is None or not is_wrapper(created) else place_wrapper(ref, state, created).description
+        if created is None or here != saved:
+            raise _different_wrapper(ref, state, explain_difference(saved, here))
+        return created
 
     def _probe_states(self, group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
         """Return the states that an optimizer creates for a parameter. Parameters that are alike are probed once."""
@@ -238,7 +237,10 @@ def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: 
         return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
     if not isinstance(group.adapter, TorchOptimizer):
         raise _unknown_layout(ref, state, info)
-    probed = probe_states(group.adapter.optimizer, member.key).get(state)
+    try:
+        probed = probe_states(group.adapter.optimizer, member.key).get(state)
+    except OptimizerMismatchError as error:
+        raise OptimizerMismatchError(f"optimizer state {state_key(ref.name, state)!r}: {error}") from error
     if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
         raise _unknown_layout(ref, state, info)
     return probed.make_empty().to(DTYPES[info.dtype])

@@ -169,7 +169,9 @@ def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any
     """Return the name under which an inner tensor of a state is stored."""
     name = f"{state}.{inner}"
     if name in states:
-        raise StateError(f"{ref.name!r} has the optimizer state {name!r}, which is also the name of a part of {state!r}")
+        raise StateError(
+            f"{ref.name!r} has the optimizer state {name!r}, which is also the name of a part of {state!r}"
+        )
     return name
 
 
