@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from msgspec.structs import replace
@@ -46,21 +46,25 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(local) and not local.is_nested and not isinstance(local, AsyncCollectiveTensor)
 
 
-def is_description(value: object) -> bool:
-    """Return whether a value describes a tensor of a wrapper subclass."""
-    return isinstance(value, dict) and _SUBCLASS in value
+def is_description(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a value, perhaps of a forged file, describes a tensor of a wrapper subclass."""
+    if not isinstance(value, dict) or _SUBCLASS not in value:
+        return False
+    inner, shape = value.get("inner"), value.get("shape")
+    has_inner = isinstance(inner, list) and all(type(name) is str for name in inner)
+    return has_inner and isinstance(shape, list) and all(type(size) is int for size in shape)
 
 
 def explain_difference(saved: object, here: object) -> str:
     """Return what two descriptions differ in; a value that is no description stands for a plain tensor."""
-    if not isinstance(saved, dict) or not isinstance(here, dict):
+    if not is_description(saved) or not is_description(here):
         return f"{_name_kind(saved)} in the checkpoint, {_name_kind(here)} here"
     key = next(key for key in (*here, *saved) if saved.get(key) != here.get(key))
     return f"{key.replace('_', ' ')} {saved.get(key)!r} in the checkpoint, {here.get(key)!r} here"
 
 
 def _name_kind(description: object) -> str:
-    return f"a {description[_SUBCLASS]}" if isinstance(description, dict) else "a plain tensor"
+    return f"a {description[_SUBCLASS]}" if is_description(description) else "a plain tensor"
 
 
 def iter_inner(tensor: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -177,16 +177,24 @@ def test_rows_are_divided_with_their_blocks(ranks: Ranks, size: int, tmp_path: P
         assert_equal(inner_tensors(tensor), inner_tensors(whole[name]))
 
 
-def save_replicated(path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    holdfast.save_checkpoint(path, "s", {"w": DTensor.from_local(make_scaled(4, 4), mesh, [Replicate()])})
+def save_replicas(path: Path, layout: str) -> None:
+    whole = make_scaled(4, 4)
+    mesh = init_device_mesh("cpu", (2, 2) if layout == "hsdp" else (2,))
+    tensors = {
+        "plain": lambda: whole,
+        "replicated": lambda: DTensor.from_local(whole, mesh, [Replicate()]),
+        "hsdp": lambda: DTensor.from_local(
+            whole[2 * mesh.get_local_rank(1) :][:2], mesh, [Replicate(), Shard(0)], run_check=False
+        ),
+    }
+    holdfast.save_checkpoint(path, "s", {"w": tensors[layout]()})
 
 
-def test_replicas_are_stored_whole(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, save_replicated, tmp_path)
-    blank = {"w": make_scaled(4, 4, seed=None)}
-    holdfast.load_checkpoint(tmp_path, model=blank)
-    assert_equal(inner_tensors(blank["w"]), inner_tensors(make_scaled(4, 4)))
+@pytest.mark.parametrize(("layout", "size"), [("plain", 2), ("replicated", 2), ("hsdp", 4)])
+def test_replicas_are_stored_once(ranks: Ranks, layout: str, size: int, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "whole", "s", {"w": make_scaled(4, 4)})
+    ranks(size, save_replicas, tmp_path / layout, layout)
+    assert read_state_files(tmp_path / layout / "s") == read_state_files(tmp_path / "whole/s")
 
 
 def save_unsupported(path: Path, kind: str) -> None:
