@@ -129,7 +129,7 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
     for slot, parts in models.model_components(training.model).items():
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
         _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
-        tree[slot] = views[slot].extra
+        tree[slot] = views[slot].extra | views[slot].wrappers
         captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
     for slot, parts in adapters.optimizer_components(training.optimizer).items():
         groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _view_naming_models(training)))

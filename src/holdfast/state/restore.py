@@ -33,6 +33,7 @@ from holdfast.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from holdfast.state.split_parameters import split_refs, stored_names
 from holdfast.state.tensors import TensorView, shares_elements, view_of
 from holdfast.state.training import TrainingObjects
+from holdfast.state.wrappers import explain_difference, is_description
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
@@ -217,7 +218,7 @@ class LoadTargets:
             key = (OWN, name.removeprefix(f"{rank}/")) if is_own else (group, name)
             self.inventory.add_tensor(*key, tensor, dtype=self._groups[group][name].dtype)
         for slot, view in self._views.items():
-            self.inventory.names[f"{_VALUES} {slot}"] = list(view.extra)
+            self.inventory.names[f"{_VALUES} {slot}"] = [*view.extra, *view.wrappers]
 
     def check_matches(self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str) -> None:
         """Raise ``MismatchError`` with all mismatches, once the requests of all ranks are known.
@@ -231,7 +232,7 @@ class LoadTargets:
             unrequested = [name for name in stored if (slot, name) not in requested and name not in known_names]
             for name in (*unrequested, *(name for name in extra if name not in known_extra)):
                 self.report.add_unexpected(slot, name)
-            for name in view.extra:
+            for name in (*view.extra, *view.wrappers):
                 if name not in extra:
                     self.report.add_missing(slot, name)
         for slot, optimizer_restore in self._optimizer_restores.items():
@@ -316,10 +317,21 @@ class LoadTargets:
             if self._check_tensor(slot, name, target, stored[source]):
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
+        self._check_wrappers(slot, view)
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
         not_loaded = sorted(name for name in known_names if (slot, name) not in self.targets)
         self._check_load_hooks(slot, view)
         self.inventory.names[f"{_KNOWN} {slot}"] = not_loaded + sorted(self._joined_names.get(slot, ()))
+
+    def _check_wrappers(self, slot: str, view: ModelView) -> None:
+        """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""
+        saved, stored = self._values.get(slot, {}), self._groups.get(slot, {})
+        for name, here in view.wrappers.items():
+            if name in stored or saved.get(name, here) != here:
+                self.report.different.append(f"{name}: {explain_difference(saved.get(name), here)}")
+        for name in view.tensors:
+            if name not in stored and is_description(saved.get(name)):
+                self.report.different.append(f"{name}: {explain_difference(saved[name], None)}")
 
     def _resize_buffer(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
         """Return a new buffer of the checkpoint's shape, to be filled, if code of the module may resize the buffer."""
@@ -387,11 +399,11 @@ class LoadTargets:
         self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER):
             groups = match_by_number(groups, self._values[slot]["groups"])
-            check_order(groups, self._groups.get(slot, {}))
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
             self.matched_by[slot] = "places"
         elif self.matched_by[slot] == "places":
             groups = match_by_position(groups, self._values[slot]["groups"])
-            check_order(groups, self._groups.get(slot, {}))
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
         stored = {name for ref in split_refs(groups).values() for name in stored_names(ref)}
         self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.parameter_names(groups)))
         with self._note_mismatch():

@@ -12,6 +12,7 @@ import torch
 from holdfast.state.capture import Capture
 from holdfast.state.optimizer import adapters
 from holdfast.state.tensors import local_tensor
+from holdfast.state.wrappers import is_wrapper, iter_inner
 
 
 def step_only_tensors(captured: Capture, optimizer: object) -> frozenset[tuple[str, str]]:
@@ -19,7 +20,8 @@ def step_only_tensors(captured: Capture, optimizer: object) -> frozenset[tuple[s
 
     Buffers and tensors of state dicts are not included: it is unknown when they change.
     """
-    addresses = {_storage_address(tensor) for tensor in _iterate_tensors(optimizer)} - {0}
+    addresses = {_storage_address(plain) for tensor in _iterate_tensors(optimizer) for plain in _plain_tensors(tensor)}
+    addresses.discard(0)
     buffers = {(tensor.group, tensor.name) for tensor in captured.inventory.build_spec().tensors if not tensor.shared}
     return frozenset(
         key for key, shard in captured.tensors.items() if shard.storage_address in addresses and key not in buffers
@@ -34,6 +36,10 @@ def _iterate_tensors(optimizer: object) -> Iterator[torch.Tensor]:
         for parameter in (parameter for group in live.param_groups for parameter in group["params"]):
             yield parameter
             yield from (state for state in live.state.get(parameter, {}).values() if isinstance(state, torch.Tensor))
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [inner for _, inner in iter_inner(local_tensor(tensor))] if is_wrapper(tensor) else [tensor]
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

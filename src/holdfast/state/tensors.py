@@ -43,6 +43,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+#: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.
+_INT8_PARAMS = "Int8Params", torch.int8
+
 #: The ranks of meshes. Cached, because torch takes 0.2 ms to compute them each time.
 _MESH_SHAPES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
 
@@ -90,6 +93,12 @@ def check_kind(tensor: torch.Tensor, subject: str) -> None:
         )
     if local.layout != torch.strided:
         raise UnsupportedTensorError(f"{subject} is a {local.layout} tensor; only dense tensors can be stored")
+    if getattr(local, "quant_state", None) is not None or (type(local).__name__, local.dtype) == _INT8_PARAMS:
+        raise UnsupportedTensorError(
+            f"{subject} is a quantized {type(local).__qualname__} of bitsandbytes, whose scales are not part of it; "
+            "save only what is trained, as a state dict: {name: parameter for name, parameter in "
+            "model.named_parameters() if parameter.requires_grad}"
+        )
     if is_traceable_wrapper_subclass(local):
         kind = type(local).__qualname__
         raise UnsupportedTensorError(f"{subject} is a {kind}; only plain tensors and DTensors can be stored")
@@ -103,7 +112,7 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
     layout = None
     local = tensor
     if isinstance(tensor, DTensor):
-        layout = _convert_layout(tensor, subject)
+        layout = convert_layout(tensor, subject)
         local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
     check_kind(local, subject)
     if local.ndim > DIMENSIONS:
@@ -114,7 +123,8 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
     return TensorView(name, tuple(tensor.shape), layout, local)
 
 
-def _convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
+def convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
+    """Return the layout of a DTensor. Raises ``UnsupportedTensorError``, which names ``subject``."""
     placements = tuple(_convert_placement(placement, subject) for placement in tensor.placements)
     return PlacementLayout(_convert_mesh(tensor.device_mesh), placements)
 

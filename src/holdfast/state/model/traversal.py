@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engine.plan.placements import FlatSharded, MeshShape, PlacementLayout, Replicated
 from holdfast.engine.plan.split_tensors import Splits
-from holdfast.errors import InvalidArgumentError, StateError
+from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorError
 from holdfast.ondisk.validation import strip_wrapper_prefixes
 from holdfast.state.components import name_components
 from holdfast.state.model import fsdp1
@@ -26,6 +26,7 @@ from holdfast.state.model.state_dict_hooks import HookedStateDict, has_hooks, st
 from holdfast.state.model.state_dict_hooks import hooked_state_dict as hooked
 from holdfast.state.model.view import EXTRA, ModelView, ParamRef, is_extra, merge_views
 from holdfast.state.tensors import NAMES, TensorView, check_kind, find_shared, view_of
+from holdfast.state.wrappers import is_wrapper, view_outside, view_wrapper
 
 
 def model_components(model: object) -> dict[str, list[Any]]:
@@ -85,6 +86,9 @@ def _view_part(model: object, *, hooks: bool) -> ModelView:
 def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     module = unwrap_model(model)
     ddp_prefixes = _wrapper_prefixes(module)
+    for name, parameter in module.named_parameters():
+        if not is_wrapper(parameter):
+            check_kind(parameter, f"model tensor {_clean_name(name, ddp_prefixes)!r}")
     result = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
     if result.computed:
         raise StateError(
@@ -207,7 +211,8 @@ def _view_entries(
         if not isinstance(name, str):
             raise InvalidArgumentError(f"the keys of a state dict must be strings; got {name!r}")
         if isinstance(value, torch.Tensor) and not is_extra(name):
-            check_kind(value, f"model tensor {name!r}")
+            if not is_wrapper(value):
+                check_kind(value, f"model tensor {name!r}")
             tensors[name] = value
         else:
             view.extra[name] = value
@@ -216,9 +221,42 @@ def _view_entries(
         kept = next((name for name in tied_names if name not in aliases), tied_names[0])
         view.tied.update((name, kept) for name in tied_names if name != kept)
     for name, tensor in tensors.items():
-        if name not in view.tied:
+        if is_wrapper(tensor):
+            _add_wrapper(view, name, tensor, state, splits)
+        elif name not in view.tied:
             view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
             view.splits |= {name: splits[name]} if name in splits else {}
-            view.frozen |= {name} if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else set()
+            view.frozen |= {name} if _is_frozen(tensor) else set()
             view.refs[id(tensor)] = (ParamRef(name, view.tensors[name], splits=splits.get(name, ())),)
     return view
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def _add_wrapper(
+    view: ModelView, name: str, tensor: torch.Tensor, state: Mapping[str, Any], splits: Mapping[str, Splits]
+) -> None:
+    """Add a tensor of a wrapper subclass. Its inner tensors follow it in the names that it is tied to."""
+    subject = f"model tensor {name!r}"
+    wrapper = view_wrapper(tensor, subject)
+    names = {inner: f"{name}.{inner}" for inner in wrapper.inner}
+    taken = next((stored for stored in names.values() if stored in state), None)
+    if taken is not None:
+        raise StateError(
+            f"{subject} is a tensor subclass with an inner tensor whose name is taken: {taken!r}; rename it"
+        )
+    if name in splits:
+        raise UnsupportedTensorError(
+            f"{subject} is a tensor subclass that the model's state_dict hooks split: pass state_dict_hooks=False"
+        )
+    view.wrappers[name] = wrapper.description
+    kept = view.tied.pop(name, None)
+    if kept is not None:
+        view.tied.update((stored, f"{kept}.{inner}") for inner, stored in names.items())
+        return
+    view.tensors.update((stored, wrapper.inner[inner]) for inner, stored in names.items())
+    view.buffers |= {*names.values()} if name in view.buffers else set()
+    view.frozen |= {*names.values()} if _is_frozen(tensor) else set()
+    view.refs[id(tensor)] = (ParamRef(name, view_outside(tensor, subject)),)

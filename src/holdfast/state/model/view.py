@@ -49,15 +49,17 @@ class ModelView:
     """A model as a checkpoint sees it.
 
     ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
-    names; ``frozen`` are the names of parameters without gradients; ``duplicates`` are further tensors that several
-    parts of the model have under one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs``
-    are the parameters by ``id``. ``extra`` are values of a state dict that are not tensors, and results of
-    ``get_extra_state``, by name; ``owners`` are the objects that they are given back to, with the name that they have
-    there. ``loaders`` are the modules whose load hooks must run.
+    names; ``wrappers`` describe those of wrapper subclasses, whose inner tensors are in ``tensors``; ``frozen`` are the
+    names of parameters without gradients; ``duplicates`` are further tensors that several parts of the model have under
+    one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``.
+    ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``, by name; ``owners``
+    are the objects that they are given back to, with the name that they have there. ``loaders`` are the modules whose
+    load hooks must run.
     """
 
     tensors: dict[str, TensorView] = field(default_factory=dict)
     splits: dict[str, Splits] = field(default_factory=dict)
+    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     duplicates: list[tuple[str, TensorView]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
@@ -91,6 +93,7 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
         (merged.extra, view.extra),
         (merged.owners, view.owners),
         (merged.splits, view.splits),
+        (merged.wrappers, view.wrappers),
     )
     for target, source in pairs:
         target.update(source)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from holdfast.ondisk.validation import split_state_key
 from holdfast.state.model.view import ParamRef
 from holdfast.state.optimizer.param_groups import EncodedGroups
 from holdfast.state.optimizer.view import GroupMember, ParamGroup
+from holdfast.state.wrappers import is_description
 
 
 def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
@@ -102,20 +103,35 @@ def _number_member(member: GroupMember, prefix: str, first: int) -> GroupMember:
     return GroupMember(member.key, tuple(ParamRef(f"{prefix}{i}", ref.tensor, ref.flat) for i, ref in numbered_refs))
 
 
-def check_order(groups: Sequence[ParamGroup], infos: Mapping[str, TensorInfo]) -> None:
-    """Raise ``OptimizerMismatchError`` if a state does not have the shape of the parameter with its number."""
+def check_order(groups: Sequence[ParamGroup], saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> None:
+    """Raise ``OptimizerMismatchError`` if no state has the shape of the parameter with its number.
+
+    Besides one of that shape there may be any others, such as scales of blocks.
+    """
     members = (member for group in groups for member in group.members if _has_shape(group, member))
     refs = (ref for member in members for ref in member.refs)
-    shapes = {ref.name: ref.tensor.shape for ref in refs}
+    shapes_of = _state_shapes(saved, infos)
+    for name, shape in {ref.name: ref.tensor.shape for ref in refs}.items():
+        shapes = shapes_of.get(name, {})
+        misfit = next((state for state, other in shapes.items() if not _can_spread(other, shape)), None)
+        if misfit is not None and shape not in shapes.values():
+            raise OptimizerMismatchError(
+                f"the optimizer's parameters are matched by position only; {misfit!r} of {name!r} has shape "
+                f"{list(shapes[misfit])} in the checkpoint, the parameter at that position has {list(shape)} here: "
+                "create the optimizer with its parameters in the order in which it was saved"
+            )
+
+
+def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the states of each parameter, those of wrapper subclasses included."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
         number, state = split_state_key(name)
-        shape = shapes.get(number, info.shape)
-        if not _can_spread(info.shape, shape):
-            raise OptimizerMismatchError(
-                f"the optimizer's parameters are matched by position only; {state!r} of {number!r} has shape "
-                f"{list(info.shape)} in the checkpoint, the parameter at that position has {list(shape)} here: create "
-                "the optimizer with its parameters in the order in which it was saved"
-            )
+        shapes.setdefault(number, {})[state] = info.shape
+    for number, states in (item for group in saved for item in group["state"].items()):
+        described = {state: tuple(value["shape"]) for state, value in states.items() if is_description(value)}
+        shapes.setdefault(number, {}).update(described)
+    return shapes
 
 
 def _has_shape(group: ParamGroup, member: GroupMember) -> bool:

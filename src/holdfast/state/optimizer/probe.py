@@ -22,6 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from holdfast.errors import OptimizerMismatchError
+from holdfast.state.wrappers import is_wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedWrapper:
+    """A wrapper subclass that a predicted shard belongs to, its context, and its inner tensors by name."""
+
+    subclass: Any
+    context: Any
+    inner: dict[str, ProbedState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +46,23 @@ class ProbedState:
     local_stride: tuple[int, ...]
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
+    wrapper: ProbedWrapper | None = None
 
     def make_empty(self) -> torch.Tensor:
         """Return a new tensor like it, with uninitialized values."""
-        local = torch.empty_strided(self.local_shape, self.local_stride, dtype=self.dtype, device=self.device)
+        local = self._make_local()
         if self.mesh is None:
             return local
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
+
+    def _make_local(self) -> torch.Tensor:
+        if self.wrapper is None:
+            return torch.empty_strided(self.local_shape, self.local_stride, dtype=self.dtype, device=self.device)
+        inner = {name: state.make_empty() for name, state in self.wrapper.inner.items()}
+        size = torch.Size(self.local_shape), self.local_stride
+        return self.wrapper.subclass.__tensor_unflatten__(inner, self.wrapper.context, *size)  # type: ignore[no-any-return]
 
 
 def probe_states(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, ProbedState | None]:
@@ -67,6 +85,7 @@ def _probe_step(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Prob
     copy, group = _copy_optimizer(optimizer), _find_group(optimizer, parameter)
     devices = [] if parameter.device.type == "cpu" else [parameter.device]
     with (
+        torch.compiler.set_stance("force_eager"),  # a compiled step could not run on fake tensors
         torch.random.fork_rng(devices, device_type=parameter.device.type),
         FakeTensorMode(allow_fallback_kernels=False),
         _FakeTensorsOnly(),  # type: ignore[no-untyped-call]
@@ -111,10 +130,18 @@ def _copy_containers(tree: Any) -> Any:
 def _describe_tensor(tensor: torch.Tensor) -> ProbedState:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not isinstance(tensor, DTensor):
-        return ProbedState(shape, stride, tensor.dtype, tensor.device, shape, stride)
+        wrapper = _describe_wrapper(tensor) if is_wrapper(tensor) else None
+        return ProbedState(shape, stride, tensor.dtype, tensor.device, shape, stride, wrapper=wrapper)
     local = _describe_tensor(tensor._local_tensor)  # noqa: SLF001
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    return ProbedState(shape, stride, local.dtype, local.device, local.shape, local.stride, mesh, placements)
+    return ProbedState(
+        shape, stride, local.dtype, local.device, local.shape, local.stride, mesh, placements, local.wrapper
+    )
+
+
+def _describe_wrapper(tensor: torch.Tensor) -> ProbedWrapper:
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return ProbedWrapper(type(tensor), context, {name: _describe_tensor(getattr(tensor, name)) for name in names})
 
 
 class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]

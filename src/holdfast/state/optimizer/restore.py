@@ -16,9 +16,10 @@ from holdfast.state.model.view import ParamRef
 from holdfast.state.optimizer.adapters import TorchOptimizer
 from holdfast.state.optimizer.native_states import as_native_states, check_state_shapes
 from holdfast.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
-from holdfast.state.optimizer.probe import probe_states
-from holdfast.state.optimizer.view import GroupMember, ParamGroup, place_states
-from holdfast.state.tensors import DTYPES, TensorView, view_of
+from holdfast.state.optimizer.probe import ProbedState, probe_states
+from holdfast.state.optimizer.view import GroupMember, ParamGroup, place_states, place_wrapper
+from holdfast.state.tensors import DTYPES, TensorView, local_tensor, view_of
+from holdfast.state.wrappers import explain_difference, is_description, is_wrapper
 
 
 class OptimizerRestore:
@@ -44,6 +45,8 @@ class OptimizerRestore:
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
+        self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
+        self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self.targets: dict[str, TensorView] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
         for name, info in infos.items():
@@ -69,7 +72,15 @@ class OptimizerRestore:
             return allocated  # no gradient under FSDP1, so the optimizer has no state of it
         _check_equal_keys(member, infos)
         for ref in member.refs:
-            for state, info in infos.get(ref.name, {}).items():
+            stored = dict(infos.get(ref.name, {}))
+            for state, saved in saved_wrappers(self._saved_states.get(ref.name, {}), stored).items():
+                allocated[state] = self._allocate_wrapper(group, member, ref, state, saved)
+                for inner, target in place_wrapper(ref, state, allocated[state]).inner.items():
+                    info = stored.pop(f"{state}.{inner}")
+                    if (target.shape, target.dtype) != (info.shape, info.dtype):
+                        raise _different_wrapper(ref, f"{state}.{inner}", f"{info} in the checkpoint, {target} here")
+                    self.targets[state_key(ref.name, f"{state}.{inner}")] = target
+            for state, info in stored.items():
                 name = state_key(ref.name, state)
                 buffer = allocated.get(state)
                 if buffer is not None and info.shape == ():
@@ -79,6 +90,37 @@ class OptimizerRestore:
                     buffer = allocated[state] = _state_buffer(group, member, ref, state, info)
                 self.targets[name] = _view_target(ref, state, buffer, info)
         return allocated
+
+    def _allocate_wrapper(
+        self, group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, saved: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return the tensor of a wrapper subclass that a state is kept in: the existing one if it fits, else a new one.
+
+        Raises ``OptimizerMismatchError`` if the optimizer creates another kind of tensor here.
+        """
+        existing = group.adapter.get_states(member.key).get(state)
+        if not isinstance(existing, torch.Tensor) or not is_wrapper(existing):
+            existing = None
+        if existing is not None and place_wrapper(ref, state, existing).description == saved:
+            return existing
+        probed = self._probe_states(group, member).get(state)
+        created = None if probed is None else probed.make_empty()
+        here = None if created is None or not is_wrapper(created) else place_wrapper(ref, state, created).description
+        if created is None or here != saved:
+            raise _different_wrapper(ref, state, explain_difference(saved, here))
+        return created
+
+    def _probe_states(self, group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
+        """Return the states that an optimizer creates for a parameter. Parameters that are alike are probed once."""
+        parameter = member.key
+        if not isinstance(group.adapter, TorchOptimizer) or not isinstance(parameter, torch.Tensor):
+            return {}
+        local, layout = local_tensor(parameter), getattr(parameter, "placements", None)
+        mesh = getattr(parameter, "device_mesh", None)
+        key = id(group), parameter.shape, parameter.dtype, local.shape, local.device, layout, mesh
+        if key not in self._probed:
+            self._probed[key] = probe_states(group.adapter.optimizer, parameter)
+        return self._probed[key]
 
     def _add_shared_scalar(self, member: GroupMember, state: str, first: torch.Tensor) -> TensorView:
         """Add a target for a scalar that must be equal for all parameters that share a flat parameter."""
@@ -103,13 +145,28 @@ class OptimizerRestore:
                     f"{subject} and of parameters that share its flat parameter differ in the checkpoint; FSDP1 keeps "
                     "one value for all of them: wrap with use_orig_params=True"
                 )
-        saved_states = {name: state for saved in self._saved for name, state in saved["state"].items()}
         for group, member, tensors in self._states:
-            plain = {name: value for ref in member.refs for name, value in saved_states.get(ref.name, {}).items()}
+            plain = {name: value for ref in member.refs for name, value in self._saved_states.get(ref.name, {}).items()}
             plain = as_native_states(group, member, plain)
             group.adapter.set_states(member.key, {**plain, **tensors} or None)
         for group in self._groups:
             group.adapter.on_replaced()
+
+
+def saved_wrappers(plain: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Mapping[str, Any]]:
+    """Return the descriptions of a parameter's states of wrapper subclasses, of which all inner tensors are stored."""
+    return {
+        state: value
+        for state, value in plain.items()
+        if is_description(value) and all(f"{state}.{inner}" in infos for inner in value["inner"])
+    }
+
+
+def _different_wrapper(ref: ParamRef, state: str, difference: str) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"optimizer state {state_key(ref.name, state)!r}: {difference}; create the optimizer with the settings that it "
+        "was saved with, and shard its parameter such that every rank keeps whole blocks of its states"
+    )
 
 
 def _check_equal_keys(member: GroupMember, infos: Mapping[str, Mapping[str, TensorInfo]]) -> None:
@@ -180,7 +237,10 @@ def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: 
         return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
     if not isinstance(group.adapter, TorchOptimizer):
         raise _unknown_layout(ref, state, info)
-    probed = probe_states(group.adapter.optimizer, member.key).get(state)
+    try:
+        probed = probe_states(group.adapter.optimizer, member.key).get(state)
+    except OptimizerMismatchError as error:
+        raise OptimizerMismatchError(f"optimizer state {state_key(ref.name, state)!r}: {error}") from error
     if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
         raise _unknown_layout(ref, state, info)
     return probed.make_empty().to(DTYPES[info.dtype])

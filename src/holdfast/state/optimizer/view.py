@@ -19,6 +19,7 @@ from holdfast.state.model import fsdp1
 from holdfast.state.model.view import ModelView, ParamRef
 from holdfast.state.optimizer.adapters import Key, OptimizerAdapter, adapt_optimizer
 from holdfast.state.tensors import NAMES, TensorView, view_of
+from holdfast.state.wrappers import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _iterate_members(
             yield GroupMember(entry, _find_refs(entry, refs, f"parameter {i} of the optimizer's group {number}"))
         else:
             name = entry if isinstance(entry, str) else stored_names[i] if stored_names else str(position + i)
-            tensor = view_of(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
+            tensor = view_outside(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
             yield GroupMember(entry, (ParamRef(name, tensor),))
 
 
@@ -128,20 +129,29 @@ def _find_refs(parameter: torch.Tensor, refs: Mapping[int, tuple[ParamRef, ...]]
 def optimizer_tensors(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, TensorView]]:
     """Yield the state tensors, live, by :func:`state_key`. Parameters without state have none."""
     for member, states in _owned_states(groups):
-        for state, value in states.items():
-            if isinstance(value, torch.Tensor):
-                for ref in member.refs:
-                    yield state_key(ref.name, str(state)), place_states(ref, str(state), value)
+        tensors = {str(state): value for state, value in states.items() if isinstance(value, torch.Tensor)}
+        for ref in member.refs:
+            for state, value in tensors.items():
+                if not is_wrapper(value):
+                    yield state_key(ref.name, state), place_states(ref, state, value)
+                    continue
+                for name, inner in place_wrapper(ref, state, value).inner.items():
+                    yield state_key(ref.name, _inner_state(ref, state, name, states)), inner
 
 
 def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return everything but the state tensors: each group's class, parameters and settings, and other states."""
+    """Return everything but the state tensors: each group's class, parameters and settings, and other states.
+
+    Of states of wrapper subclasses these are the descriptions.
+    """
     plain: dict[str, dict[str, Any]] = {}
     for member, states in _owned_states(groups):
         for state, value in states.items():
-            if not isinstance(value, torch.Tensor):
-                for ref in member.refs:
+            for ref in member.refs:
+                if not isinstance(value, torch.Tensor):
                     plain.setdefault(ref.name, {})[str(state)] = value
+                elif is_wrapper(value):
+                    plain.setdefault(ref.name, {})[str(state)] = place_wrapper(ref, str(state), value).description
     return [
         {**group.to_values(), "state": {name: plain[name] for name in group.param_names() if name in plain}}
         for group in groups
@@ -153,6 +163,34 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
         for member in group.members:
             if group.adapter.owns_state(member.key):
                 yield member, group.adapter.get_states(member.key)
+
+
+def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any]) -> str:
+    """Return the name under which an inner tensor of a state is stored."""
+    name = f"{state}.{inner}"
+    if name in states:
+        raise StateError(
+            f"{ref.name!r} has the optimizer state {name!r}, which is also the name of a part of {state!r}"
+        )
+    return name
+
+
+def place_wrapper(ref: ParamRef, state: str, value: torch.Tensor) -> WrapperView:
+    """Return a state of a wrapper subclass as a checkpoint sees it.
+
+    Raises ``UnsupportedTensorError`` if its layout is unknown, or if its inner tensors cannot be divided like it.
+    """
+    subject = f"optimizer state {state_key(ref.name, state)!r}"
+    is_whole = not isinstance(value, DTensor) and not any(isinstance(inner, DTensor) for _, inner in iter_inner(value))
+    if ref.flat is not None or (is_whole and ref.tensor.is_divided()):
+        raise UnsupportedTensorError(
+            f"{subject} is a {type(value).__qualname__}, and its parameter is sharded: it is unknown which part of the "
+            "state it holds; shard with FSDP2's fully_shard(), whose states are DTensors"
+        )
+    wrapper = view_wrapper(value, subject)
+    # The dtype is an appearance, and may depend on the layout; inner tensors have dtypes of their own.
+    wrapper.description.pop("dtype")
+    return wrapper
 
 
 def place_states(ref: ParamRef, state: str, value: torch.Tensor) -> TensorView:
