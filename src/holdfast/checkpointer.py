@@ -27,7 +27,7 @@ from holdfast.save.background import background_saves
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import STAGING, BackgroundOptions, SaveRequest
-from holdfast.state.training import TrainingObjects
+from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.posix import local_path
 
 
@@ -116,6 +116,7 @@ class Checkpointer:
         replica_check: str = "sampled",
         rng: bool = True,
         state_dict_hooks: bool = True,
+        adapter_only: bool = False,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
         """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
@@ -134,6 +135,7 @@ class Checkpointer:
             dataloader,
             rng,
             state_dict_hooks=state_dict_hooks,
+            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
         )
         uses_default = num_kept_ckpts is None and keep is None
         policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
