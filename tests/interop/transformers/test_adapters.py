@@ -251,3 +251,57 @@ def test_shards_of_what_peft_computes_are_saved_only_with_the_model(ranks: Ranks
     assert not (tmp_path / "adapter").exists()
     assert not (tmp_path / "all/adapter").exists()
     assert all(ranks(2, loaded_tag, tmp_path, "all", kind, "fsdp2"))
+
+
+@pytest.mark.parametrize("tag", ["all", "adapter"])
+def test_a_checkpoint_is_converted_into_a_folder_of_peft(tmp_path: Path, tag: str) -> None:
+    model = several()
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    holdfast.save_checkpoint(tmp_path / "run", tag, model, optimizer, adapter_only=tag == "adapter")
+    model.save_pretrained(tmp_path / "theirs")
+    holdfast.convert(tmp_path / "run" / tag, tmp_path / "ours", to="peft")
+    assert sorted(path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob("*.*")) == sorted(
+        map(Path, (CONFIG, WEIGHTS, f"other/{CONFIG}", f"other/{WEIGHTS}"))
+    )
+    for folder in (".", "other"):
+        ours, theirs = tmp_path / "ours" / folder, tmp_path / "theirs" / folder
+        assert same(load_file(ours / WEIGHTS), load_file(theirs / WEIGHTS))
+        assert config_of(ours) == config_of(theirs)
+    other = several(seed=1)
+    holdfast.load_model(other, tmp_path / "ours")
+    assert same(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_a_converted_checkpoint_keeps_its_adapters(tmp_path: Path, adapter_only: bool) -> None:
+    model, other = make_peft("dora"), make_peft("dora", seed=1)
+    holdfast.save_checkpoint(tmp_path / "run", "s", model, adapter_only=adapter_only)
+    holdfast.convert(tmp_path / "run", tmp_path / "copy/s", to="native")
+    assert same(
+        peft.PeftModel.from_pretrained(make_base(), tmp_path / "copy/s/adapter").state_dict(), model.state_dict()
+    )
+    holdfast.load_checkpoint(tmp_path / "copy", model=other)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_a_folder_of_peft_becomes_a_checkpoint(tmp_path: Path) -> None:
+    model, other = make_peft("lora"), make_peft("lora", seed=1)
+    model.save_pretrained(tmp_path / "theirs")
+    holdfast.convert(tmp_path / "theirs", tmp_path / "run/s", to="native")
+    holdfast.load_checkpoint(tmp_path / "run", model=other)
+    assert same(other.state_dict(), model.state_dict())
+    holdfast.convert(tmp_path / "run", tmp_path / "again", to="peft")
+    assert config_of(tmp_path / "again") == config_of(tmp_path / "theirs")
+
+
+def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "plain", "s", make_base())
+    with pytest.raises(InvalidArgumentError, match=r"plain\S* contains no adapters"):
+        holdfast.convert(tmp_path / "plain", tmp_path / "out", to="peft")
+    holdfast.save_checkpoint(tmp_path / "run", "s", make_peft("lora"), adapter_only=True)
+    for to in ("hf", "safetensors", "torch"):
+        with pytest.raises(InvalidArgumentError, match=r"contains only PEFT adapters.*'peft'"):
+            holdfast.convert(tmp_path / "run", tmp_path / "out", to=to)
+    with pytest.raises(InvalidArgumentError, match="leave out include, exclude, rename and dtype"):
+        holdfast.convert(tmp_path / "run", tmp_path / "out", to="peft", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
