@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.reader import Reader, check_read
 from holdfast.ondisk.dtypes import FLOATING
-from holdfast.ondisk.files import ADAPTER, TensorInfo, is_adapter_group
+from holdfast.ondisk.files import ADAPTER, TensorInfo
 from holdfast.ondisk.validation import split_state_key, state_key
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 
@@ -81,6 +81,11 @@ class TensorFilter:
         Raises ``InvalidArgumentError`` if two tensors would get one name or nothing is selected, and ``FormatError`` if
         a selected tensor cannot be read.
         """
+        kinds = {group.partition("/")[0] for group in reader.groups}
+        if self.adapters == NO_ADAPTERS and ADAPTER in kinds and "model" not in kinds:
+            raise InvalidArgumentError(
+                f"{reader.path} contains PEFT adapters without a base model: convert it to 'peft'"
+            )
         check_read(reader, lambda unread: self._is_wanted((STATE if unread.is_value else unread.group, unread.name)))
         sources: dict[Key, Key] = {}
         infos: dict[Key, TensorInfo] = {}
@@ -93,7 +98,7 @@ class TensorFilter:
             sources[renamed] = key
             infos[renamed] = TensorInfo(self._target_dtype(key[0], info.dtype), info.shape)
         if not infos and self.adapters != ONLY_ADAPTERS and list(_list_tensors(reader)):
-            raise InvalidArgumentError(_explain_empty(reader))
+            raise InvalidArgumentError(f"no tensor of {reader.path} is selected: check include and exclude")
         return SelectedTensors(
             sources, infos, {group: self._rename_ties(group, names) for group, names in reader.tied.items()}
         )
@@ -121,12 +126,6 @@ class TensorFilter:
 
     def _target_dtype(self, group: str, dtype: str) -> str:
         return self.dtype if self.dtype and group.startswith("model") and dtype in FLOATING else dtype
-
-
-def _explain_empty(reader: Reader) -> str:
-    if all(is_adapter_group(group) for group in reader.groups if group not in {STATE, "ranks"}):
-        return f"{reader.path} contains only PEFT adapters, and no base model: convert it to 'peft'"
-    return f"no tensor of {reader.path} is selected: check include and exclude"
 
 
 def _parameter_name(key: Key) -> str:

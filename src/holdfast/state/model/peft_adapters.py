@@ -75,13 +75,14 @@ def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> Adapter
     names |= {id(tensor): owners[name] for name, tensor in model.prompt_parameters(adapter) if name in owners}
     try:
         stored = model.adapter_state_dict(adapter, stand_ins)
-    except Exception as error:  # noqa: BLE001 - PEFT's code for this kind of adapter needs values
-        stored, is_traced, cause = {}, False, error
-    else:
-        is_traced, cause = not any(value.is_meta and id(value) not in names for value in stored.values()), None
+        is_traced = not any(value.is_meta and id(value) not in names for value in stored.values())
+    except StateError:
+        raise
+    except Exception:  # noqa: BLE001 - PEFT's code for this kind of adapter needs values
+        stored, is_traced = {}, False
     if not is_traced:
         names |= {id(view.tensors[source].local): source for source in owners.values()}
-        stored = model.adapter_state_dict(adapter, _whole_tensors(view, owners, adapter, cause))
+        stored = model.adapter_state_dict(adapter, _whole_tensors(view, owners, adapter))
     prefix = "" if _is_peft_model(module) else _PREFIX
     sources = {prefix + name: names[id(value)] for name, value in stored.items() if id(value) in names}
     computed = {prefix + name: value.detach() for name, value in stored.items() if id(value) not in names}
@@ -118,15 +119,14 @@ def loadable_views(parts: Sequence[object], view: ModelView, groups: Sequence[st
 def adapter_files(module: nn.Module, adapter: str) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of the small files of an adapter: its configuration, and that of the base model."""
     yield ADAPTER_CONFIG, _config_file(module, adapter)
-    base = module.get_base_model() if _is_peft_model(module) else module
-    yield from ((f"{BASE}/{name}", data) for name, data in base_config_files(base))
+    yield from ((f"{BASE}/{name}", data) for name, data in base_config_files(_base_model(module)))
 
 
 def _config_file(module: nn.Module, adapter: str) -> bytes:
     """Return the configuration of an adapter as ``PeftModel.save_pretrained`` writes it, with sets sorted."""
     model: Any = module
     config = copy.deepcopy(model.peft_config[adapter])
-    base = model.get_base_model() if _is_peft_model(module) else model
+    base = _base_model(module)
     config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
     config.inference_mode = True
     table = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
@@ -136,18 +136,20 @@ def _config_file(module: nn.Module, adapter: str) -> bytes:
     return json.dumps(table, indent=2, sort_keys=True).encode()
 
 
+def _base_model(module: Any) -> Any:
+    return module.get_base_model() if _is_peft_model(module) else module
+
+
 def _is_peft_model(module: nn.Module) -> bool:
     """Return whether a module is PEFT's wrapper, and not a model into which transformers itself has put adapters."""
     return hasattr(module, "get_base_model")
 
 
-def _whole_tensors(
-    view: ModelView, owners: Mapping[str, str], adapter: str, cause: Exception | None
-) -> dict[str, torch.Tensor]:
+def _whole_tensors(view: ModelView, owners: Mapping[str, str], adapter: str) -> dict[str, torch.Tensor]:
     if any(tensor.layout is not None for tensor in view.tensors.values()):
         raise StateError(
             f"PEFT computes what it stores of the adapter {adapter!r} from tensors of which this rank holds only shards"
-        ) from cause
+        )
     return {name: view.tensors[source].local for name, source in owners.items()}
 
 
@@ -219,7 +221,8 @@ class _AdaptedModel:
         uses_tokens = config.peft_type == "TRAINABLE_TOKENS" or getattr(config, "trainable_token_indices", None)
         if any("base_layer" in name.split(".") for name in names) and not uses_tokens:
             return True
-        model_config, source = getattr(self._module, "config", None), config.base_model_name_or_path
+        model_config: Any = getattr(self._module, "config", None)
+        source = config.base_model_name_or_path
         size = getattr(model_config, "vocab_size", None)
         if not size or not source:
             return False
