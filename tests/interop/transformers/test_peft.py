@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import holdfast
 from holdfast.errors import InvalidArgumentError
@@ -115,8 +118,16 @@ def trainer(path: Path, steps: int, options: dict[str, Any]) -> Any:
         lr_scheduler_type="constant",
         **options.pop("arguments", {}),
     )
+    if arguments.fsdp and dist.get_world_size() > 1:
+        # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     base = transformers.AutoModelForCausalLM.from_pretrained(path.parent / "base")
     return Trainer(lora(base), arguments, train_dataset=Numbers(), **options)
+
+
+def whole_weights(wrapped: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, under FSDP put together by torch."""
+    return get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
 
 
 def trained(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +140,8 @@ def trained(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         run.train(resume_from_checkpoint=holdfast.has_checkpoint(path))
     return {
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
-        "weights": {name: value.clone() for name, value in run.model.state_dict().items()},
+        "weights": {name: value.clone() for name, value in whole_weights(run.model_wrapped).items()},
+        "kind": type(run.model_wrapped).__name__,
     }
 
 
@@ -181,6 +193,29 @@ def test_a_run_resumes_on_another_number_of_ranks(
     assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     for name, value in whole["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], value, rtol=1e-3, atol=1e-5)
+
+
+#: FSDP2 in Accelerate.
+FSDP = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+}
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_under_fsdp_a_run_resumes_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, adapter_only: bool, before: int, after: int
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    options = {"adapter_only": adapter_only, "arguments": FSDP}
+    whole = ranks(1, trained, tmp_path / "whole", 4, {})[0]
+    saved = ranks(before, trained, tmp_path / "run", 2, options)[0]
+    resumed = ranks(after, trained, tmp_path / "run", 4, options)[0]
+    assert "FSDPPeftModelForCausalLM" in {saved["kind"], resumed["kind"]}
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    opened = peft.PeftModel.from_pretrained(base_model(), tmp_path / "run/checkpoint-4/adapter")
+    assert same(opened.state_dict(), resumed["weights"])
 
 
 def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
