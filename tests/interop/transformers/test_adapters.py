@@ -12,6 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidArgumentError, MismatchError, StateError
+from tests.golden import reader
 from tests.helpers.peft_models import COMPUTED, LAYOUTS, STORED, lora, make_base, make_peft, randomize
 from tests.helpers.pool import Ranks
 
@@ -303,3 +304,15 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="leave out include, exclude, rename and dtype"):
         holdfast.convert(tmp_path / "run", tmp_path / "out", to="peft", dtype="bfloat16")
     assert not (tmp_path / "out").exists()
+
+
+def test_another_reader_finds_the_adapters_as_groups(tmp_path: Path) -> None:
+    """The reader that was written from the description of format version 1."""
+    model = several()
+    holdfast.save_checkpoint(tmp_path, "s", model)
+    checkpoint = reader.read(tmp_path / "s")
+    for group, name in (("adapter", "default"), ("adapter/other", "other")):
+        expected = peft.get_peft_model_state_dict(model, adapter_name=name)
+        assert checkpoint.tensors[group].keys() == expected.keys()
+        assert all(checkpoint.tensors[group][key].data == value.numpy().tobytes() for key, value in expected.items())
+        assert f"{group}/{CONFIG}" in checkpoint.others
