@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         save_model,
         save_optimizer,
     )
+    from holdfast.components.merged_export import merge_adapters
     from holdfast.conversion.convert import convert
     from holdfast.data.loader import ResumableLoader
     from holdfast.data.preemption import Preemption, preemption
@@ -102,6 +103,7 @@ _MODULES = {
     "load_lr_scheduler": "holdfast.components.api",
     "load_model": "holdfast.components.api",
     "load_optimizer": "holdfast.components.api",
+    "merge_adapters": "holdfast.components.merged_export",
     "open": "holdfast.view",
     "preemption": "holdfast.data.preemption",
     "restore": "holdfast.api",
@@ -161,6 +163,7 @@ __all__ = [
     "load_lr_scheduler",
     "load_model",
     "load_optimizer",
+    "merge_adapters",
     "open",
     "preemption",
     "restore",

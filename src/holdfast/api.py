@@ -88,6 +88,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     max_shard_size: int | str = "5GB",
     rng: bool = True,
     state_dict_hooks: bool = True,
+    adapter_only: bool = False,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -150,6 +151,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             splits a parameter into several tensors; optimizer states are stored likewise. If ``False``, parameters,
             buffers and extra state are stored under the names that the modules have for them, without anything that
             hooks add. Checkpoints of both kinds can be loaded.
+        adapter_only: Of a model with PEFT adapters save only the adapters, not the base model. They are in the folder
+            ``adapter``, as PEFT stores them. Without ``adapter_only`` the checkpoint has this folder in addition to
+            ``model``, which contains all weights.
         on_event: A function that is called with each event: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
         process_group: The ranks that save together. By default the default process group, or this process alone if
             there is none.
@@ -165,8 +169,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         TagExistsError: A checkpoint with this tag exists. A corrupt one that an earlier load in this process had to
             skip is hidden instead, and does not raise.
         UnsupportedValueError: Some values cannot be stored; the message names each by its path.
+        InvalidArgumentError: ``adapter_only`` was passed, and the model has no PEFT adapters.
         StateError: The objects contradict each other, or ``state_dict`` hooks add tensors of their own (see
-            ``state_dict_hooks``).
+            ``state_dict_hooks``); or, with ``adapter_only``, PEFT computes what it stores from shards.
         ReplicaMismatchError: Ranks hold different values of one tensor.
         RankMismatchError: Ranks were called with different arguments, or do not share a file system.
         RankTimeoutError: A rank did not arrive in time.
@@ -196,6 +201,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         frozen=frozen,
         rng=rng,
         state_dict_hooks=state_dict_hooks,
+        adapter_only=adapter_only,
         on_event=on_event,
     )
 

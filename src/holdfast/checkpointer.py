@@ -28,7 +28,7 @@ from holdfast.save.base_checkpoint import BaseCheckpoint, loaded_base
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest
-from holdfast.state.training import TrainingObjects
+from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.posix import local_path
 
 
@@ -128,6 +128,7 @@ class Checkpointer:
         frozen: str | None = None,
         rng: bool = True,
         state_dict_hooks: bool = True,
+        adapter_only: bool = False,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
         """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
@@ -149,6 +150,7 @@ class Checkpointer:
             rng,
             state_dict_hooks=state_dict_hooks,
             frozen_apart=frozen == "apart",
+            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
         )
         uses_default = num_kept_ckpts is None and keep is None
         policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)

@@ -1,8 +1,9 @@
 """transformers' ``Trainer`` with holdfast's checkpoints: a drop-in replacement for ``transformers.Trainer``.
 
 All ``TrainingArguments`` keep their meaning: ``output_dir``, ``save_steps``, ``save_total_limit``, ``save_only_model``,
-``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. One more argument,
-``async_save``, writes in the background. A run resumes on any number of ranks, with DDP, FSDP or neither.
+``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. Two more arguments are
+``async_save``, which writes in the background, and ``adapter_only``, which saves only PEFT adapters. A run resumes on
+any number of ranks, with DDP, FSDP or neither.
 
 The integration is a subclass and not a callback, because ``Trainer`` has no callbacks for saving and data skipping.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
 from holdfast.run.retention import KeepLast, KeepTags, Retention
-from holdfast.state.model.hf_config import has_adapters
 from holdfast.storage.posix import local_path, path_exists, write_small
 
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
@@ -41,6 +40,9 @@ class CheckpointMixin(_Base):
     Args:
         args: The positional arguments of the ``Trainer``.
         async_save: Write checkpoints in the background.
+        adapter_only: Save of a model with PEFT adapters only the adapters, as PEFT does, and what a resumed run needs
+            in addition. By default checkpoints have the base model, too. Either way their folder ``adapter`` is one of
+            PEFT.
         options: The keyword arguments of the ``Trainer``.
 
     Raises:
@@ -48,7 +50,7 @@ class CheckpointMixin(_Base):
             the hub; or ``output_dir`` is the address of an object store.
     """
 
-    def __init__(self, *args: Any, async_save: bool = False, **options: Any) -> None:
+    def __init__(self, *args: Any, async_save: bool = False, adapter_only: bool = False, **options: Any) -> None:
         for argument in (*args, *options.values()):
             if isinstance(argument, transformers.TrainingArguments):
                 local_path(str(argument.output_dir))  # transformers would create a local directory for an address
@@ -59,7 +61,7 @@ class CheckpointMixin(_Base):
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
         self._async_save = async_save
         self._resumed: Path | None = None
-        self._has_warned = False
+        self._adapter_only = adapter_only
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as ``transformers.Trainer`` does, and wait for background saves at the end.
@@ -98,7 +100,6 @@ class CheckpointMixin(_Base):
         del model
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._warn_about_adapters()
         run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         self._update_trainer_state(run)
         components: dict[str, Any] = {"model": self.model_wrapped}
@@ -109,28 +110,12 @@ class CheckpointMixin(_Base):
             run,
             _TAG.format(step),
             **components,
+            adapter_only=self._adapter_only,
             user_content={"trainer_state": json.loads(json.dumps(dataclasses.asdict(self.state)))},
             step=step,
             keep=self._retention_policy(),
             overwrite=True,
             async_save=self._async_save,
-        )
-
-    def _warn_about_adapters(self) -> None:
-        """Warn once that a checkpoint of a PEFT model holds all weights and cannot be opened by PEFT."""
-        model = self.accelerator.unwrap_model(self.model_wrapped)
-        if (
-            self._has_warned
-            or not self.is_world_process_zero()
-            or not has_adapters(name for name, _ in model.named_modules())
-        ):
-            return
-        self._has_warned = True
-        warnings.warn(
-            "this model has PEFT adapters: each checkpoint holds all weights that are needed to resume, those of the "
-            "base model and those of the adapters. Its directory 'model' is not a Hugging Face checkpoint: neither "
-            "from_pretrained() nor peft can open it. trainer.save_model() writes the adapter in peft's format",
-            stacklevel=2,
         )
 
     def _update_trainer_state(self, run: Path) -> None:
@@ -185,4 +170,4 @@ class CheckpointMixin(_Base):
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):
-    """transformers' ``Trainer`` with holdfast's checkpoints. It has one more argument: ``async_save``."""
+    """transformers' ``Trainer`` with holdfast's checkpoints. See :class:`CheckpointMixin` for its further arguments."""

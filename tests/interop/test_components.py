@@ -232,7 +232,7 @@ def test_a_path_of_the_wrong_kind_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgumentError, match="is a folder, but shard=False writes one file"):
         holdfast.save_model(model, tmp_path / "folder")
-    with pytest.raises(InvalidArgumentError, match="is a file, but shard=True"):
+    with pytest.raises(InvalidArgumentError, match="is a file, but this save writes a folder"):
         holdfast.save_model(model, tmp_path / "file", shard=True)
     holdfast.save_model(model, tmp_path / "m.safetensors")
     holdfast.save_optimizer(adam(model), tmp_path / "o.safetensors")

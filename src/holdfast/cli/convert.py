@@ -81,9 +81,16 @@ def convert(  # noqa: PLR0917 - the options of a command
         str, typer.Option(metavar="SIZE", help="The maximum bytes of tensors in one file.")
     ] = "5GB",
     verify: Annotated[bool, typer.Option(help="Read the output back.")] = True,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="hf: merge the PEFT adapter into the weights. Needs peft and transformers.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint of any format in another format, one buffer at a time. SRC is only read."""
+    if merge:
+        _check_merge(to, [include, exclude, rename, dtype, key, layout])
+        _merge_adapters(resolve_path(src, tag), local_path(dst), max_shard_size, as_json=as_json)
+        return
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
     options |= {"rename": _parse_pairs(rename, "--rename"), "keys": _parse_keys(key), "verify": verify}
     nxd_options = {
@@ -119,6 +126,21 @@ def consolidate(
     _run_conversion(src, dst, {"to": to, "model_only": model_only or to == "safetensors"}, as_json=as_json)
 
 
+def _check_merge(to: str, other_options: list[Any]) -> None:
+    if to != "hf" or any(other_options):
+        raise InvalidArgumentError(
+            "--merge writes a Hugging Face folder of the whole model: pass --to hf without "
+            "options that select, rename or cast"
+        )
+
+
+def _merge_adapters(src: Path, dst: Path, max_shard_size: str, *, as_json: bool) -> None:
+    with leave_on_interrupt():
+        from holdfast.components.merged_export import merge_adapters  # noqa: PLC0415 - torch is slow
+    merge_adapters(src, dst, max_shard_size=max_shard_size)
+    _print_result(dst, "hf", as_json=as_json)
+
+
 def _run_conversion(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) -> None:
     with leave_on_interrupt():
         from holdfast.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415 - torch is slow
@@ -130,11 +152,15 @@ def _run_conversion(src: Path, dst: Path, options: dict[str, Any], *, as_json: b
                 show(event.done, event.total)
 
         convert_checkpoint(src, dst, on_event=show_event, **options)
+    _print_result(dst, options["to"], as_json=as_json)
+
+
+def _print_result(dst: Path, to: str, *, as_json: bool) -> None:
     size = sum(map(file_size, walk_files(dst)))
     if as_json:
-        print_json({"path": str(dst), "to": options["to"], "bytes": size})
+        print_json({"path": str(dst), "to": to, "bytes": size})
     else:
-        terminal_console().print(f"{escape_control_characters(str(dst))}  {options['to']}, {format_size(size)}")
+        terminal_console().print(f"{escape_control_characters(str(dst))}  {to}, {format_size(size)}")
 
 
 def _parse_keys(given: list[str] | None) -> dict[str, str]:

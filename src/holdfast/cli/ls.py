@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,11 @@ from holdfast.observe.units import format_size
 from holdfast.run.catalog import StaleDirectory, list_checkpoints, list_stale_directories
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.posix import local_path
+from holdfast.storage.shared_files import own_bytes
+
+#: The share of a checkpoint's size below which its own disk space shows that it shares files. Files that are compressed
+#: or sparse take less space than their size, too.
+_SHARING = 0.95
 
 
 def ls(
@@ -25,18 +30,20 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, oldest first.
 
-    Corrupt checkpoints are listed before all others. "complete" means that the save was completed; only verify reads
+    "own" is the disk space that no other checkpoint shares; it is shown if checkpoints share files. Corrupt checkpoints
+    are listed before all others. "complete" means that the save was completed; only verify reads
     the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
     """
     path = local_path(run)
     check_run(path)
     checkpoints = list_checkpoints(path)
+    own = {info.tag: own_bytes(info.path) for info in checkpoints}
     leftovers = list_stale_directories(path)
     shown = leftovers if show_all else []
     if as_json:
-        _print_json(path, checkpoints, shown)
+        _print_json(path, checkpoints, own, shown)
     elif checkpoints or shown:
-        _print_table(checkpoints, shown)
+        _print_table(checkpoints, own, shown)
     if not checkpoints:
         hidden = len(leftovers) - len(shown)
         hint = f"--all also lists {format_count(hidden, 'interrupted save')}." if hidden else ""
@@ -44,11 +51,13 @@ def ls(
     raise typer.Exit(0 if checkpoints and all(info.status == "complete" for info in checkpoints) else 1)
 
 
-def _print_json(path: Path, checkpoints: Sequence[CheckpointInfo], leftovers: Sequence[StaleDirectory]) -> None:
+def _print_json(
+    path: Path, checkpoints: Sequence[CheckpointInfo], own: Mapping[str, int], leftovers: Sequence[StaleDirectory]
+) -> None:
     table = {
         "path": str(path),
         "latest": next((info.tag for info in checkpoints[-1:] if info.status == "complete"), None),
-        "checkpoints": [_as_record(info) for info in checkpoints],
+        "checkpoints": [_as_record(info, own[info.tag]) for info in checkpoints],
         "leftovers": [
             {
                 "name": leftover.name,
@@ -63,7 +72,7 @@ def _print_json(path: Path, checkpoints: Sequence[CheckpointInfo], leftovers: Se
     print_json(table)
 
 
-def _as_record(info: CheckpointInfo) -> dict[str, object]:
+def _as_record(info: CheckpointInfo, own: int) -> dict[str, object]:
     readable = info.status == "complete"
     return {
         "tag": info.tag,
@@ -75,19 +84,28 @@ def _as_record(info: CheckpointInfo) -> dict[str, object]:
         "sequence": info.sequence if readable else None,
         "time": info.time if readable else None,
         "bytes": info.nbytes if readable else None,
+        "own_bytes": own if readable else None,
     }
 
 
-def _print_table(checkpoints: Sequence[CheckpointInfo], leftovers: Sequence[StaleDirectory]) -> None:
+def _print_table(
+    checkpoints: Sequence[CheckpointInfo], own: Mapping[str, int], leftovers: Sequence[StaleDirectory]
+) -> None:
+    shares = any(own[info.tag] < info.nbytes * _SHARING for info in checkpoints)
     columns = [Column("tag", elastic="middle"), Column("step", right=True), Column("saved"), Column("size", right=True)]
-    columns += [Column("status"), Column("metrics" if any(info.metrics for info in checkpoints) else "", elastic="end")]
-    rows = [_format_row(info, latest=info is checkpoints[-1]) for info in checkpoints]
+    columns += [Column("own" if shares else "", right=True), Column("status")]
+    columns += [Column("metrics" if any(info.metrics for info in checkpoints) else "", elastic="end")]
+    rows = [
+        _format_row(info, format_size(own[info.tag]) if shares else "", latest=info is checkpoints[-1])
+        for info in checkpoints
+    ]
     rows += [
         [
             escape_control_characters(leftover.tag),
             "",
             format_time(leftover.time),
             format_size(leftover.nbytes),
+            "",
             _leftover_status(leftover),
             "",
         ]
@@ -106,14 +124,15 @@ def _leftover_status(leftover: StaleDirectory) -> Cell:
     return ("corrupt", "bold red") if leftover.state == "corrupt" else ("unfinished", "yellow")
 
 
-def _format_row(info: CheckpointInfo, *, latest: bool) -> list[Cell]:
+def _format_row(info: CheckpointInfo, own: str, *, latest: bool) -> list[Cell]:
     if info.status != "complete":
-        return [escape_control_characters(info.tag), "", "", "", (info.status, "bold red"), ""]
+        return [escape_control_characters(info.tag), "", "", "", "", (info.status, "bold red"), ""]
     return [
         escape_control_characters(info.tag),
         "" if info.step is None else str(info.step),
         format_time(info.time),
         format_size(info.nbytes),
+        own,
         ("complete (latest)", "bold green") if latest else ("complete", "green"),
         format_metrics(info.metrics),
     ]

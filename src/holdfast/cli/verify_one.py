@@ -16,6 +16,7 @@ from holdfast.cli.stray_weights import list_unnamed_weights
 from holdfast.cli.target import describe_unread, inspect_exact_path
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
 from holdfast.observe.terminal import show_progress
+from holdfast.storage.shared_files import own_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class VerifyResult:
     ``status`` is ``"damaged"`` if something is corrupt, ``"unchecked"`` if all could be read but not all of it has
     checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
     ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
-    checksums. ``problems`` name files and tensors. ``notes`` name files that do not belong to the checkpoint.
+    checksums. ``own_bytes`` is the disk space that no other file shares. ``problems`` name files and tensors.
+    ``notes`` name files that do not belong to the checkpoint.
     """
 
     path: str
@@ -33,6 +35,7 @@ class VerifyResult:
     tensors: int = 0
     checksummed: int = 0
     bytes: int = 0
+    own_bytes: int = 0
     seconds: float = 0.0
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         tensors=len(tally.intact),
         checksummed=checksummed,
         bytes=sum(tally.intact.values()),
+        own_bytes=own_bytes(path),
         seconds=seconds,
         problems=tuple(tally.problems),
         notes=(

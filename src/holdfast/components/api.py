@@ -13,10 +13,10 @@ from holdfast.components import scheduler_file as schedulers
 from holdfast.components.background import PendingSaves
 from holdfast.components.component_view import ComponentView
 from holdfast.components.destination import Destination
-from holdfast.components.file_format import TORCH, model_file_format, optimizer_file_format
+from holdfast.components.file_format import TORCH, adapter_file_format, model_file_format, optimizer_file_format
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.errors import StorageError
+from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.load.fallback import load_with_fallback
 from holdfast.load.request import LoadRequest
 from holdfast.load.result import RestoreResult
@@ -24,7 +24,7 @@ from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.state.restore import RestorePolicy
-from holdfast.state.training import TrainingObjects
+from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
 from holdfast.storage.posix import local_path
 
 #: The pending saves of all calls.
@@ -42,6 +42,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     use_async: bool = False,
     *,
     state_dict_hooks: bool = True,
+    adapter: bool = False,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
@@ -62,6 +63,9 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
             ``torch.save``.
         use_async: return as soon as the model may change, and write in the background.
         state_dict_hooks: as in :func:`holdfast.save_checkpoint`.
+        adapter: save only the PEFT adapters of the model, into a folder that ``PeftModel.from_pretrained`` opens:
+            ``adapter_model.safetensors`` and ``adapter_config.json``, of adapters that are not called ``default`` in a
+            folder with their name. ``shard``, ``size_per_shard`` and ``use_safetensors`` have no effect then.
         process_group: the ranks that save together.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
@@ -69,16 +73,25 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
         A handle. Its ``wait()`` returns the path when the save is complete.
 
     Raises:
-        InvalidArgumentError: the path is of the wrong kind, or the size is not a positive number.
+        InvalidArgumentError: the path is of the wrong kind, or the size is not a positive number; or, with
+            ``adapter``, the model has no PEFT adapters, or a prefix was passed.
+        StateError: with ``adapter``, PEFT computes what it stores from tensors that are sharded.
         UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: as
             in :func:`holdfast.save_checkpoint`. All ranks raise it, and existing files are left unchanged.
     """
     del gather_dtensor
-    destination = Destination.for_path(local_path(checkpoint), folder=shard)
-    file_format = model_file_format(destination, size_per_shard, use_safetensors=use_safetensors, model=model)
+    if adapter and prefix:
+        raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
+    destination = Destination.for_path(local_path(checkpoint), folder=shard or adapter)
+    file_format = (
+        adapter_file_format()
+        if adapter
+        else model_file_format(destination, size_per_shard, use_safetensors=use_safetensors, model=model)
+    )
+    adapters = ONLY_ADAPTERS if adapter else NO_ADAPTERS
     request = ComponentRequest(
         destination,
-        TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks),
+        TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters),
         file_format.layout,
         file_format.text,
         prefix or "",

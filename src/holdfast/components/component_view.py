@@ -10,6 +10,7 @@ from holdfast.components.content import MODEL, OPTIMIZER, rename_tensors
 from holdfast.errors import MismatchError
 from holdfast.formats.reader import Reader
 from holdfast.formats.remapped_reader import RemappedReader, TensorMapping, identity_mapping
+from holdfast.ondisk.files import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class ComponentView:
 
     def __call__(self, reader: Reader) -> Reader:
         """Return the view. Raises ``MismatchError`` if the component is missing, or if no name has the prefix."""
-        if self.kind not in {name.partition("/")[0] for name in reader.groups}:
+        kinds = {name.partition("/")[0] for name in reader.groups}
+        if self.kind == MODEL and kinds == {ADAPTER} and not self.prefix:
+            return reader
+        if self.kind not in kinds:
             present = " and ".join(sorted(name for name in reader.groups)) or "nothing"
             raise MismatchError(f"{reader.path} contains {present}, but no {self.kind}")
         if not self.prefix:

@@ -6,13 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.engine.plan.global_spec import GlobalSpec
+from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.split_tensors import stored_tensors
-from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.files import ADAPTER, TensorInfo, is_adapter_group
 from holdfast.ondisk.validation import split_state_key, state_key
 from holdfast.state.model.hf_layout import Stored, TensorOrigin
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
+
+
+def name_in_component(kind: str, tensor: GlobalTensor) -> str | None:
+    """Return the name of a tensor in the component ``kind``; ``None`` if it belongs to another one.
+
+    The adapters of a model are one component, in which names begin with the folder of an adapter and a slash.
+    """
+    if kind == ADAPTER and is_adapter_group(tensor.group):
+        return f"{tensor.group.removeprefix(ADAPTER).removeprefix('/')}/{tensor.name}"
+    return tensor.name if tensor.group == kind else None
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class ComponentContent:
 
     ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
     come from. ``tied`` maps further names to stored ones. ``values`` are encoded as in ``state.json``. ``companions``
-    are small files that are stored next to a model.
+    are small files that are stored next to a model or an adapter, by their path in the folder.
     """
 
     kind: str
@@ -59,9 +69,9 @@ def component_content(
     """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names."""
     # Sorted by name: pipeline stages only know the order of their own tensors.
     stored = (
-        stored_tensors(tensor.name, tensor.info, tensor.splits)
+        stored_tensors(name, tensor.info, tensor.splits)
         for tensor in global_spec.iter_tensors()
-        if tensor.group == kind
+        if (name := name_in_component(kind, tensor)) is not None
     )
     infos = dict(sorted(pair for tensors in stored for pair in tensors.items()))
     rename_tensor = _state_key_renamer(prefix) if kind == OPTIMIZER else lambda name: prefix + name

@@ -30,7 +30,7 @@ class Destination:
     def check_replaceable(self) -> None:
         """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
         if self.folder and posix.is_file(self.path):
-            raise InvalidArgumentError(f"{self.path} is a file, but shard=True writes a folder: choose another path")
+            raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
         if not self.folder and posix.is_directory(self.path):
             raise InvalidArgumentError(
                 f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
@@ -83,7 +83,7 @@ class ComponentOutput:
         """Replace the folder in one step. Files in it that do not belong to the component are kept."""
         final = self._destination.path
         if not posix.path_exists(final):
-            posix.fsync_directory(self.folder)
+            posix.sync_tree(self.folder)
             self._staging.publish()
             return
         replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()

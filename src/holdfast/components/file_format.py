@@ -7,7 +7,14 @@ from functools import partial
 from typing import Any
 
 from holdfast.components.destination import Destination
-from holdfast.components.file_layouts import Layout, safetensors_file, safetensors_folder, torch_file, torch_folder
+from holdfast.components.file_layouts import (
+    Layout,
+    adapter_folder,
+    safetensors_file,
+    safetensors_folder,
+    torch_file,
+    torch_folder,
+)
 from holdfast.errors import InvalidArgumentError
 from holdfast.state.model.hf_layout import stored_layout
 
@@ -42,6 +49,11 @@ def model_file_format(
             f"a folder of {kind} files of {limit} bytes",
         )
     return _single_file_format(destination, use_safetensors=use_safetensors)
+
+
+def adapter_file_format() -> FileFormat:
+    """Return the format of the adapters of a model."""
+    return FileFormat(adapter_folder, "a folder of PEFT")
 
 
 def optimizer_file_format(destination: Destination, size_per_shard: float) -> FileFormat:

@@ -6,18 +6,29 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from holdfast.components.content import MODEL, ComponentContent
-from holdfast.components.files import FileSet, SafetensorsOutput, TorchOutput
+from holdfast.components.files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from holdfast.conversion.fake_tensors import FakeTensors
 from holdfast.conversion.state_dict_schemas import optimizer_state_dict
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.huggingface import VALUES_KEY
+from holdfast.formats.peft import ADAPTER_BIN
 from holdfast.ondisk import header, values
-from holdfast.ondisk.files import DataFile, TensorInfo, build_index, index_path, pack_files, split_by_size
+from holdfast.ondisk.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    DataFile,
+    TensorInfo,
+    build_index,
+    index_path,
+    pack_files,
+    split_by_size,
+)
 from holdfast.ondisk.validation import split_state_key
 
 #: Lays a component out in files.
@@ -51,6 +62,24 @@ def safetensors_folder(content: ComponentContent, limit: int) -> FileSet:
     if len(files) > 1:
         small_files[index_path(content.kind).rpartition("/")[2]] = build_index(files)
     return FileSet(content, [SafetensorsOutput(file) for file in files], small_files, STALE_NAMES[content.kind])
+
+
+def adapter_folder(content: ComponentContent) -> FileSet:
+    """Lay adapters out as PEFT does: the files of the adapter ``default``, and a folder for each other adapter."""
+    by_folder: dict[str, dict[str, TensorInfo]] = {}
+    for key, info in content.tensors.items():
+        folder, _, name = key.partition("/")
+        by_folder.setdefault(folder, {})[name] = info
+    files: list[ComponentFile] = []
+    for folder, tensors in by_folder.items():
+        packed = pack_files(ADAPTER, tensors, {}, sys.maxsize)
+        if len(packed) > 1:
+            raise InvalidArgumentError("the header of one file, in which PEFT stores an adapter, is too small for it")
+        files.append(AdapterOutput(folder, packed[0]))
+    configurations = {
+        name: data for name, data in content.companions.items() if PurePosixPath(name).name == ADAPTER_CONFIG
+    }
+    return FileSet(content, files, configurations, [ADAPTER_BIN])
 
 
 def torch_file(content: ComponentContent, name: str) -> FileSet:

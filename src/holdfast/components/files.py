@@ -15,7 +15,7 @@ from holdfast.engine.io.checkpoint_files import block_crcs
 from holdfast.ondisk.blocks import Fragment
 from holdfast.ondisk.files import DataFile
 from holdfast.storage.direct_io import BufferedWriter
-from holdfast.storage.posix import allocate_space
+from holdfast.storage.posix import allocate_space, make_directory
 
 #: Returns the fragments that all ranks hashed of a stored tensor.
 FragmentsOf = Callable[[str], Sequence[Fragment]]
@@ -79,6 +79,23 @@ class SafetensorsOutput:
         with BufferedWriter(path) as writer:
             writer.write(0, memoryview(self._data.build_header(crcs)))
             writer.sync()
+
+
+class AdapterOutput:
+    """The file of an adapter in a folder of its own. The names of its tensors begin with the folder and a slash."""
+
+    def __init__(self, folder: str, data: DataFile) -> None:
+        self._prefix, self._file = f"{folder}/", SafetensorsOutput(data)
+        self.name = f"{folder}/{self._file.name}" if folder else self._file.name
+
+    def create_file(self, path: Path) -> Mapping[str, int]:
+        """See :class:`ComponentFile`."""
+        make_directory(path.parent)
+        return {self._prefix + name: start for name, start in self._file.create_file(path).items()}
+
+    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
+        """See :class:`ComponentFile`."""
+        self._file.finish_file(path, lambda name: fragments_of(self._prefix + name))
 
 
 class TorchOutput:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.components.content import ComponentContent, component_content
+from holdfast.components.content import ComponentContent, component_content, name_in_component
 from holdfast.components.destination import ComponentOutput
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.session import RankGroup
@@ -109,21 +109,22 @@ class ComponentSave(SaveOperation[Path]):
                 f"the {kind} has values that contain tensors of more than 64 KiB, which these files cannot store: "
                 "use save_checkpoint"
             )
-        companions = {name.rpartition("/")[2]: data for name, data in captured.small_files.items()}
-        return component_content(kind, global_spec, agreement.merged_values[kind], companions, self._request.prefix)
+        companions = {name.removeprefix(f"{kind}/"): data for name, data in captured.small_files.items()}
+        values = agreement.merged_values.get(kind, {})
+        return component_content(kind, global_spec, values, companions, self._request.prefix)
 
-    def _tensors_to_save(self, global_spec: GlobalSpec) -> list[GlobalTensor]:
-        return sorted(
-            (tensor for tensor in global_spec.iter_tensors() if tensor.group == self._request.kind),
-            key=lambda tensor: tensor.name,
-        )
+    def _tensors_to_save(self, global_spec: GlobalSpec) -> dict[str, GlobalTensor]:
+        """Return the tensors of the component by their names in it, sorted."""
+        named = ((name_in_component(self._request.kind, tensor), tensor) for tensor in global_spec.iter_tensors())
+        return dict(sorted(((name, tensor) for name, tensor in named if name is not None), key=lambda item: item[0]))
 
     def _check_replicas(self, global_spec: GlobalSpec, host_of: Sequence[int]) -> None:
         """Plan the save, and compare replicas."""
-        kind = self._request.kind
+        tensors = self._tensors_to_save(global_spec)
 
         def plan_and_hash() -> bytes:
-            spans = {(kind, name): of_tensor for name, of_tensor in self._layout.spans.items()}
+            keys = {name: (tensor.group, tensor.name) for name, tensor in tensors.items()}
+            spans = {keys[name]: of_tensor for name, of_tensor in self._layout.spans.items()}
             numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
             self._plan = plan_into_files(
                 global_spec,
@@ -144,15 +145,15 @@ class ComponentSave(SaveOperation[Path]):
 
 
 def _tensor_spans(
-    content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Sequence[GlobalTensor]
+    content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Mapping[str, GlobalTensor]
 ) -> dict[str, list[TensorSpan]]:
     """Return where the bytes of each tensor go. Stored tensors are numbered in the order of the files."""
-    spans: dict[str, list[TensorSpan]] = {tensor.name: [] for tensor in tensors}
+    spans: dict[str, list[TensorSpan]] = {name: [] for name in tensors}
     sources: dict[str, list[tuple[str, ElementRange, int]]] = {}
-    for tensor in tensors:
-        whole = [(ElementRange(0, tensor.info.nbytes), tensor.name, 0)]
+    for source, tensor in tensors.items():
+        whole = [(ElementRange(0, tensor.info.nbytes), source, 0)]
         for byte_range, name, at in split_ranges(tensor.info, tensor.splits) if tensor.splits else whole:
-            sources.setdefault(name, []).append((tensor.name, byte_range, at))
+            sources.setdefault(name, []).append((source, byte_range, at))
     number = 0
     for file, names in enumerate(starts):
         for name, offset in names.items():

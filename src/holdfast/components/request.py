@@ -13,9 +13,10 @@ from holdfast.components.destination import Destination
 from holdfast.components.file_layouts import Layout
 from holdfast.engine.comm.call_check import CallDescription
 from holdfast.errors import InvalidArgumentError
+from holdfast.ondisk.files import ADAPTER
 from holdfast.state.model import traversal as models
 from holdfast.state.optimizer import adapters
-from holdfast.state.training import TrainingObjects
+from holdfast.state.training import ONLY_ADAPTERS, TrainingObjects
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class ComponentRequest:
 
     @property
     def kind(self) -> str:
-        """The kind of the component: ``"model"`` or ``"optimizer"``."""
-        return MODEL if self.training.model is not None else OPTIMIZER
+        """The kind of the component: ``"model"``, ``"optimizer"``, or ``"adapter"`` for the adapters of a model."""
+        if self.training.model is None:
+            return OPTIMIZER
+        return ADAPTER if self.training.adapters == ONLY_ADAPTERS else MODEL
 
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""
@@ -50,13 +53,15 @@ class ComponentRequest:
             arguments["the optimizer's parameters, known by their positions without model="] = _shapes_by_position(
                 self.training
             )
-        return CallDescription(f"save of {'a model' if self.kind == MODEL else 'an optimizer'}", arguments)
+        subject = {MODEL: "a model", ADAPTER: "the adapters of a model", OPTIMIZER: "an optimizer"}[self.kind]
+        return CallDescription(f"save of {subject}", arguments)
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if the training objects are not exactly one component."""
         slots = models.model_components(self.training.model) or adapters.optimizer_components(self.training.optimizer)
-        if list(slots) != [self.kind]:
-            raise InvalidArgumentError(f"pass one {self.kind}, not a dict of several: they are saved one at a time")
+        kind = OPTIMIZER if self.training.model is None else MODEL
+        if list(slots) != [kind]:
+            raise InvalidArgumentError(f"pass one {kind}, not a dict of several: they are saved one at a time")
 
     def check_destination(self) -> None:
         """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced."""

@@ -19,6 +19,7 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.validation import check_keys
 from holdfast.state.tensors import NAMES
+from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
 from holdfast.storage.posix import local_path
 
 
@@ -54,11 +55,12 @@ def convert(
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
             and model-parallel strategies write it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
             optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
-            only rank 0 writes it).
+            only rank 0 writes it), ``"peft"`` (the PEFT adapters alone, as PEFT stores them).
         include: shell patterns of the parameters and buffers to convert. Default: all.
         exclude: shell patterns of the parameters and buffers to leave out.
         rename: a function from names to names, or regular expressions with their replacements.
-        dtype: the dtype of the model's floating-point tensors; optimizer state is not cast.
+        dtype: the dtype of the model's floating-point tensors; optimizer state is not cast. With one of these four
+            arguments the folder ``adapter`` of a checkpoint is left out, as its tensors are in the model, too.
         model_only: convert only the model.
         keys: the paths of components in another system's checkpoint that are not found by name:
             ``{"model": "app.net"}``.
@@ -83,8 +85,20 @@ def convert(
         CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
     """
     check_keys(keys)
-    model_only = model_only or to in {"hf", "safetensors"}
-    tensor_filter = TensorFilter(_as_list(include), _as_list(exclude), rename, _parse_dtype(dtype), model_only)
+    model_only = model_only or to in {"hf", "safetensors", "peft"}
+    selects_parameters = bool(include or exclude or rename or dtype)
+    if to == "peft" and selects_parameters:
+        raise InvalidArgumentError("adapters are converted as they are: leave out include, exclude, rename and dtype")
+    tensor_filter = TensorFilter(
+        _as_list(include),
+        _as_list(exclude),
+        rename,
+        _parse_dtype(dtype),
+        model_only,
+        {"peft": ONLY_ADAPTERS, "native": WITH_ADAPTERS}.get(to, NO_ADAPTERS)
+        if not selects_parameters
+        else NO_ADAPTERS,
+    )
     key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
     request = ConversionRequest(
         local_path(src), local_path(dst), to, tensor_filter, key_map, parse_size(max_shard_size)

@@ -18,7 +18,7 @@ from holdfast.formats.native import RANKS, STATE, NativeReader
 from holdfast.formats.reader import Reader
 from holdfast.formats.sharded.model_files import MODELING
 from holdfast.ondisk import values
-from holdfast.ondisk.files import TensorInfo, pack_files
+from holdfast.ondisk.files import ADAPTER, ADAPTER_CONFIG, TensorInfo, is_adapter_group, pack_files
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import next_identity
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
@@ -69,7 +69,20 @@ class NativeTarget:
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
             **{f"{_MODEL}/{name}": data for name, data in companion_files(self._source.reader.path) if is_plain_model},
         }
-        self._files.finalize(fragments, small, self._build_manifest)
+        self._files.finalize(fragments, small | self.adapter_files(), self._build_manifest)
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
+        reader, selected = self._source.reader, self._source.selected.group_names()
+        if isinstance(reader, NativeReader):
+            names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
+            return {name: read_small(reader.path / name) for name in names if any(map(is_adapter_group, selected))}
+        folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in selected}
+        return {
+            f"{group}/{ADAPTER_CONFIG}": read_small(folder / ADAPTER_CONFIG)
+            for group, folder in folders.items()
+            if is_adapter_group(group)
+        }
 
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
@@ -109,7 +122,7 @@ class HuggingFaceTarget(NativeTarget):
         if has_adapters(_model_names(self._source)):
             raise InvalidArgumentError(
                 f"{self._source.reader.path} contains a model with PEFT adapters, which is not a Hugging Face "
-                "checkpoint: load it into that PEFT model, and let save_pretrained() write the adapter; or convert to "
+                "checkpoint: merge the adapters into it (--merge, holdfast.merge_adapters), or convert to 'peft', "
                 "'safetensors' or 'torch'"
             )
 

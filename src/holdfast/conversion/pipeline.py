@@ -12,6 +12,7 @@ from holdfast.conversion.carried_values import carry_values
 from holdfast.conversion.dcp_target import DcpTarget
 from holdfast.conversion.lightning_target import LightningTarget
 from holdfast.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
+from holdfast.conversion.peft_target import PeftTarget
 from holdfast.conversion.source_checksums import check_source_checksums
 from holdfast.conversion.sources import SourceTable
 from holdfast.conversion.state_dict_schemas import dcp_schema, lightning_schema, state_dict_schema
@@ -54,6 +55,7 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     "torch": lambda source, staging, _: TorchTarget(source, staging, state_dict_schema),
     "lightning": lambda source, staging, _: TorchTarget(source, staging, lightning_schema),
     "lightning-folder": lambda source, staging, _: LightningTarget(source, staging),
+    "peft": PeftTarget,
     "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
     "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
 }

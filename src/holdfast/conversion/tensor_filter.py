@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.reader import Reader, check_read
 from holdfast.ondisk.dtypes import FLOATING
-from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.files import ADAPTER, TensorInfo
 from holdfast.ondisk.validation import split_state_key, state_key
+from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 
 #: The group of tensors that are inside values.
 STATE = "state"
@@ -42,13 +43,18 @@ class SelectedTensors:
 
 @dataclass(frozen=True)
 class TensorFilter:
-    """The selection that the user asked for. ``include`` and ``exclude`` are shell patterns of names."""
+    """The selection that the user asked for. ``include`` and ``exclude`` are shell patterns of names.
+
+    ``adapters`` is one of the constants of :mod:`holdfast.state.training`: adapters are left out by default, because a
+    model contains them.
+    """
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Rename = None
     dtype: str | None = None
     model_only: bool = False
+    adapters: str = NO_ADAPTERS
 
     def is_selected(self, name: str) -> bool:
         """Return whether a parameter or buffer is selected."""
@@ -75,6 +81,11 @@ class TensorFilter:
         Raises ``InvalidArgumentError`` if two tensors would get one name or nothing is selected, and ``FormatError`` if
         a selected tensor cannot be read.
         """
+        kinds = {group.partition("/")[0] for group in reader.groups}
+        if self.adapters == NO_ADAPTERS and ADAPTER in kinds and "model" not in kinds:
+            raise InvalidArgumentError(
+                f"{reader.path} contains PEFT adapters without a base model: convert it to 'peft'"
+            )
         check_read(reader, lambda unread: self._is_wanted((STATE if unread.is_value else unread.group, unread.name)))
         sources: dict[Key, Key] = {}
         infos: dict[Key, TensorInfo] = {}
@@ -86,7 +97,7 @@ class TensorFilter:
                 )
             sources[renamed] = key
             infos[renamed] = TensorInfo(self._target_dtype(key[0], info.dtype), info.shape)
-        if not infos and list(_list_tensors(reader)):
+        if not infos and self.adapters != ONLY_ADAPTERS and list(_list_tensors(reader)):
             raise InvalidArgumentError(f"no tensor of {reader.path} is selected: check include and exclude")
         return SelectedTensors(
             sources, infos, {group: self._rename_ties(group, names) for group, names in reader.tied.items()}
@@ -94,6 +105,8 @@ class TensorFilter:
 
     def _is_wanted(self, key: Key) -> bool:
         kind = key[0].partition("/")[0]
+        if kind == ADAPTER or self.adapters == ONLY_ADAPTERS:
+            return kind == ADAPTER and self.adapters != NO_ADAPTERS
         if kind in {STATE, "ranks"}:
             return not self.model_only
         return (kind == "model" or not self.model_only) and self.is_selected(_parameter_name(key))

@@ -51,6 +51,7 @@ READABLE: Mapping[str, ReadableFormat] = {
     "dcp-hf-shards": ReadableFormat(
         "holdfast.formats.dcp.hf_shards:is_sharded", "holdfast.formats.dcp.hf_shards:ShardsReader"
     ),
+    "peft": ReadableFormat("holdfast.formats.peft:is_peft", "holdfast.formats.peft:PeftReader"),
     "torch": ReadableFormat("holdfast.formats.torch_file:is_torch_file", "holdfast.formats.torch_file:TorchFileReader"),
     NXD: ReadableFormat(
         "holdfast.compat.nxd.format.nxd_reader:is_nxd", "holdfast.compat.nxd.format.nxd_reader:NxdReader"

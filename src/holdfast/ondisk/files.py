@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,15 @@ CRC_KEY = "holdfast.crc64nvme"
 
 #: Key of the header metadata that holds ``{tied name: stored name}`` as JSON.
 TIED_KEY = "holdfast.tied"
+
+#: The group of a PEFT adapter, ``default``; those of other adapters have their name after a slash.
+ADAPTER = "adapter"
+
+#: PEFT's name of the file with the configuration of an adapter.
+ADAPTER_CONFIG = "adapter_config.json"
+
+#: PEFT's name of the file with the tensors of an adapter, without the suffix.
+ADAPTER_STEM = "adapter_model"
 
 #: A file takes no more tensors once their names and CRCs fill this many bytes of header.
 _HEADER_BUDGET = 32_000_000
@@ -91,6 +101,16 @@ class DataFile:
         return self.data_start + sum(entry.nbytes for entry in self.entries.values())
 
 
+def adapter_group(name: str) -> str:
+    """Return the group of the PEFT adapter called ``name``, which is also its folder inside the checkpoint."""
+    return ADAPTER if name == "default" else f"{ADAPTER}/{name}"
+
+
+def is_adapter_group(group: str) -> bool:
+    """Return whether a group of tensors is a PEFT adapter."""
+    return group.partition("/")[0] == ADAPTER
+
+
 def parse_size(size: int | str) -> int:
     """Parse a size such as ``5_000_000_000``, ``"5GB"`` or ``"512MiB"`` into bytes. ``GB`` is decimal."""
     if isinstance(size, str):
@@ -129,11 +149,12 @@ def pack_files(
 ) -> list[DataFile]:
     """Return the files of one group of tensors, in order.
 
-    ``group`` is ``"model"``, ``"optimizer"``, ``"model/gen"`` (a folder and the stem of its files), or
-    ``"state"`` or ``"ranks"`` (files next to the manifest). A tensor is never split over files. No file has both
-    tensors in ``apart`` and others.
+    ``group`` is ``"model"``, ``"optimizer"``, ``"model/gen"`` (a folder and the stem of its files), a group of
+    adapters, or ``"state"`` or ``"ranks"`` (files next to the manifest). A tensor is never split over files. No file
+    has both tensors in ``apart`` and others.
     Raises ``UnsupportedTensorError`` for a tensor that could not be read back.
     """
+    limit = sys.maxsize if is_adapter_group(group) else limit  # PEFT reads one file only
     order = sorted(tensors, key=lambda name: (name in apart, -dtype_width(tensors[name].dtype), name))
     names_by_file: list[list[str]] = []
     file_bytes = header_bytes = 0
@@ -186,6 +207,8 @@ def _build_entries(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> d
 
 def file_stem(group: str) -> str:
     """Return the path of a group's files inside the checkpoint, without number and suffix."""
+    if is_adapter_group(group):
+        return f"{group}/{ADAPTER_STEM}"
     return group if group in {"state", "ranks"} else f"{group}/{group.split('/', maxsplit=1)[0]}"
 
 

@@ -11,21 +11,23 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.placements import MeshShape, PlacementLayout
 from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.engine.plan.split_tensors import Splits
-from holdfast.errors import StateError, UnsupportedValueError
+from holdfast.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from holdfast.ondisk import param_order, values
+from holdfast.ondisk.files import adapter_group
 from holdfast.ondisk.validation import check_utf8
 from holdfast.state import per_rank, stateful
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import INLINE_BYTES, ArrayEncoder
 from holdfast.state.model import traversal as models
 from holdfast.state.model.hf_config import pretrained_files
+from holdfast.state.model.peft_adapters import adapted_modules, adapter_files, adapter_names, adapter_tensors
 from holdfast.state.model.view import ModelView, check_duplicate_tensors
 from holdfast.state.optimizer import adapters
 from holdfast.state.optimizer import view as optimizers
 from holdfast.state.optimizer.param_groups import merge_groups
 from holdfast.state.split_parameters import split_group, split_refs, split_state
 from holdfast.state.tensors import TensorView, check_present, view_of
-from holdfast.state.training import TrainingObjects
+from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
 
 #: Groups of tensors; their directories or files have the same names.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
@@ -128,9 +130,12 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
     views = {}
     for slot, parts in models.model_components(training.model).items():
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
-        _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
-        tree[slot] = views[slot].extra | views[slot].wrappers
-        captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
+        if training.adapters != ONLY_ADAPTERS:
+            _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
+            tree[slot] = views[slot].extra | views[slot].wrappers
+            captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
+        if training.adapters != NO_ADAPTERS:
+            _add_adapters(captured, slot, parts, views[slot], is_required=training.adapters == ONLY_ADAPTERS)
     for slot, parts in adapters.optimizer_components(training.optimizer).items():
         groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _view_naming_models(training)))
         refs = split_refs(groups)
@@ -169,6 +174,31 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
         captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied
+
+
+def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: ModelView, *, is_required: bool) -> None:
+    """Add the PEFT adapters of a model as groups of their own.
+
+    What cannot be stored as PEFT does is left out, or raises ``StateError`` if it ``is_required``.
+    """
+    modules = adapted_modules(parts) if slot == MODEL else []
+    if is_required and not modules:
+        raise InvalidArgumentError(
+            f"the {slot} has no PEFT adapters: pass the model that peft.get_peft_model() returns, or save the whole "
+            "model"
+        )
+    for module in modules:
+        for adapter in adapter_names(module):
+            try:
+                tensors = adapter_tensors(module, adapter, view).select(view)
+            except StateError:
+                if is_required:
+                    raise
+                continue
+            group = adapter_group(adapter)
+            for name, tensor in tensors.items():
+                captured.add_tensor(group, name, tensor)
+            captured.small_files.update((f"{group}/{name}", data) for name, data in adapter_files(module, adapter))
 
 
 def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

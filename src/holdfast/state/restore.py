@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from holdfast.engine.plan.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.ondisk.dtypes import FLOATING
-from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.files import TensorInfo, is_adapter_group
 from holdfast.ondisk.param_order import BY_NUMBER
 from holdfast.state import scheduler as schedulers
 from holdfast.state import stateful
 from holdfast.state.arrays import ArrayDecoder
-from holdfast.state.capture import STATE, Inventory
+from holdfast.state.capture import MODEL, STATE, Inventory
 from holdfast.state.meta_models import MetaModels
 from holdfast.state.model import fsdp1
 from holdfast.state.model import traversal as models
+from holdfast.state.model.peft_adapters import loadable_views
 from holdfast.state.model.view import ModelView, is_extra
 from holdfast.state.optimizer import adapters
 from holdfast.state.optimizer import view as optimizers
@@ -231,7 +232,7 @@ class LoadTargets:
             extra, known_extra = self._values.get(slot, {}), known.get(f"{_VALUES} {slot}", set())
             unrequested = [name for name in stored if (slot, name) not in requested and name not in known_names]
             for name in (*unrequested, *(name for name in extra if name not in known_extra)):
-                self.report.add_unexpected(slot, name)
+                self.report.add_unexpected(_component_of(slot), name)
             for name in (*view.extra, *view.wrappers):
                 if name not in extra:
                     self.report.add_missing(slot, name)
@@ -300,8 +301,34 @@ class LoadTargets:
         for part in parts:
             if isinstance(part, nn.Module):
                 fsdp1.reshard(part)
+        adapter_groups = [group for group in self._groups if is_adapter_group(group)]
+        if slot == MODEL and slot not in self._groups and adapter_groups:
+            self._match_adapters(slot, parts, adapter_groups)
+            return
+        names = self._groups.get(slot, {}).keys() | self._tied.get(slot, {}).keys()
+        self._match_view(slot, models.build_load_view(parts, names))
+
+    def _match_adapters(self, slot: str, parts: Sequence[object], groups: Sequence[str]) -> None:
+        """Match the PEFT adapters of a model with a checkpoint that contains only adapters."""
+        model_view = models.build_view(parts)
+        views = loadable_views(parts, model_view, groups)
+        # The optimizer needs the model's names of parameters, and the model its load hooks.
+        self._views[slot] = ModelView(refs=model_view.refs, loaders=model_view.loaders)
+        if not views:
+            self.report.different.append(
+                "the checkpoint has only PEFT adapters, and the model here has none: pass the model that "
+                "peft.get_peft_model() returns"
+            )
+        for group, view in views.items():
+            self._match_view(group, view)
+        for group in (group for group in groups if group not in views):
+            for name in self._groups[group]:
+                self.report.add_unexpected(slot, f"{group}/{name}")
+
+    def _match_view(self, slot: str, view: ModelView) -> None:
+        """Match the tensors of a model or an adapter with the group ``slot``."""
         stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
-        view = self._views[slot] = models.build_load_view(parts, stored.keys() | tied.keys())
+        self._views[slot] = view
         aliases: dict[str, list[str]] = {}
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
@@ -311,7 +338,7 @@ class LoadTargets:
                 candidates = (tied.get(alias, alias) for alias in aliases.get(name, ()))
                 source = next((candidate for candidate in candidates if candidate in stored), None)
             if source is None:
-                self.report.add_missing(slot, name)
+                self.report.add_missing(_component_of(slot), name)
                 continue
             target = self._resize_buffer(slot, name, tensor, stored[source]) or tensor
             if self._check_tensor(slot, name, target, stored[source]):
@@ -369,13 +396,13 @@ class LoadTargets:
                 f"{name}: an expanded view here, whose elements share memory and cannot be filled: replace it by its "
                 "clone()"
             )
-        elif tensor.local.is_meta and not self._meta_models.can_materialize(slot):
+        elif tensor.local.is_meta and not self._meta_models.can_materialize(_component_of(slot)):
             self.report.different.append(
                 f"{name}: on the meta device here, without memory: load the model alone, before the optimizer is "
                 "created; a state dict, or a model under FSDP1, needs memory first"
             )
         else:
-            self.report.cast |= {slot} if tensor.dtype != info.dtype else set()
+            self.report.cast |= {_component_of(slot)} if tensor.dtype != info.dtype else set()
             return True
         return False
 
@@ -452,6 +479,11 @@ class LoadTargets:
         for loader in view.loaders:
             if not fsdp1.uses_fsdp1(loader.module):
                 loader.run_hooks(self._resized_buffers.get(slot, {}) | others)
+
+
+def _component_of(group: str) -> str:
+    """Return the component that a group of tensors belongs to: adapters belong to the model."""
+    return MODEL if is_adapter_group(group) else group
 
 
 def _may_cast(stored: str, here: str) -> bool:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.ondisk.files import ADAPTER
 from holdfast.state import scheduler as schedulers
 from holdfast.state.model import traversal as models
 from holdfast.state.optimizer import adapters
+
+#: How a save treats the PEFT adapters of a model: it stores the model, also its adapters, or only its adapters.
+NO_ADAPTERS, WITH_ADAPTERS, ONLY_ADAPTERS = "model", "model and adapters", "adapters"
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class TrainingObjects:
 
     ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
     Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
-    do. ``frozen_apart``: parameters without gradients share no file with other tensors.
+    do. ``adapters`` is :data:`NO_ADAPTERS`, :data:`WITH_ADAPTERS` or :data:`ONLY_ADAPTERS`. ``frozen_apart``:
+    parameters without gradients share no file with other tensors.
     """
 
     model: Any = None
@@ -30,11 +35,13 @@ class TrainingObjects:
     naming_model: Any = None
     state_dict_hooks: bool = True
     frozen_apart: bool = False
+    adapters: str = NO_ADAPTERS
 
     def component_names(self) -> list[str]:
         """Return the slots of the objects that were passed, without those that only one rank needs to pass."""
+        model_names = models.model_components(self.model)
         return [
-            *models.model_components(self.model),
+            *([ADAPTER] if model_names and self.adapters == ONLY_ADAPTERS else model_names),
             *adapters.optimizer_components(self.optimizer),
             *schedulers.scheduler_components(self.scheduler),
             *(name for name in ("stateful", "dataloader") if getattr(self, name) is not None),

@@ -28,8 +28,18 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errn
 #: descriptor, offset and length, and the destination's offset (<linux/fs.h>).
 CLONE_RANGE, CLONE_ARGUMENT = 0x4020940D, struct.Struct("=qQQQ")
 
-#: Linux's ``ioctl`` that reports the extents of a file, and its argument (<linux/fiemap.h>).
+#: Linux's ``ioctl`` that reports the extents of a file, and the header of its argument: the range, flags, the number of
+#: extents reported and the number of those that fit (<linux/fiemap.h>).
 _FIEMAP, _FIEMAP_HEADER = 0xC020660B, struct.Struct("=QQIIII")
+
+#: A reported extent: its offset in the file, on the disk, its length, and flags.
+_EXTENT = struct.Struct("=QQQQQIIII")
+
+#: The flags of an extent: the last one of the file, and one that other files share.
+_LAST, _SHARED = 0x1, 0x2000
+
+#: The extents that are reported at a time.
+_EXTENTS = 512
 
 #: Clones make a file of ever more extents. One that has more is written anew.
 _MAX_EXTENTS = 4096
@@ -117,6 +127,45 @@ def count_extents(fd: int) -> int:
         fcntl.ioctl(fd, _FIEMAP, argument)
         return int(_FIEMAP_HEADER.unpack(argument)[3])
     return 0
+
+
+def own_bytes(path: Path) -> int:
+    """Return the disk space that only a file, or only a directory's files take: what its removal would make free.
+
+    Other names of a file, and ranges that other files share, are recognized anywhere on the file system.
+    """
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with suppress(OSError):  # another process removes it
+            status = file.lstat()
+            if status.st_nlink == 1 and stat.S_ISREG(status.st_mode):
+                total += max(0, status.st_blocks * 512 - _count_shared_bytes(file))
+    return total
+
+
+def _count_shared_bytes(path: Path) -> int:
+    """Return how many bytes of a file are in extents that other files share; 0 if that is unknown."""
+    with suppress(OSError), _open_file(path) as fd:
+        return sum(length for length, flags in _iter_extents(fd) if flags & _SHARED)
+    return 0
+
+
+def _iter_extents(fd: int) -> Iterator[tuple[int, int]]:
+    """Yield the length and the flags of each extent of an open file."""
+    start = 0
+    while True:
+        argument = bytearray(_FIEMAP_HEADER.size + _EXTENTS * _EXTENT.size)
+        _FIEMAP_HEADER.pack_into(argument, 0, start, 2**64 - 1 - start, 0, 0, _EXTENTS, 0)
+        fcntl.ioctl(fd, _FIEMAP, argument)
+        count, flags = _FIEMAP_HEADER.unpack_from(argument)[3], _LAST
+        for number in range(count):
+            offset, _, length, _, _, flags, *_ = _EXTENT.unpack_from(
+                argument, _FIEMAP_HEADER.size + number * _EXTENT.size
+            )
+            yield length, flags
+            start = offset + length
+        if not count or flags & _LAST:
+            return
 
 
 def is_fragmented(fd: int) -> bool:

@@ -8,9 +8,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import holdfast
 from holdfast.errors import InvalidArgumentError
@@ -19,9 +23,10 @@ from tests.helpers.trainer_runs import Numbers, launch
 from tests.helpers.trainer_runs import make_model as base_model
 
 
-def lora() -> nn.Module:
+def lora(base: nn.Module | None = None) -> nn.Module:
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(base_model(), config)
+    torch.manual_seed(2)
+    return peft.get_peft_model(base_model() if base is None else base, config)
 
 
 def injected() -> nn.Module:
@@ -97,54 +102,140 @@ def test_it_is_not_converted_into_a_hugging_face_folder(
     assert all(torch.equal(value, state[name]) for name, value in actual.items())
 
 
-def trainer(path: Path, steps: int) -> Any:
+def trainer(path: Path, steps: int, options: dict[str, Any]) -> Any:
     from holdfast.transformers import Trainer
 
     arguments = transformers.TrainingArguments(
         output_dir=str(path),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=4 // dist.get_world_size(),
         max_steps=steps,
         save_steps=2,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        logging_strategy="no",
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        **options.pop("arguments", {}),
     )
-    return Trainer(lora(), arguments, train_dataset=Numbers())
+    if arguments.fsdp and dist.get_world_size() > 1:
+        # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    base = transformers.AutoModelForCausalLM.from_pretrained(path.parent / "base")
+    return Trainer(lora(base), arguments, train_dataset=Numbers(), **options)
 
 
-def trained(path: Path) -> dict[str, Any]:
-    with launch(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        run = trainer(path, 4)
-        run.train()
-        run.save_model(str(path / "adapter"))
+def whole_weights(wrapped: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, under FSDP put together by torch."""
+    return get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
+
+
+def trained(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The losses of all steps and the weights of a run, resumed from the latest checkpoint if there is one."""
+    with launch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in ("torch", "transformers", "accelerate", "peft"):
+            warnings.filterwarnings("ignore", module=part)
+        run = trainer(path, steps, dict(options))
+        run.train(resume_from_checkpoint=holdfast.has_checkpoint(path))
     return {
-        "warnings": [str(warning.message) for warning in seen if "PEFT adapters" in str(warning.message)],
-        "weights": {name: value.clone() for name, value in run.model.state_dict().items()},
+        "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+        "weights": {name: value.clone() for name, value in whole_weights(run.model_wrapped).items()},
+        "kind": type(run.model_wrapped).__name__,
     }
 
 
-def resumed(path: Path) -> dict[str, torch.Tensor]:
-    with launch():
-        run = trainer(path, 4)
-        run.train(resume_from_checkpoint=str(path / "checkpoint-2"))
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_trainer_warns_once_and_save_model_writes_the_adapter(ranks: Ranks, tmp_path: Path, n: int) -> None:
-    results = ranks(n, trained, tmp_path)
-    assert [len(item["warnings"]) for item in results] == [1, 0][:n]
-    assert "trainer.save_model()" in results[0]["warnings"][0]
-    for step in (2, 4):
-        assert cannot_be_opened(tmp_path / f"checkpoint-{step}/model")
-    opened = peft.PeftModel.from_pretrained(base_model(), tmp_path / "adapter").state_dict()
-    weights = results[0]["weights"]
-    assert opened.keys() == weights.keys()
-    assert all(torch.equal(opened[name], value) for name, value in weights.items())
-    again = ranks(n, resumed, tmp_path)[0]
-    assert all(torch.equal(again[name], value) for name, value in weights.items())
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_what_the_trainer_saves_opens_in_peft_and_in_transformers(
+    ranks: Ranks, tmp_path: Path, adapter_only: bool
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    result = ranks(2, trained, tmp_path / "run", 2, {"adapter_only": adapter_only})[0]
+    folder = tmp_path / "run/checkpoint-2"
+    assert (folder / "model").exists() is not adapter_only
+    opened = peft.PeftModel.from_pretrained(base_model(), folder / "adapter")
+    assert same(opened.state_dict(), result["weights"])
+    by_transformers = transformers.AutoModelForCausalLM.from_pretrained(folder / "adapter")
+    weights = {name.removeprefix("base_model.model."): value for name, value in result["weights"].items()}
+    assert same(by_transformers.state_dict(), weights)
+    if not adapter_only:
+        assert cannot_be_opened(folder / "model")
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_resumes_as_if_it_had_not_stopped(
+    ranks: Ranks, tmp_path: Path, adapter_only: bool, async_save: bool
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    options = {"adapter_only": adapter_only, "async_save": async_save}
+    whole = ranks(2, trained, tmp_path / "whole", 4, options)[0]
+    ranks(2, trained, tmp_path / "run", 2, options)
+    resumed = ranks(2, trained, tmp_path / "run", 4, options)[0]
+    assert resumed["losses"] == whole["losses"]
+    assert same(resumed["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_resumes_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, adapter_only: bool, before: int, after: int
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    options = {"adapter_only": adapter_only}
+    whole = ranks(1, trained, tmp_path / "whole", 4, options)[0]
+    ranks(before, trained, tmp_path / "run", 2, options)
+    resumed = ranks(after, trained, tmp_path / "run", 4, options)[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    for name, value in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], value, rtol=1e-3, atol=1e-5)
+
+
+#: FSDP2 in Accelerate.
+FSDP = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+}
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_under_fsdp_a_run_resumes_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, adapter_only: bool, before: int, after: int
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    options = {"adapter_only": adapter_only, "arguments": FSDP}
+    whole = ranks(1, trained, tmp_path / "whole", 4, {})[0]
+    saved = ranks(before, trained, tmp_path / "run", 2, options)[0]
+    resumed = ranks(after, trained, tmp_path / "run", 4, options)[0]
+    assert "FSDPPeftModelForCausalLM" in {saved["kind"], resumed["kind"]}
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    opened = peft.PeftModel.from_pretrained(base_model(), tmp_path / "run/checkpoint-4/adapter")
+    assert same(opened.state_dict(), resumed["weights"])
+
+
+def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    arguments["metric_for_best_model"] = "eval_loss"  # the highest loss is that of the first evaluation
+    options = {"adapter_only": True, "eval_dataset": Numbers(), "arguments": arguments}
+    result = ranks(1, trained, tmp_path / "run", 4, options)[0]
+    best = peft.PeftModel.from_pretrained(base_model(), tmp_path / "run/checkpoint-2/adapter")
+    assert same(best.state_dict(), result["weights"])
+
+
+def test_a_model_without_adapters_is_not_saved_as_one(tmp_path: Path) -> None:
+    from holdfast.transformers import Trainer
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_steps=1
+    )
+    with pytest.raises(InvalidArgumentError, match="has no PEFT adapters"):
+        Trainer(base_model(), arguments, train_dataset=Numbers(), adapter_only=True).train()
 
 
 @pytest.mark.parametrize("kind", ["output_dir", "resume_from_checkpoint"])

@@ -25,8 +25,14 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
     that it does not find.
     """
     module = unwrap_model(parts[0]) if isinstance(parts[0], nn.Module) else None
+    if module is not None and not _is_wrapper(module):
+        yield from base_config_files(module)
+
+
+def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and contents of the configuration files of a module without its adapters."""
     config: Any = getattr(module, "config", None)
-    if module is None or not hasattr(config, "to_json_string") or _is_wrapper(module):
+    if not hasattr(config, "to_json_string"):
         return
     config = copy.deepcopy(config)
     # fully_shard() derives classes of its own from the model's class; transformers must find its own.

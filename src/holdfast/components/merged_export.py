@@ -1,0 +1,114 @@
+"""Export of a model with its PEFT adapter merged into the weights: a Hugging Face folder, written by one process."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.components.api import load_component, save_model
+from holdfast.components.component_view import ComponentView
+from holdfast.components.content import MODEL
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats.native import NativeReader
+from holdfast.ondisk.files import is_adapter_group, parse_size
+from holdfast.run.lookup import open_latest
+from holdfast.run.staging_dir import check_destination
+from holdfast.state.model.peft_adapters import BASE
+from holdfast.state.tensors import DTYPES
+from holdfast.state.training import TrainingObjects
+from holdfast.storage import posix
+
+_MIB = 2**20
+
+#: How many seconds ranks would wait for each other; there is only one.
+_TIMEOUT = 600.0
+
+
+def merge_adapters(src: str | PathLike[str], dst: str | PathLike[str], *, max_shard_size: int | str = "5GB") -> Path:
+    """Merge the PEFT adapter of a checkpoint into its model, and write a folder that ``from_pretrained`` opens.
+
+    PEFT and transformers must be installed: the model is built and loaded, and PEFT's ``merge_and_unload`` computes
+    the weights. One process does all of it, on the CPU, and its memory holds the whole model.
+
+    Args:
+        src: a checkpoint of a PEFT model around a model of transformers, with the base model and one adapter; or a
+            run's folder for its latest checkpoint.
+        dst: the output path; must not exist.
+        max_shard_size: the maximum bytes of tensors in one file.
+
+    Returns:
+        The path of the output.
+
+    Raises:
+        InvalidArgumentError: the checkpoint has no base model, no adapter or several of them; or the adapter is of a
+            kind that cannot be merged; or a package is missing; or several processes call it together.
+        TagExistsError: ``dst`` exists.
+        CorruptCheckpointError: bytes of the checkpoint do not match their checksums.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
+    final = posix.local_path(dst)
+    check_destination(final)
+    reader = open_latest(posix.local_path(src))
+    model = _build_model(reader.path, _find_adapter(reader))
+    _set_dtypes(model, reader)
+    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (None, _TIMEOUT), strict=True)
+    try:
+        merged = model.merge_and_unload()
+    except (AttributeError, NotImplementedError) as error:
+        raise InvalidArgumentError(f"PEFT cannot merge the adapter of {reader.path} into its model: {error}") from error
+    save_model(merged, final, shard=True, size_per_shard=parse_size(max_shard_size) / _MIB)
+    return final
+
+
+def _find_adapter(reader: Any) -> str:
+    """Return the group of the only adapter of a checkpoint."""
+    groups = [group for group in reader.groups if is_adapter_group(group)]
+    if not isinstance(reader, NativeReader) or MODEL not in reader.groups or not groups:
+        raise InvalidArgumentError(
+            f"{reader.path} is not a holdfast checkpoint of a model with a PEFT adapter, with its base model"
+        )
+    if len(groups) > 1:
+        raise InvalidArgumentError(
+            f"{reader.path} has the adapters {', '.join(sorted(groups))}: load it, and merge those that you want with "
+            "PEFT"
+        )
+    if not posix.file_exists(reader.path / groups[0] / BASE / "config.json"):
+        raise InvalidArgumentError(f"the base model in {reader.path} is not one of transformers")
+    group: str = groups[0]
+    return group
+
+
+def _build_model(folder: Path, group: str) -> Any:
+    """Return the PEFT model of a checkpoint, with values that are to be replaced."""
+    try:
+        import peft  # noqa: PLC0415 - an optional package
+        import transformers  # noqa: PLC0415 - an optional package
+    except ImportError as error:
+        raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {error.name}") from error
+    base_folder = folder / group / BASE
+    config = transformers.AutoConfig.from_pretrained(base_folder)
+    (architecture,) = config.architectures
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise InvalidArgumentError(f"transformers has no {architecture}, the base model in {folder}")
+    base = model_class(config)
+    if posix.file_exists(base_folder / "generation_config.json"):
+        base.generation_config = transformers.GenerationConfig.from_pretrained(base_folder)
+    adapter = peft.PeftConfig.from_pretrained(str(folder / group))
+    if adapter.is_prompt_learning:
+        raise InvalidArgumentError(f"{adapter.peft_type.value} trains prompts, which cannot be merged into weights")
+    return peft.get_peft_model(base, adapter, group.partition("/")[2] or "default")
+
+
+def _set_dtypes(model: torch.nn.Module, reader: Any) -> None:
+    """Give the parameters the dtypes that are stored, so that PEFT merges with the precision of the training."""
+    stored, tied = reader.groups[MODEL], reader.tied.get(MODEL, {})
+    for name, parameter in model.named_parameters():
+        info = stored.get(tied.get(name, name))
+        if info is not None:
+            parameter.data = parameter.data.to(DTYPES[info.dtype])

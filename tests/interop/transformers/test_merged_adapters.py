@@ -1,0 +1,94 @@
+"""Tests exports of models with merged adapters: their weights are those of PEFT's ``merge_and_unload``."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+import holdfast
+from holdfast.errors import InvalidArgumentError, TagExistsError
+from tests.helpers.commands import invoke
+from tests.helpers.peft_models import LAYOUTS, lora, make_base, make_peft, randomize
+from tests.helpers.pool import Ranks
+
+
+def opened(folder: Path) -> dict[str, torch.Tensor]:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    return model.state_dict()
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+KINDS = ["lora", "lora of embeddings", "lora with whole modules", "lora with tokens", "dora", "ia3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_weights_are_those_of_peft(tmp_path: Path, kind: str) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", make_peft(kind))
+    assert holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged") == tmp_path / "merged"
+    assert same(opened(tmp_path / "merged"), make_peft(kind).merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_model_in_memory_is_saved_like_any_other(tmp_path: Path, kind: str) -> None:
+    merged = make_peft(kind).merge_and_unload()
+    holdfast.save_model(merged, tmp_path, shard=True)
+    assert same(opened(tmp_path), merged.state_dict())
+
+
+def test_the_dtype_of_the_base_model_is_kept(tmp_path: Path) -> None:
+    """The adapters of such models are trained in single precision."""
+
+    def make() -> peft.PeftModel:
+        return randomize(peft.get_peft_model(make_base().to(torch.bfloat16), lora()), 0)
+
+    model = make()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
+    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")
+    assert same(opened(tmp_path / "merged"), make().merge_and_unload().state_dict())
+
+
+def save(path: Path, layout: str) -> None:
+    holdfast.save_checkpoint(path, "s", LAYOUTS[layout](make_peft("lora")))
+
+
+def test_the_command_merges_a_checkpoint_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save, tmp_path / "run", "fsdp2")
+    invoke("convert", tmp_path / "run", tmp_path / "merged", "--to", "hf", "--merge")
+    assert same(opened(tmp_path / "merged"), make_peft("lora").merge_and_unload().state_dict())
+
+
+def merge(path: Path) -> str:
+    with pytest.raises(InvalidArgumentError) as caught:
+        holdfast.merge_adapters(path / "run", path / "merged")
+    return str(caught.value)
+
+
+def test_several_ranks_do_not_merge(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("by one process" in message for message in ranks(2, merge, tmp_path))
+
+
+def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(TagExistsError, match="there"):
+        holdfast.merge_adapters(tmp_path / "run", tmp_path / "there")
+    holdfast.save_checkpoint(tmp_path / "a", "s", make_base())
+    holdfast.save_checkpoint(tmp_path / "b", "s", make_peft("lora"), adapter_only=True)
+    for run in ("a", "b"):
+        with pytest.raises(InvalidArgumentError, match=rf"{run}/s is not .*with its base model"):
+            holdfast.merge_adapters(tmp_path / run, tmp_path / "merged")
+    holdfast.save_checkpoint(tmp_path / "c", "s", make_peft("prompt tuning"))
+    with pytest.raises(InvalidArgumentError, match="PROMPT_TUNING trains prompts"):
+        holdfast.merge_adapters(tmp_path / "c", tmp_path / "merged")
+    model = make_peft("lora")
+    model.add_adapter("other", lora())
+    holdfast.save_checkpoint(tmp_path / "d", "s", model)
+    with pytest.raises(InvalidArgumentError, match="adapter, adapter/other"):
+        holdfast.merge_adapters(tmp_path / "d", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
