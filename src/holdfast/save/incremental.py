@@ -61,7 +61,7 @@ class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IncrementalSave:
-    """What one save shares with a base, if there is one."""
+    """The part of a save that finds what it can share with a base, if there is one."""
 
     def __init__(self, session: Session, base: BaseCheckpoint | None, sharing: Sharing) -> None:
         self._session, self._base, self._sharing = session, base, sharing

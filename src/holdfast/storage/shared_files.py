@@ -44,7 +44,8 @@ _EXTENTS = 512
 #: Clones make a file of ever more extents. One that has more is written anew.
 _MAX_EXTENTS = 4096
 
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: A pipe in the place of a file must not block.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class FileIdentity(NamedTuple):
@@ -56,7 +57,7 @@ class FileIdentity(NamedTuple):
 
 
 class Sharing:
-    """What the file system of one directory is known not to support. It is asked again by a new object."""
+    """The operations that the file system of a directory supports, as far as is known. A new object asks it again."""
 
     def __init__(self) -> None:
         self.links = self.clones = True

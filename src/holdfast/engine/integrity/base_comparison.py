@@ -22,6 +22,7 @@ from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_c
 from holdfast.engine.plan.save_plan import SavePlan, StripedShard
 from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.ondisk.blocks import crc64
+from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.direct_reader import DirectReaderFactory
 from holdfast.storage.memory import BufferPool
@@ -48,7 +49,7 @@ _TensorFragment = tuple[int, int, int, int]
 
 
 class FileSamples(NamedTuple):
-    """Whether all, and whether any, of the samples that a rank took of a file match the base."""
+    """The result of a rank's samples of a file: if all of them, and if any of them, match the base."""
 
     all_match: bool
     any_match: bool
@@ -145,8 +146,10 @@ class BaseComparison:
         """Compare a sample of each range with the file; ``False`` for all if the file cannot be read."""
         if not ranges:
             return []
+        path = self._folder / self._plan.files[number].path
         try:
-            with closing(BufferedReader(self._folder / self._plan.files[number].path)) as reader:
+            posix.check_regular(path, within=(self._folder,))  # a pipe would block
+            with closing(BufferedReader(path)) as reader:
                 return run_in_threads(lambda file_range: self._matches(file_range, reader), ranges)
         except (StorageError, CorruptCheckpointError):
             return [False] * len(ranges)

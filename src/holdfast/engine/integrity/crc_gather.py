@@ -46,7 +46,7 @@ Crcs = TypeVar("Crcs")
 
 
 class _CrcCodec(Protocol[Crcs]):
-    """How CRCs are encoded, how the encoded ones of several ranks are merged, and how those of all are decoded."""
+    """A way to encode CRCs, to merge the encoded ones of several ranks, and to decode those of all."""
 
     def encode(self, crcs: Crcs, /) -> bytes: ...
 

@@ -26,7 +26,7 @@ MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
 
 @dataclass(frozen=True)
 class UnchangedBlocks:
-    """What a save takes from an earlier checkpoint: linked files, by number, and blocks of tensors.
+    """The parts of an earlier checkpoint that a save takes: linked files, by number, and blocks of tensors.
 
     ``crcs`` has the CRCs of these blocks: by the number of the tensor, and of the block.
     """

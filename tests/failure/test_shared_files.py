@@ -1,0 +1,350 @@
+"""Tests that files which checkpoints share do no harm: whatever other programs, file systems and users do to them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from holdfast.errors import RankMismatchError, StorageError, TornSnapshotError
+from holdfast.storage import shared_files
+from tests.golden import reader
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.pool import Ranks
+
+
+class Tuned(nn.Module):
+    """A frozen base, and a trained adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(600, 500, bias=False).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(500, 3)
+
+
+def build_model() -> Tuned:
+    torch.manual_seed(0)
+    return Tuned()
+
+
+def train(model: Tuned) -> None:
+    with torch.no_grad():
+        model.adapter.weight.add_(1)
+
+
+def open_run(path: Path, **options: Any) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(path, frozen="apart", **options)
+
+
+def base_file(path: Path, tag: str) -> Path:
+    """The file of the frozen parameters."""
+    return path / tag / "model/model-00002-of-00002.safetensors"
+
+
+def is_shared(path: Path, *tags: str) -> bool:
+    return len({base_file(path, tag).stat().st_ino for tag in tags}) == 1
+
+
+def assert_holds(path: Path, tag: str, model: Tuned) -> None:
+    """Compare a checkpoint with a model, by holdfast and by the reader that was written from the format's page."""
+    restored = build_model()
+    with torch.no_grad():
+        restored.base.weight.zero_()
+    holdfast.restore(path, tag, restored)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(restored.state_dict()[name], tensor), name
+    tensors = reader.read(path / tag).tensors["model"]
+    assert bytes(tensors["base.weight"].data) == model.base.weight.detach().numpy().tobytes()
+
+
+def save_twice(path: Path, **options: Any) -> tuple[holdfast.Checkpointer, Tuned]:
+    checkpointer, model = open_run(path, **options), build_model()
+    for tag in ("s0", "s1"):
+        train(model)
+        checkpointer.save(tag, model)
+    assert is_shared(path, "s0", "s1")
+    return checkpointer, model
+
+
+def test_a_shared_file_is_read_only_and_no_other_is(tmp_path: Path) -> None:
+    save_twice(tmp_path)
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            is_writable = bool(stat.S_IMODE(file.stat().st_mode) & 0o222)
+            assert is_writable == (file.stat().st_nlink == 1), file
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_checkpoints_are_removed_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    train(model)
+    checkpointer.save("s2", model)
+    expected = {tag: read_state_files(tmp_path / tag) for tag in ("s0", "s1", "s2")}
+    for number in order:
+        shutil.rmtree(tmp_path / f"s{number}")
+        del expected[f"s{number}"]
+        for tag, files in expected.items():
+            assert read_state_files(tmp_path / tag) == files
+            assert holdfast.open(tmp_path, tag)["model/base.weight"].shape == (500, 600)
+
+
+def flip_byte(file: Path) -> None:
+    file.chmod(0o644)
+    with file.open("r+b") as opened:
+        opened.seek(-100_000, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+def replace_with_equal_size(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    file.chmod(0o644)
+    os.truncate(file, file.stat().st_size - 4096)
+
+
+def replace_with_link(file: Path) -> None:
+    moved = file.with_name("moved")
+    file.rename(moved)
+    file.symlink_to(moved)
+
+
+def replace_with_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+CHANGES: list[Callable[[Path], object]] = [
+    flip_byte,
+    replace_with_equal_size,
+    truncate,
+    replace_with_link,
+    replace_with_pipe,
+    Path.unlink,
+    lambda file: shutil.rmtree(file.parents[1]),
+    lambda file: file.parents[1].rename(file.parents[2] / "renamed"),
+]
+NAMES = ["flipped", "replaced", "truncated", "link", "pipe", "removed", "removed checkpoint", "renamed checkpoint"]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=NAMES)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_file_that_another_program_has_changed_is_written_anew(
+    tmp_path: Path, change: Callable[[Path], object], *, asynchronous: bool
+) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    change(base_file(tmp_path, "s1"))
+    train(model)
+    checkpointer.save("s2", model, async_save=asynchronous).wait()
+    assert_holds(tmp_path, "s2", model)
+    assert base_file(tmp_path, "s2").stat().st_nlink == 1
+
+
+def test_a_corrupt_page_is_found_sooner_or_later(tmp_path: Path) -> None:
+    """The file keeps its inode, size and time, as with a bad sector."""
+    checkpointer, model = save_twice(tmp_path)
+    file = base_file(tmp_path, "s1")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    flip_byte(file)
+    os.utime(file, ns=times)
+    train(model)
+    checkpointer.save("s2", model)
+    assert_holds(tmp_path, "s2", model)  # 16 MiB are read back, which is all of it here
+
+
+@pytest.mark.parametrize("number", ["EMLINK", "EPERM", "ENOSYS", "EXDEV", "EOPNOTSUPP", "EACCES"])
+def test_a_file_system_or_user_without_links_gets_everything_written(tmp_path: Path, number: str) -> None:
+    error = OSError(getattr(errno, number), "no link")
+    checkpointer, model = open_run(tmp_path), build_model()
+    with mock.patch.object(os, "link", side_effect=error):
+        for tag in ("s0", "s1"):
+            train(model)
+            checkpointer.save(tag, model)
+            assert_holds(tmp_path, tag, model)
+    assert not is_shared(tmp_path, "s0", "s1")
+
+
+@pytest.mark.parametrize("number", ["EIO", "ENOSPC", "EDQUOT"])
+def test_a_disk_that_fails_at_a_link_fails_the_save(tmp_path: Path, number: str) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with (
+        mock.patch.object(os, "link", side_effect=OSError(getattr(errno, number), "no link")),
+        pytest.raises(StorageError, match="could not link or clone"),
+    ):
+        checkpointer.save("s2", model)
+    assert sorted(tmp_path.iterdir()) == before
+    checkpointer.save("s2", model)
+    assert_holds(tmp_path, "s2", model)
+
+
+def test_a_file_that_is_replaced_between_the_check_and_the_link_is_not_taken(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    link = os.link
+
+    def replace_and_link(source: Path, target: Path, **options: Any) -> None:
+        replace_with_equal_size(Path(source))
+        link(source, target, **options)
+
+    with mock.patch.object(os, "link", replace_and_link):
+        checkpointer.save("s2", model)
+    assert_holds(tmp_path, "s2", model)
+
+
+def test_a_frozen_parameter_with_an_uncounted_write_is_never_saved_as_it_was(tmp_path: Path) -> None:
+    """The write changes one element, which samples do not show."""
+    checkpointer, model = save_twice(tmp_path)
+    model.base.weight.data[250, 300] += 1
+    checkpointer.save("s2", model)  # a synchronous save hashes everything
+    assert_holds(tmp_path, "s2", model)
+    model.base.weight.data[250, 300] += 1
+    checkpointer.save("s3", model, async_save=True)
+    try:
+        checkpointer.finalize()
+    except TornSnapshotError as error:
+        assert "base.weight" in str(error)
+        assert not (tmp_path / "s3").exists()
+    else:
+        assert_holds(tmp_path, "s3", model)
+    model.base.weight.data[250, 300] += 1
+    checkpointer.save("s4", model, async_save=True, staging_check="full").wait()
+    assert_holds(tmp_path, "s4", model)
+    model.base.weight.data[250, 300] += 1
+    checkpointer.save("s5", model, async_save=True)
+    with pytest.raises(TornSnapshotError, match=r"base\.weight"):
+        checkpointer.finalize()
+    checkpointer.save("s6", model, async_save=True).wait()
+    assert_holds(tmp_path, "s6", model)
+
+
+def test_a_merge_of_adapters_before_a_save_is_saved(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    model.base.weight.data += 0.5  # as PEFT's merge_adapter does
+    checkpointer.save("s2", model, async_save=True).wait()
+    assert_holds(tmp_path, "s2", model)
+
+
+def test_an_unfrozen_parameter_moves_to_the_files_of_trained_ones(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    model.base.requires_grad_(requires_grad=True)
+    checkpointer.save("s2", model)
+    assert not base_file(tmp_path, "s2").exists()
+    assert_holds(tmp_path, "s2", model)
+
+
+def test_two_jobs_in_one_run_directory_share_their_own_files(tmp_path: Path) -> None:
+    first, second = open_run(tmp_path), open_run(tmp_path)
+    models = {"a": build_model(), "b": build_model()}
+    with torch.no_grad():
+        models["b"].base.weight.add_(1)
+    for number in range(3):
+        for name, checkpointer in (("a", first), ("b", second)):
+            train(models[name])
+            checkpointer.save(f"{name}{number}", models[name], num_kept_ckpts=1)
+            assert_holds(tmp_path, f"{name}{number}", models[name])
+
+
+def test_retention_of_one_checkpoint_keeps_the_bytes(tmp_path: Path) -> None:
+    checkpointer, model = open_run(tmp_path, keep=1), build_model()
+    inodes = set()
+    for number in range(4):
+        train(model)
+        checkpointer.save(f"s{number}", model)
+        inodes.add(base_file(tmp_path, f"s{number}").stat().st_ino)
+        assert_holds(tmp_path, f"s{number}", model)
+        assert [entry.name for entry in tmp_path.iterdir()] == [f"s{number}"]
+    assert len(inodes) == 1
+
+
+def test_an_overwrite_shares_with_what_it_replaces(tmp_path: Path) -> None:
+    checkpointer, model = open_run(tmp_path), build_model()
+    inodes = set()
+    for _ in range(3):
+        train(model)
+        checkpointer.save("last", model, overwrite=True)
+        inodes.add(base_file(tmp_path, "last").stat().st_ino)
+        assert_holds(tmp_path, "last", model)
+    assert len(inodes) == 1
+
+
+def test_one_of_some_checkpoints_is_full(tmp_path: Path) -> None:
+    checkpointer, model = open_run(tmp_path, keep_full_every=3), build_model()
+    inodes = []
+    for number in range(7):
+        train(model)
+        checkpointer.save(f"s{number}", model)
+        inodes.append(base_file(tmp_path, f"s{number}").stat().st_ino)
+    # Their sequence numbers are 1 to 7.
+    assert [len(list(equal)) for _, equal in itertools.groupby(inodes)] == [2, 3, 2]
+
+
+def test_without_incremental_saves_nothing_is_shared(tmp_path: Path) -> None:
+    checkpointer, model = open_run(tmp_path, incremental=False), build_model()
+    for tag in ("s0", "s1"):
+        checkpointer.save(tag, model)
+    assert not is_shared(tmp_path, "s0", "s1")
+
+
+def test_a_job_that_is_resumed_shares_with_the_checkpoint_that_it_loaded(tmp_path: Path) -> None:
+    _, model = save_twice(tmp_path)
+    resumed = open_run(tmp_path)
+    resumed.restore(model=model)
+    train(model)
+    resumed.save("s2", model)
+    assert is_shared(tmp_path, "s0", "s1", "s2")
+    assert_holds(tmp_path, "s2", model)
+
+
+def save_frozen_on(path: str, frozen_ranks: tuple[int, ...]) -> None:
+    model = build_model()
+    model.base.requires_grad_(requires_grad=dist.get_rank() not in frozen_ranks)
+    holdfast.save_checkpoint(path, "s", model, frozen="apart")
+
+
+def test_ranks_that_disagree_about_frozen_parameters_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.outcomes(3, save_frozen_on, str(tmp_path), (0, 2)):
+        assert isinstance(error, RankMismatchError)
+        assert "'base.weight' of model is frozen on rank 0 but not on rank 1" in str(error)
+    ranks(3, save_frozen_on, str(tmp_path), (0, 1, 2))
+
+
+def test_copies_and_archives_of_a_run_are_whole(tmp_path: Path) -> None:
+    _, model = save_twice(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "run")
+    assert_holds(tmp_path / "copy", "s1", model)
+
+
+@pytest.fixture(autouse=True)
+def _errors_of_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def test_identity_does_not_depend_on_the_number_of_links(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"bytes")
+    before = shared_files.identify_file(file)
+    os.link(file, tmp_path / "link")
+    file.chmod(0o444)
+    assert shared_files.identify_file(file) == before is not None
