@@ -14,6 +14,12 @@ from tests.helpers.corruption import cut_file
 from tests.helpers.file_contents import size_on_disk
 
 
+def unshared_size(checkpoint: Path) -> int:
+    """The disk space of the files that have no other name."""
+    statuses = [file.stat() for file in checkpoint.rglob("*") if file.is_file()]
+    return sum(status.st_blocks * 512 for status in statuses if status.st_nlink == 1)
+
+
 class TestLs:
     def test_names_each_checkpoint_oldest_first_and_marks_the_latest(self, made: Path) -> None:
         rows = invoke("ls", made).stdout.splitlines()[1:]
@@ -29,6 +35,7 @@ class TestLs:
             "3",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
             f"{size_on_disk(made / 'step_3') / 1000:.1f} kB",
+            f"{unshared_size(made / 'step_3') / 1000:.1f} kB",
             "complete (latest)",
             "val_loss=-0.5 bleu=n/a",
         ]
@@ -42,6 +49,7 @@ class TestLs:
             assert entry["tag"] == f"step_{number}"
             assert entry["path"] == str(made / f"step_{number}")
             assert entry["bytes"] == size_on_disk(made / f"step_{number}")
+            assert entry["own_bytes"] == unshared_size(made / f"step_{number}")
             assert entry["metrics"] == {"val_loss": 2.5 - number, "bleu": None}
             assert (entry["status"], entry["problem"]) == ("complete", None)
             assert all(entry[name] == manifest[name] for name in ("step", "sequence", "time"))
@@ -65,6 +73,7 @@ class TestLs:
             "sequence": None,
             "time": None,
             "bytes": None,
+            "own_bytes": None,
         }
 
     def test_saves_that_never_ended_are_shown_on_request_only(self, run: Path) -> None:
