@@ -33,7 +33,7 @@ from campaigns.crash.operations import (
 )
 from holdfast.storage import directories, shared_files
 
-_RECORDED = ("open", "write", "pwrite", "ftruncate", "fchmod", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
+_RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (
     *("writev", "pwritev", "truncate", "posix_fallocate", "sendfile", "copy_file_range", "splice", "fdatasync"),
     *("replace", "remove", "chmod", "symlink", "mknod", "mkfifo"),
@@ -139,10 +139,6 @@ class Recorder:
         span, _ = self._call_timed("ftruncate", fd, size)
         if node is not None:
             self._operations.append(Resize(*span, node, size))
-
-    def _fchmod(self, fd: int, mode: int) -> None:
-        self._find_own_node(fd)
-        self._really["fchmod"](fd, mode)
 
     def _link(self, source: Any, target: Any, **options: Any) -> None:
         place, node = self._locate_entry(target), _read_inode(source)

@@ -122,8 +122,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             outside of optimizer steps: through ``.data``, raw kernels, or a CUDA graph of the step.
         staging_check: How much of an overlapped copy is checked for changes made while it was copied.
             ``"sampled"``: hashes of 12 chunks of 4 MiB, different ones in each save. ``"full"``: hashes of everything,
-            which takes as long as an eager copy; then ``incremental`` hashes everything before the call returns, too.
-            A difference fails that save with ``TornSnapshotError``.
+            which takes as long as an eager copy. A difference fails that save with ``TornSnapshotError``.
         replica_check: How much of the tensors that several ranks hold is checked to be equal before anything is
             written. ``"sampled"``: hashes of 4 KiB of every tensor and of 64 MiB in addition, different ones in each
             save, and of everything in the first save. ``"full"``: hashes of everything in each save. The check takes
@@ -132,8 +131,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             becomes a hard link of the earlier one, which is made read-only. On file systems that can share parts of
             files (XFS, Btrfs), unchanged parts of other files are shared, too. The checkpoint is complete by itself
             and has the same bytes as one that was written in full. Every byte that is not written was hashed for this
-            save. An asynchronous save hashes frozen parameters after it has returned; if one has changed meanwhile,
-            other than by an operation that torch counts, the save fails with ``TornSnapshotError``.
+            save. With ``staging="overlapped"`` frozen parameters are hashed after the call has returned; if one has
+            changed meanwhile, the save fails with ``TornSnapshotError``.
         keep_full_every: Of this many checkpoints of a run directory, one is written in full.
         frozen: ``"apart"`` puts parameters with ``requires_grad=False`` into files of their own, so that these do not
             change while others are trained. All ranks must agree about which parameters are frozen.

@@ -17,9 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.errors import RankMismatchError, StorageError, TornSnapshotError
+from holdfast.errors import CorruptCheckpointError, RankMismatchError, StorageError, TornSnapshotError
+from holdfast.save.base_files import BaseFiles
 from holdfast.storage import shared_files
 from tests.golden import reader
 from tests.helpers.file_contents import read_state_files
@@ -210,30 +213,43 @@ def test_a_file_that_is_replaced_between_the_check_and_the_link_is_not_taken(tmp
     assert_holds(tmp_path, "s2", model)
 
 
-def test_a_frozen_parameter_with_an_uncounted_write_is_never_saved_as_it_was(tmp_path: Path) -> None:
+def test_a_frozen_parameter_with_an_uncounted_write_is_saved_as_it_is(tmp_path: Path) -> None:
     """The write changes one element, which samples do not show."""
     checkpointer, model = save_twice(tmp_path)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"async_save": True},
+        {"async_save": True, "staging": "overlapped", "staging_check": "full"},
+    ]
+    for number, way in enumerate(ways, 2):
+        model.base.weight.data[250, 300] += 1
+        checkpointer.save(f"s{number}", model, **way).wait()
+        assert_holds(tmp_path, f"s{number}", model)
+
+
+def test_an_overlapped_save_finds_an_uncounted_write(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
     model.base.weight.data[250, 300] += 1
-    checkpointer.save("s2", model)  # a synchronous save hashes everything
-    assert_holds(tmp_path, "s2", model)
-    model.base.weight.data[250, 300] += 1
-    checkpointer.save("s3", model, async_save=True)
-    try:
-        checkpointer.finalize()
-    except TornSnapshotError as error:
-        assert "base.weight" in str(error)
-        assert not (tmp_path / "s3").exists()
-    else:
-        assert_holds(tmp_path, "s3", model)
-    model.base.weight.data[250, 300] += 1
-    checkpointer.save("s4", model, async_save=True, staging_check="full").wait()
-    assert_holds(tmp_path, "s4", model)
-    model.base.weight.data[250, 300] += 1
-    checkpointer.save("s5", model, async_save=True)
+    checkpointer.save("s2", model, async_save=True, staging="overlapped")
     with pytest.raises(TornSnapshotError, match=r"base\.weight"):
         checkpointer.finalize()
-    checkpointer.save("s6", model, async_save=True).wait()
-    assert_holds(tmp_path, "s6", model)
+    assert not (tmp_path / "s2").exists()
+    checkpointer.save("s3", model, async_save=True, staging="overlapped").wait()
+    assert_holds(tmp_path, "s3", model)
+
+
+def test_everything_may_change_and_change_back_after_an_eager_save(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    saved = build_model()
+    for number in range(2, 8):
+        old = model.base.weight.detach().clone()
+        model.base.weight.data[number, number] += number
+        saved.load_state_dict(model.state_dict())
+        handle = checkpointer.save(f"s{number}", model, async_save=True)
+        with torch.no_grad():
+            model.base.weight.copy_(old) if number % 2 else model.base.weight.mul_(2)
+        handle.wait()
+        assert_holds(tmp_path, f"s{number}", saved)
 
 
 def test_a_merge_of_adapters_before_a_save_is_saved(tmp_path: Path) -> None:
@@ -249,6 +265,62 @@ def test_an_unfrozen_parameter_moves_to_the_files_of_trained_ones(tmp_path: Path
     checkpointer.save("s2", model)
     assert not base_file(tmp_path, "s2").exists()
     assert_holds(tmp_path, "s2", model)
+
+
+def test_a_file_that_is_changed_while_it_is_shared_fails_the_save(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    settle = BaseFiles.settle
+
+    def settle_and_change(files: BaseFiles, *arguments: Any) -> Any:
+        omitted = settle(files, *arguments)
+        flip_byte(base_file(tmp_path, "s1"))
+        return omitted
+
+    with (
+        mock.patch.object(BaseFiles, "settle", settle_and_change),
+        pytest.raises(CorruptCheckpointError, match="changed by another program"),
+    ):
+        checkpointer.save("s2", model)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["s0", "s1"]
+    checkpointer.save("s3", model)
+    assert_holds(tmp_path, "s3", model)
+
+
+def test_one_file_that_cannot_be_linked_does_not_end_the_sharing(tmp_path: Path) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    with mock.patch.object(os, "link", side_effect=PermissionError(errno.EPERM, "immutable")):
+        checkpointer.save("s2", model)
+    for tag in ("s3", "s4"):
+        train(model)
+        checkpointer.save(tag, model)
+        assert_holds(tmp_path, tag, model)
+    assert is_shared(tmp_path, "s2", "s3", "s4")
+
+
+def save_columns(path: str, columns: int, changed_rank: int | None) -> list[bool]:
+    """Save a frozen tensor whose columns are divided, changed on one rank by an operation that torch counts."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(512.0 * columns).view(512, columns)
+    tensor = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
+    model = nn.ParameterDict({"f": nn.Parameter(tensor, requires_grad=False)})
+    checkpointer = holdfast.Checkpointer(path, frozen="apart", async_save=True, staging="overlapped")
+    checkpointer.save("a", model).wait()
+    if dist.get_rank() == changed_rank:
+        model["f"].data._local_tensor[200, 3] += 1
+    checkpointer.save("b", model).wait()
+    stored = holdfast.open(path, "b")["model/f"]
+    changed = model["f"].data.full_tensor()
+    return [torch.equal(stored, changed), Path(path, "a/model/model.safetensors").stat().st_nlink > 1]
+
+
+@pytest.mark.parametrize("changed_rank", [None, 1])
+@pytest.mark.parametrize("columns", [64, 1024], ids=["very short rows", "short rows"])
+def test_divided_columns_of_a_frozen_tensor(
+    ranks: Ranks, tmp_path: Path, columns: int, changed_rank: int | None
+) -> None:
+    is_linked = columns > 64 and changed_rank is None
+    for result in ranks(2, save_columns, str(tmp_path), columns, changed_rank):
+        assert result == [True, is_linked]
 
 
 def test_two_jobs_in_one_run_directory_share_their_own_files(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from holdfast.engine.integrity.block_sums import has_all_blocks
 from holdfast.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
@@ -23,7 +24,7 @@ from holdfast.ondisk import blocks
 from holdfast.ondisk.files import DataFile
 from holdfast.save.base_checkpoint import BaseCheckpoint
 from holdfast.storage import posix
-from holdfast.storage.shared_files import Sharing, is_fragmented
+from holdfast.storage.shared_files import Sharing, is_fragmented, make_read_only
 
 #: Clones begin and end at multiples of this many bytes.
 _PAGE_BYTES = 4096
@@ -45,23 +46,22 @@ class BaseFiles:
     crcs: dict[int, list[int]] = field(default_factory=dict)
     linked: list[int] = field(default_factory=list)
 
-    def link_files(self, numbers: Iterable[int], read_only: Collection[int]) -> list[int]:
+    def link_files(self, numbers: Iterable[int]) -> list[int]:
         """Link some files of the base, by their numbers in the plan. Return those that could be linked.
 
-        Those in ``read_only`` will probably stay links. A file of the base with another layout is not linked.
+        A file of the base with another layout is not linked.
         """
-        self.linked = [number for number in numbers if self._link_file(number, read_only=number in read_only)]
+        self.linked = [number for number in numbers if self._link_file(number)]
         return self.linked
 
-    def _link_file(self, number: int, *, read_only: bool) -> bool:
+    def _link_file(self, number: int) -> bool:
         file = self._plan.files[number]
         base_file = self.base.files.get(file.path)
         if base_file is None or base_file.identity.size != file.size:
             return False
         target = self.files.folder / file.path
         posix.make_parents(self.files.folder, file.path)
-        source = self.base.path / file.path
-        if not self.sharing.link_file(source, target, base_file.identity, read_only=read_only):
+        if not self.sharing.link_file(self.base.path / file.path, target, base_file.identity):
             return False
         with suppress(CorruptCheckpointError, FormatError):
             crcs = SafetensorsFile.open(target, base_file.record).crcs
@@ -78,15 +78,17 @@ class BaseFiles:
         ``matching`` has the blocks of each tensor that are unchanged. Return the ranges that need not be written.
         """
         omitted: dict[int, list[ElementRange]] = {}
-        for number in tuple(self.linked):
+        linked, self.linked = self.linked, []
+        for number in linked:
             file = self._plan.files[number]
             if all(
                 has_all_blocks(matching.get(tensor, ()), file.entries[name].nbytes)
                 for tensor, name in self._tensors_of(number)
             ):
                 omitted[number] = [ElementRange(0, file.size)]
+                make_read_only(self.files.folder / file.path)
+                self.linked.append(number)
                 continue
-            self.linked.remove(number)
             ranges = self._replace_link(number, list(self._ranges_to_clone(number, matching)))
             if ranges:
                 omitted[number] = ranges
@@ -94,11 +96,13 @@ class BaseFiles:
 
     def _replace_link(self, number: int, ranges: list[ElementRange]) -> list[ElementRange]:
         """Create a new file in place of a link. Return the ranges of it that are cloned from the linked file."""
-        path = self.files.folder / self._plan.files[number].path
+        name = self._plan.files[number].path
+        path, identity = self.files.folder / name, self.base.files[name].identity
         with posix.open_to_read(path) as source:
             posix.remove_file(path)
             self.files.create_file(number)
-            is_cloned = bool(ranges) and not is_fragmented(source) and self.sharing.clone_ranges(source, path, ranges)
+            can_clone = bool(ranges) and not is_fragmented(source)
+            is_cloned = can_clone and self.sharing.clone_ranges(source, path, ranges, identity)
         return ranges if is_cloned else []
 
     def _ranges_to_clone(self, number: int, matching: Mapping[int, Collection[int]]) -> Iterator[ElementRange]:
@@ -131,8 +135,13 @@ class BaseFiles:
 
     def _tensors_of(self, number: int) -> list[tuple[int, str]]:
         """Return the numbers and names of the tensors of a file."""
-        first = sum(len(file.entries) for file in self._plan.files[:number])
-        return list(enumerate(self._plan.files[number].entries, first))
+        return list(enumerate(self._plan.files[number].entries, self._first_tensors[number]))
+
+    @cached_property
+    def _first_tensors(self) -> list[int]:
+        """The number of the first tensor of each file."""
+        counts = [len(file.entries) for file in self._plan.files]
+        return [0, *itertools.accumulate(counts)]
 
 
 def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:

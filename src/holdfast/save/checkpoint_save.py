@@ -133,7 +133,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._versions = {key: self._captured.tensors[key].version for key in sorted(self._captured.frozen)}
         candidates = self._plan_and_open(agreement)
         if candidates.numbers():
-            trusts_versions = self._request.background is not None and self._request.staging.check != "full"
+            trusts_versions = self._is_overlapped and self._request.staging.check != "full"
             omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
             self._plan = omit_ranges(self._plan, omitted)
 
@@ -152,11 +152,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
     def complete_staging(self) -> None:
         """See :class:`SaveOperation`. Then check that tensors that were trusted to be unchanged are."""
         super().complete_staging()
-        try:
-            self._incremental.verify_trusted()
-        except BaseException:
-            self._cache.base = None  # the next save writes everything
-            raise
+        self._incremental.verify_trusted()
 
     def write_and_commit(self) -> CheckpointInfo:
         """Write the files, commit the checkpoint, and remove the checkpoints that are no longer kept."""
@@ -176,6 +172,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         return self._reporter.mark_returned()
 
     def _roll_back(self, error: BaseException) -> None:
+        self._cache.base = None  # the next save writes everything
         if self._staging.is_locked and not self._is_committed():
             self._staging.discard()
         self._staging.release()
@@ -274,10 +271,10 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         ``samples`` are those of all ranks; empty if all files are to be written.
         """
         chosen = self._incremental.choose_candidates(samples)
-        sizes = [0 if number in chosen.numbers() else file.size for number, file in enumerate(self._plan.files)]
-        self._staging.create(sum(sizes))
+        numbers = set(chosen.numbers())
+        self._staging.create(sum(file.size for number, file in enumerate(self._plan.files) if number not in numbers))
         candidates = self._incremental.link_files(self._files, chosen)
-        self._files.create_files(existing=candidates.numbers())
+        self._files.create_files(existing=set(candidates.numbers()))
         return candidates
 
     def _hash_replicas(self) -> bytes:
@@ -307,7 +304,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             state_file = build_state_file(self._merged_values, self._captured.shared_values)
             small_files = {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}
             committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
-            self._committed_files = identify_files(self._staging.path, committed)
+            self._committed_files = self._incremental.check_links(identify_files(self._staging.path, committed))
             self._publish_checkpoint(committed)
             return manifest.encode_manifest(committed)
 

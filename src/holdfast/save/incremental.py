@@ -6,8 +6,9 @@
 3. All ranks hash what they hold of these files. Rank 0 compares the CRCs with those of the base. Files with equal CRCs
    stay links; unchanged ranges of the others are cloned.
 
-In an asynchronous save, frozen parameters that torch has not seen change are trusted in the third step, so that the
-call returns early. They are hashed in the background, before anything is committed.
+With ``staging="overlapped"``, whose caller promises that only optimizer steps change parameters, frozen parameters that
+torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
+background, before anything is committed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.omitted_ranges import OmittedRanges
 from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
-from holdfast.errors import TornSnapshotError
-from holdfast.save.base_checkpoint import BaseCheckpoint, TensorVersions
+from holdfast.errors import CorruptCheckpointError, TornSnapshotError
+from holdfast.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
 from holdfast.save.base_files import BaseFiles
 from holdfast.storage.directories import check_space
 from holdfast.storage.shared_files import Sharing
@@ -91,16 +92,15 @@ class IncrementalSave:
         """Return the files that may be unchanged, by the samples of all ranks. Called on rank 0."""
         by_file = list(zip(*samples, strict=True))
         whole = [number for number, ranks in enumerate(by_file) if all(rank.all_match for rank in ranks)]
-        partial = [number for number, ranks in enumerate(by_file) if any(rank.any_match for rank in ranks)]
-        clones = self._sharing.clones
-        return Candidates(whole, [number for number in partial if number not in whole] if clones else [])
+        matching = {number for number, ranks in enumerate(by_file) if any(rank.any_match for rank in ranks)}
+        return Candidates(whole, sorted(matching.difference(whole)) if self._sharing.clones else [])
 
     def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
         """Link candidates in the staging directory. Return those that could be linked. Called on rank 0."""
         if self._base is None or not candidates.numbers():
             return Candidates()
         self._base_files = BaseFiles(self._base, files, self._sharing)
-        return candidates.restrict_to(self._base_files.link_files(candidates.numbers(), candidates.whole))
+        return candidates.restrict_to(set(self._base_files.link_files(candidates.numbers())))
 
     def find_unchanged(self, candidates: Candidates, versions: TensorVersions) -> OmittedRanges:
         """Hash the candidates, and return the ranges of files that need not be written. All ranks must call this.
@@ -118,7 +118,7 @@ class IncrementalSave:
 
         def hash_candidates() -> BlockSums:
             comparison = self._compare(self._tensors, base)
-            return comparison.sum_files(candidates.whole, candidates.partial, trusted)
+            return comparison.sum_files({*candidates.whole}, {*candidates.partial}, trusted)
 
         raw = vote_with_sums(
             self._session, "finding unchanged bytes", hash_candidates, self._settle, self._plan.rank_order
@@ -141,6 +141,22 @@ class IncrementalSave:
         check_space(files.files.folder, sum(file.size for file in self._plan.files) - shared)
         self._sums = sums
         return _encode(_UnchangedDecision(dict(omitted), bool(sums.trusted.any())))
+
+    def check_links(self, files: dict[str, BaseFile]) -> Mapping[str, BaseFile]:
+        """Check that no linked file was changed since it was linked, and return ``files``. Called on rank 0.
+
+        Raises ``CorruptCheckpointError``.
+        """
+        if self._base is None or self._base_files is None:
+            return files
+        for number in self._base_files.linked:
+            path = self._plan.files[number].path
+            if path not in files or files[path].identity != self._base.files[path].identity:
+                raise CorruptCheckpointError(
+                    f"{self._base.path / path} was changed by another program while the new checkpoint was about to "
+                    "share it; the next save writes everything. Nothing was saved"
+                )
+        return files
 
     def verify_trusted(self) -> None:
         """Hash the tensors that were trusted to be unchanged. All ranks must call this, before the commit.
@@ -172,9 +188,9 @@ class IncrementalSave:
             if not crcs.keys() <= matching.get(tensor, set()):
                 group, name = self._plan.tensors[tensor]
                 raise TornSnapshotError(
-                    f"{group} tensor {name!r} is frozen, but changed without an operation that torch counts (a write "
-                    'to .data, a merge of adapters) before it was hashed; save with staging_check="full" or '
-                    "incremental=False, or wait for the save first. Nothing was saved"
+                    f"{group} tensor {name!r} is frozen, but changed during the save, or by something that torch does "
+                    "not count (a write to .data, a merge of adapters) before it; save with "
+                    'staging="eager" or staging_check="full". Nothing was saved'
                 )
         return b""
 

@@ -1,6 +1,6 @@
 """Files and ranges of bytes that several checkpoints share: hard links of files, and clones of ranges.
 
-A shared file must never be written, so it is made read-only when it gets its second name. No failure to share matters
+A shared file must never be written, so it is made read-only. No failure to share matters
 to the caller, who writes the bytes instead, except that the disk fails or is full.
 """
 
@@ -22,7 +22,7 @@ from holdfast.storage.posix import wrap_os_errors
 _DISK_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 #: The errors of file systems that never link, or never clone, what a caller asks for.
-_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.EPERM}
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV}
 
 #: Linux's ``ioctl`` that makes a range of a file share the blocks of another file, and its argument: the source's
 #: descriptor, offset and length, and the destination's offset (<linux/fs.h>).
@@ -62,8 +62,8 @@ class Sharing:
     def __init__(self) -> None:
         self.links = self.clones = True
 
-    def link_file(self, source: Path, target: Path, identity: FileIdentity, *, read_only: bool) -> bool:
-        """Create ``target`` as a hard link of ``source``, make its bytes durable and, if requested, read-only.
+    def link_file(self, source: Path, target: Path, identity: FileIdentity) -> bool:
+        """Create ``target`` as a hard link of ``source``, and make its bytes durable.
 
         Return false, and create nothing, if that is impossible or if ``source`` is not the file with the ``identity``.
         """
@@ -73,8 +73,6 @@ class Sharing:
             with _open_file(source) as fd:
                 if not _is_file(os.fstat(fd), identity):
                     return False
-                if read_only:
-                    _make_read_only(fd)
                 os.fsync(fd)  # a copy of a checkpoint may not be durable
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
@@ -91,10 +89,13 @@ class Sharing:
             target.unlink()
         return False
 
-    def clone_ranges(self, source: int, target: Path, ranges: Sequence[tuple[int, int]]) -> bool:
+    def clone_ranges(
+        self, source: int, target: Path, ranges: Sequence[tuple[int, int]], identity: FileIdentity
+    ) -> bool:
         """Make ranges of ``target`` share the blocks of an open file at the same offsets.
 
-        The ranges begin and end at multiples of the page size. Return false if any of them is not cloned.
+        The ranges begin and end at multiples of the page size. Return false if any of them is not cloned, or if the
+        file has not the ``identity`` any more.
         """
         if not self.clones:
             return False
@@ -109,7 +110,7 @@ class Sharing:
             self.clones = error.errno not in _UNSUPPORTED
             _raise_disk_error(error, target)
             return False
-        return True
+        return _is_file(os.fstat(source), identity)
 
 
 def identify_file(path: Path) -> FileIdentity | None:
@@ -174,6 +175,14 @@ def is_fragmented(fd: int) -> bool:
     return count_extents(fd) > _MAX_EXTENTS
 
 
+def make_read_only(path: Path) -> None:
+    """Take the permission to write from a file, if this user owns it."""
+    with suppress(OSError), _open_file(path) as fd:
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & 0o222:
+            os.fchmod(fd, mode & ~0o222)
+
+
 @contextmanager
 def _open_file(path: Path) -> Iterator[int]:
     fd = os.open(path, _READ)
@@ -186,14 +195,6 @@ def _open_file(path: Path) -> Iterator[int]:
 def _is_file(status: os.stat_result, identity: FileIdentity) -> bool:
     found = FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
     return stat.S_ISREG(status.st_mode) and found == identity
-
-
-def _make_read_only(fd: int) -> None:
-    """Take the permission to write from a file that is about to get a second name, if this user owns it."""
-    status = os.fstat(fd)
-    writable = stat.S_IMODE(status.st_mode) & 0o222
-    if writable and status.st_nlink == 1 and status.st_uid == os.geteuid():
-        os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~0o222)
 
 
 def _raise_disk_error(error: OSError, path: Path) -> None:

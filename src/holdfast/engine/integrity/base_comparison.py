@@ -102,12 +102,12 @@ class BaseComparison:
             return fragments
 
         fragments = run_in_threads(hash_chunk, range(len(chunks)))
-        striped = [shard for shard in self._plan.striped_shards if shard.spans[0].tensor in tensors]
+        striped = [shard for shard in self._plan.striped_shards if _is_hashable(shard, tensors)]
         fragments += run_in_threads(lambda shard: list(_hash_striped(shard, self._shard_of)), striped)
         return sum_fragments(_tabulate(fragments), self._plan.tensor_sizes)
 
     def _trusted_ranges(self, tensors: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        striped = (shard for shard in self._plan.striped_shards if shard.spans[0].tensor in tensors)
+        striped = (shard for shard in self._plan.striped_shards if _is_hashable(shard, tensors))
         ranges = [file_range for file_range in self._plan.file_ranges if file_range.tensor in tensors]
         for chunk in tensor_chunks(ranges):
             yield from ((file_range.tensor, file_range.start, file_range.stop) for file_range in chunk.file_ranges)
@@ -203,10 +203,13 @@ def _hash_chunk(chunk: IoChunk, shard_of: ShardOf) -> Iterator[_TensorFragment]:
         yield file_range.tensor, file_range.start, file_range.stop, crc
 
 
+def _is_hashable(striped: StripedShard, tensors: Collection[int]) -> bool:
+    """Return whether a shard is of one of the tensors, and its ranges are not very short."""
+    return striped.spans[0].tensor in tensors and striped.shard.mean_range_bytes >= _MIN_RANGE_BYTES
+
+
 def _hash_striped(striped: StripedShard, shard_of: ShardOf) -> Iterator[_TensorFragment]:
-    """Hash the ranges of a striped shard one by one. A shard with very short ranges is left out."""
-    if striped.shard.mean_range_bytes < _MIN_RANGE_BYTES:
-        return
+    """Hash the ranges of a striped shard one by one."""
     window, local = _ShardWindow(shard_of(striped.spans[0].tensor)), 0
     for tensor, start, stop in _striped_ranges(striped):
         yield tensor, start, stop, crc64(window.slice_bytes(local, local + stop - start))

@@ -67,14 +67,14 @@ class BlockSums(NamedTuple):
         """Return the blocks, by tensor, whose bytes have the given CRCs, as far as they are hashed.
 
         ``crcs`` has the CRCs of the blocks of some tensors, and ``sizes`` the size of every tensor in bytes. A block
-        does not match if some of its bytes are neither hashed nor trusted.
+        matches if all of its bytes are hashed, and have its CRC, or if all are trusted.
         """
         matching: dict[int, set[int]] = {}
         for tensor, block, hashed, trusted, crc in zip(*(column.tolist() for column in self), strict=True):
             if tensor not in crcs:
                 continue
             start, stop = block_range(block, sizes[tensor])
-            if hashed + trusted == stop - start and (trusted or crc == crcs[tensor][block]):
+            if trusted == stop - start or (hashed == stop - start and crc == crcs[tensor][block]):
                 matching.setdefault(tensor, set()).add(block)
         return matching
 
