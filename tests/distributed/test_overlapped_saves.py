@@ -181,7 +181,14 @@ def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) ->
 
     with mock.patch.object(staging.StagedTensors, "copy_deferred", held):
         handle = holdfast.save_checkpoint(
-            tmp_path, "s", model, optimizer, async_save=True, staging="overlapped", staging_check="full"
+            tmp_path,
+            "s",
+            model,
+            optimizer,
+            async_save=True,
+            staging="overlapped",
+            staging_check="full",
+            incremental=False,
         )
         change()
         with pytest.raises(TornSnapshotError, match=r"changed while it was copied.*eager"):

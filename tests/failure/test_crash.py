@@ -63,7 +63,7 @@ def history(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> History:
 
 @pytest.mark.parametrize(
     "name",
-    ["model-00001-of-00002.safetensors", "state.json", "manifest.json", "model", "actor", ".partial", "a", "runs"],
+    ["model-00001-of-00004.safetensors", "state.json", "manifest.json", "model", "actor", ".partial", "a", "runs"],
 )
 def test_one_sync_less_is_found(history: History, name: str) -> None:
     """Of a file's bytes, or of the names in a folder."""

@@ -21,7 +21,7 @@ def tried(path: str, setting: FaultyCall, every: int) -> Tally:
 
 @pytest.mark.parametrize("setting", FAULTY_CALLS, ids=str)
 def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: FaultyCall) -> None:
-    tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 149)
+    tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 101)
     assert tally.violations == []
     assert tally.outcomes["StorageError"] >= 1
     assert tally.outcomes["done"] >= 5  # signals at least

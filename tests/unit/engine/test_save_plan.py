@@ -128,10 +128,11 @@ def assert_sent_as_awaited(plans: Sequence[SavePlan]) -> None:
             for cut, _ in crossing.contributions:
                 if cut.sender != rank:
                     awaited[cut.sender, rank].append((piece.tensor, piece.start, cut.local, cut.size))
-        for tensor, start, owner, cut in passed(plan):
-            assert owner != rank
+        for crossing in passed(plan):
+            cut = crossing.contribution
+            assert crossing.owner != rank
             assert cut.sender == rank
-            sent[rank, owner].append((tensor, start, cut.local, cut.size))
+            sent[rank, crossing.owner].append((crossing.tensor, crossing.start, cut.local, cut.size))
     assert awaited == sent
 
 
