@@ -68,6 +68,7 @@ def measure_incremental(setting: Setting) -> Iterator[Table]:
 
 
 def _measure_layout(layout: str, setting: Setting) -> list[Table]:
+    torch.manual_seed(0)  # replicas must be equal
     model = _shard_model(Adapted(setting.nbytes), layout)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     state = states.list_tensors(model, optimizer)
