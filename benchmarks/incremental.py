@@ -85,7 +85,7 @@ def _measure_layout(layout: str, setting: Setting) -> list[Table]:
     return [
         clock.build_table(f"save of adapters and base, {case}"),
         *_measure_bytes(runs, case),
-        _measure_stalls(runs, case, setting.rounds),
+        *(_measure_stalls(runs, case, setting.rounds, staging) for staging in ("eager", "overlapped")),
     ]
 
 
@@ -122,11 +122,17 @@ class _Run:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def save(self, *, keep: int = 2, asynchronous: bool = False) -> Callable[[], object]:
-        """Save the state under a new tag. Return a function that waits for the save."""
+    def save(self, *, keep: int = 2, staging: str | None = None) -> Callable[[], object]:
+        """Save the state under a new tag, asynchronously if ``staging`` is given. Return a function that waits."""
         self._number += 1
         saved = self._checkpointer.save(
-            f"step_{self._number:03d}", self._model, self._optimizer, keep=keep, async_save=asynchronous, rng=False
+            f"step_{self._number:03d}",
+            self._model,
+            self._optimizer,
+            keep=keep,
+            async_save=staging is not None,
+            staging=staging,
+            rng=False,
         )
         return saved.wait
 
@@ -150,7 +156,7 @@ def _measure_bytes(runs: Mapping[str, _Run], case: str) -> Iterator[Table]:
     yield Table(f"disk space of {_CHECKPOINTS} checkpoints, {case}", "bytes", space)
 
 
-def _measure_stalls(runs: Mapping[str, _Run], case: str, rounds: int) -> Table:
+def _measure_stalls(runs: Mapping[str, _Run], case: str, rounds: int, staging: str) -> Table:
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     for _ in range(rounds + 1):
@@ -158,12 +164,12 @@ def _measure_stalls(runs: Mapping[str, _Run], case: str, rounds: int) -> Table:
             runs[name].train()
             dist.barrier()
             started = time.perf_counter()
-            wait = runs[name].save(asynchronous=True)
+            wait = runs[name].save(staging=staging)
             times[name].append(time.perf_counter() - started)
             wait()
             dist.barrier()
     figures = {name: Figure(tuple(seconds[1:])) for name, seconds in times.items()}
-    return Table(f"stall of an asynchronous save of adapters and base, {case}", "s", figures)
+    return Table(f"stall of an asynchronous save ({staging}) of adapters and base, {case}", "s", figures)
 
 
 def _written_bytes() -> int:

@@ -24,7 +24,7 @@ from tests.helpers.pool import Ranks
 #: Shapes of float32 tensors: tiny ones, some that are moved in stripes if their columns are sharded, one of two blocks.
 SHAPES = {
     "a": (3,),
-    "b": (300, 257),
+    "b": (100, 1025),
     "c": (2048, 512),
     "d": (1030, 1030),
     "e": (9, 524_288),

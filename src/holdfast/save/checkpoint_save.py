@@ -235,7 +235,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
                 cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
             self._plan = cache.plan
             self._incremental.set_plan(self._plan, self._captured.tensors, cache.saves)
-            return _PreparedSave(self._hash_replicas(), *self._incremental.sample_files())
+            return _PreparedSave(self._hash_replicas(), *self._incremental.sample_files(self._captured.frozen))
 
         def open_staging(posted: list[bytes]) -> bytes:
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]

@@ -82,11 +82,15 @@ class IncrementalSave:
         """Set the plan of the save and this rank's tensors. ``number`` counts the saves with this plan."""
         self._plan, self._tensors, self._number = plan, tensors, number
 
-    def sample_files(self) -> tuple[str, list[FileSamples]]:
-        """Compare samples of this rank's tensors with the base. Return the base's id, and the samples of each file."""
+    def sample_files(self, frozen: Collection[tuple[str, str]]) -> tuple[str, list[FileSamples]]:
+        """Compare samples of this rank's tensors with the base. Return the base's id, and the samples of each file.
+
+        ``frozen`` are the parameters without gradients.
+        """
         if self._base is None:
             return "", []
-        return self._base.id, self._compare(self._tensors, self._base).sample_files()
+        numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
+        return self._base.id, self._compare(self._tensors, self._base).sample_files(numbers)
 
     def choose_candidates(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
         """Return the files that may be unchanged, by the samples of all ranks. Called on rank 0."""

@@ -27,7 +27,8 @@ from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.direct_reader import DirectReaderFactory
 from holdfast.storage.memory import BufferPool
 
-#: The bytes of a sample, and the number of samples of each file. Other places are compared in each save.
+#: The bytes of a sample, and the number of samples of the frozen tensors, and of the others, of each file. Other places
+#: are compared in each save.
 _SAMPLE_BYTES, _SAMPLES = 4096, 4
 
 #: The chunks of files, of 4 MiB, that are read back and compared in full in each save, past the page cache if possible.
@@ -64,13 +65,10 @@ class BaseComparison:
     def __init__(self, plan: SavePlan, shard_of: ShardOf, folder: Path, number: int) -> None:
         self._plan, self._shard_of, self._folder, self._number = plan, shard_of, folder, number
 
-    def sample_files(self) -> list[FileSamples]:
-        """Compare samples of each file."""
+    def sample_files(self, frozen: Collection[int]) -> list[FileSamples]:
+        """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner."""
         ranges = self._ranges_by_file()
-        return [
-            self._sample_file(number, _spread(ranges.get(number, ()), _SAMPLES, self._number))
-            for number in range(len(self._plan.files))
-        ]
+        return [self._sample_file(number, ranges.get(number, ()), frozen) for number in range(len(self._plan.files))]
 
     def sum_files(self, whole: Collection[int], partial: Collection[int], trusted: Collection[int]) -> BlockSums:
         """Hash this rank's bytes of some files.
@@ -138,8 +136,9 @@ class BaseComparison:
             matching |= {file_range.tensor for file_range, is_equal in zip(sampled, matches, strict=True) if is_equal}
         return matching
 
-    def _sample_file(self, number: int, ranges: Sequence[FileRange]) -> FileSamples:
-        matches = self._compare(number, ranges)
+    def _sample_file(self, number: int, ranges: Sequence[FileRange], frozen: Collection[int]) -> FileSamples:
+        parts = [[part for part in ranges if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
+        matches = self._compare(number, [part for of in parts for part in _spread(of, _SAMPLES, self._number)])
         return FileSamples(all(matches), any(matches))
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
