@@ -160,7 +160,7 @@ class Scenario:
 
     def clone_short_ranges(self) -> AbstractContextManager[object]:
         """Return a context in which ranges of a page are cloned, if the file system can do that."""
-        return mock.patch.object(base_files, "_MIN_CLONE_BYTES", 4096)
+        return mock.patch.object(base_files, "MIN_CLONE_BYTES", 4096)
 
 
 _FIRST, _SECOND = Save("step_1", 1), Save("step_2", 2)

@@ -2,8 +2,8 @@
 
 All ``TrainingArguments`` keep their meaning: ``output_dir``, ``save_steps``, ``save_total_limit``, ``save_only_model``,
 ``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. Two more arguments are
-``async_save``, which writes in the background, and ``adapter_only``, which saves only PEFT adapters. A run resumes on
-any number of ranks, with DDP, FSDP or neither.
+``async_save``, which writes in the background, ``adapter_only``, which saves only PEFT adapters, and ``frozen``. A run
+resumes on any number of ranks, with DDP, FSDP or neither.
 
 The integration is a subclass and not a callback, because ``Trainer`` has no callbacks for saving and data skipping.
 """
@@ -22,7 +22,9 @@ from transformers.trainer_callback import ExportableState
 from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
+from holdfast.ondisk.validation import check_choice
 from holdfast.run.retention import KeepLast, KeepTags, Retention
+from holdfast.save.request import FROZEN
 from holdfast.storage.posix import local_path, path_exists, write_small
 
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
@@ -43,6 +45,8 @@ class CheckpointMixin(_Base):
         adapter_only: Save of a model with PEFT adapters only the adapters, as PEFT does, and what a resumed run needs
             in addition. By default checkpoints have the base model, too. Either way their folder ``adapter`` is one of
             PEFT.
+        frozen: See :func:`holdfast.save_checkpoint`: ``"apart"`` puts parameters that are not trained into files of
+            their own, which later checkpoints share.
         options: The keyword arguments of the ``Trainer``.
 
     Raises:
@@ -50,7 +54,15 @@ class CheckpointMixin(_Base):
             the hub; or ``output_dir`` is the address of an object store.
     """
 
-    def __init__(self, *args: Any, async_save: bool = False, adapter_only: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = False,
+        adapter_only: bool = False,
+        frozen: str = "together",
+        **options: Any,
+    ) -> None:
+        check_choice("frozen", frozen, FROZEN)
         for argument in (*args, *options.values()):
             if isinstance(argument, transformers.TrainingArguments):
                 local_path(str(argument.output_dir))  # transformers would create a local directory for an address
@@ -61,7 +73,7 @@ class CheckpointMixin(_Base):
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
         self._async_save = async_save
         self._resumed: Path | None = None
-        self._adapter_only = adapter_only
+        self._adapter_only, self._frozen = adapter_only, frozen
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as ``transformers.Trainer`` does, and wait for background saves at the end.
@@ -111,6 +123,7 @@ class CheckpointMixin(_Base):
             _TAG.format(step),
             **components,
             adapter_only=self._adapter_only,
+            frozen=self._frozen,
             user_content={"trainer_state": json.loads(json.dumps(dataclasses.asdict(self.state)))},
             step=step,
             keep=self._retention_policy(),

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.simulated_hosts import simulated_host
 
 #: Shapes of float32 tensors: tiny ones, some that are moved in stripes if their columns are sharded, one of two blocks.
 SHAPES = {
@@ -53,9 +54,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Session:
-    """Saves of one job: its number of ranks, and the layout of each tensor."""
+    """Saves of one job: its number of ranks, and of hosts that these are on, and the layout of each tensor."""
 
     ranks: int
+    hosts: int
     layouts: dict[str, str]
     steps: Sequence[Step]
 
@@ -101,6 +103,17 @@ class State:
 
 def run_session(path: str, full: str, session: Session, first: int) -> list[set[str]]:
     """Continue the run, save each step twice. Return, of each step, the tensor files shared with the save before."""
+    if session.hosts == 1 or not dist.is_initialized():
+        return save_steps(path, full, session, first)
+    host = str(dist.get_rank() % session.hosts)
+    board = Path(path).parent / f"board {host}"
+    board.mkdir(exist_ok=True)
+    with simulated_host(host, str(board)):
+        return save_steps(path, full, session, first)
+
+
+def save_steps(path: str, full: str, session: Session, first: int) -> list[set[str]]:
+    """Do the work of :func:`run_session`."""
     state, shared = State(session.layouts), []
     incremental = holdfast.Checkpointer(path, max_shard_size=LIMIT)
     whole = holdfast.Checkpointer(full, max_shard_size=LIMIT, incremental=False)
@@ -142,13 +155,14 @@ steps = st.builds(
 sessions = st.builds(
     Session,
     st.integers(1, 4),
+    st.integers(1, 3),
     st.fixed_dictionaries({name: st.sampled_from(sorted(PLACEMENTS)) for name in SHAPES}),
     st.lists(steps, min_size=1, max_size=3),
 )
 
 
 @settings(
-    max_examples=12,
+    max_examples=16,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take very long
     suppress_health_check=[HealthCheck.function_scoped_fixture],

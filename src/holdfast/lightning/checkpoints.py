@@ -16,9 +16,11 @@ from holdfast.formats.native import is_native
 from holdfast.lightning.checkpoint_dict import ResumedCheckpoint
 from holdfast.lightning.removal import remove_checkpoint
 from holdfast.load.result import RestoreResult
+from holdfast.ondisk.validation import check_choice
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.handle import SaveHandle
+from holdfast.save.request import FROZEN
 from holdfast.storage.directories import rename_path
 from holdfast.storage.posix import path_exists
 
@@ -39,6 +41,7 @@ class LightningCheckpoints:
 
     checkpoint_format: str
     async_save: bool
+    frozen: str = "together"
     _handle: SaveHandle[CheckpointInfo] | None = None
     _removals: list[Callable[[], object]] = field(default_factory=list)
 
@@ -49,6 +52,7 @@ class LightningCheckpoints:
             )
         if self.async_save and self.checkpoint_format != "native":
             raise InvalidArgumentError("async_save=True needs checkpoint_format='native'")
+        check_choice("frozen", self.frozen, FROZEN)
 
     @property
     def writes_native(self) -> bool:
@@ -68,6 +72,7 @@ class LightningCheckpoints:
             step=step,
             overwrite=True,
             async_save=self.async_save,
+            frozen=self.frozen,
         )
         if displaced is not None:
             self.remove_when_durable(lambda: remove_checkpoint(displaced))

@@ -53,9 +53,16 @@ class _SplitState:
 class _Strategy(Strategy):
     """Common base of holdfast's Fabric strategies. Every rank is called for every save and load."""
 
-    def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_format: str = "native",
+        async_save: bool = False,
+        frozen: str = "together",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save)
+        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save, frozen)
 
     def save_checkpoint(
         self,

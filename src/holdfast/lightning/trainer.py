@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 class _Strategy(Strategy):
     """Common base of holdfast's Trainer strategies. Every rank is called for every save and load."""
 
-    def __init__(self, *args: Any, checkpoint_format: str = "native", async_save: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_format: str = "native",
+        async_save: bool = False,
+        frozen: str = "together",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save)
+        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save, frozen)
         self._dumped = DumpedState()
         self._checkpoint: ResumedCheckpoint | None = None
 

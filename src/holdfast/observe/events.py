@@ -24,7 +24,8 @@ class Saved:
     """A checkpoint of ``nbytes`` is complete and durable. An asynchronous save reports this from its own thread.
 
     ``seconds`` have passed since the call, which blocked its caller for ``blocking_seconds`` of them. This rank hashed
-    replicated tensors, to compare them with other ranks, for ``replica_check_seconds`` of those.
+    replicated tensors, to compare them with other ranks, for ``replica_check_seconds`` of those. Of ``nbytes``,
+    ``shared_nbytes`` were not written: the checkpoint shares them with the one before.
     """
 
     path: Path
@@ -33,11 +34,12 @@ class Saved:
     seconds: float
     blocking_seconds: float
     replica_check_seconds: float = 0.0
+    shared_nbytes: int = 0
 
     @property
     def gigabytes_per_second(self) -> float:
-        """The rate of all ranks together, from the call until all bytes are durable."""
-        return self.nbytes / self.seconds / 1e9
+        """The rate at which all ranks together wrote, from the call until all bytes are durable."""
+        return (self.nbytes - self.shared_nbytes) / self.seconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,16 +59,20 @@ class EventReporter:
         """Return a counter that reports the moved bytes as events."""
         return ProgressCounter(total, lambda done, total: self._notify(Progress(action, self._path, done, total)))
 
-    def report_saved(self, path: Path, step: float | None, nbytes: int) -> None:
-        """Report that the checkpoint at ``path`` is durable; its tensors take ``nbytes`` bytes."""
+    def report_saved(self, path: Path, step: float | None, nbytes: int, shared_nbytes: int) -> None:
+        """Report that the checkpoint at ``path`` is durable.
+
+        Its tensors take ``nbytes`` bytes, of which ``shared_nbytes`` were not written.
+        """
         seconds = self.elapsed_seconds()
         blocking = seconds if self._blocking_seconds is None else self._blocking_seconds
-        event = Saved(path, step, nbytes, seconds, blocking, self._replica_check_seconds)
+        event = Saved(path, step, nbytes, seconds, blocking, self._replica_check_seconds, shared_nbytes)
         waited = format_seconds(blocking)
         if self._replica_check_seconds:
             waited += f" ({format_seconds(self._replica_check_seconds)} of that for comparing replicas)"
-        note = "saved %s: %s, of which the caller waited %s"
-        _log.log(self._level, note, path, _format_transfer(nbytes, seconds), waited)
+        shared = f", and {format_size(shared_nbytes)} shared with the checkpoint before" if shared_nbytes else ""
+        note = "saved %s: %s%s, of which the caller waited %s"
+        _log.log(self._level, note, path, _format_transfer(nbytes - shared_nbytes, seconds), shared, waited)
         self._notify(event)
 
     def report_failed(self, error: BaseException) -> None:

@@ -24,13 +24,10 @@ from holdfast.ondisk import blocks
 from holdfast.ondisk.files import DataFile
 from holdfast.save.base_checkpoint import BaseCheckpoint
 from holdfast.storage import posix
-from holdfast.storage.shared_files import Sharing, is_fragmented, make_read_only
+from holdfast.storage.shared_files import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
 
 #: Clones begin and end at multiples of this many bytes.
 _PAGE_BYTES = 4096
-
-#: Shorter ranges are written: a clone costs about as much as the write of so many bytes.
-_MIN_CLONE_BYTES = 2**20
 
 
 @dataclass
@@ -114,7 +111,7 @@ class BaseFiles:
             for block in sorted(matching.get(tensor, ()))
         ):
             low, high = -(-start // _PAGE_BYTES) * _PAGE_BYTES, stop // _PAGE_BYTES * _PAGE_BYTES
-            if high - low >= _MIN_CLONE_BYTES:
+            if high - low >= MIN_CLONE_BYTES:
                 yield ElementRange(low, high)
 
     def unchanged_blocks(self, omitted: OmittedRanges) -> UnchangedBlocks:

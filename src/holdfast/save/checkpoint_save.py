@@ -106,6 +106,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
         self._removes_old = False
+        self._base = cache.base
         self._incremental = IncrementalSave(self._session, cache.base if request.incremental else None, cache.sharing)
         self._versions: TensorVersions = {}
         #: On rank 0, whether the new checkpoint replaces a corrupt one.
@@ -159,10 +160,11 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         committed = self._write_files()
         self._release_tensors()
         info = CheckpointInfo.of(self.path, committed)
-        self._cache.base = BaseCheckpoint(
-            self.path, committed.id, committed.sequence, self._committed_files, self._versions
-        )
-        self._reporter.report_saved(info.path, info.step, info.nbytes)
+        if self._cache.base is self._base:  # else a load has replaced it
+            self._cache.base = BaseCheckpoint(
+                self.path, committed.id, committed.sequence, self._committed_files, self._versions
+            )
+        self._reporter.report_saved(info.path, info.step, info.nbytes, self._incremental.shared_nbytes)
         if self._removes_old:
             self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
         return info

@@ -71,6 +71,8 @@ class IncrementalSave:
         self._number = 0
         #: On rank 0, what the new checkpoint shares.
         self.unchanged = UnchangedBlocks()
+        #: The bytes of tensors that the new checkpoint shares.
+        self.shared_nbytes = 0
         self._base_files: BaseFiles | None = None
         #: On rank 0, the sums of the bytes that were hashed before the call returned.
         self._sums: BlockSums | None = None
@@ -129,6 +131,11 @@ class IncrementalSave:
         )
         decision = msgspec.msgpack.decode(raw, type=_UnchangedDecision)
         self._has_trusted = decision.has_trusted
+        self.shared_nbytes = sum(
+            stop - max(start, self._plan.files[number].data_start)
+            for number, ranges in decision.omitted.items()
+            for start, stop in ranges
+        )
         if decision.has_trusted:
             kept = trusted & self._tensors_in(decision.omitted)
             self._trusted = {number: self._tensors[self._plan.tensors[number]] for number in kept}

@@ -17,8 +17,10 @@ import msgspec
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import Session
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
+from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.engine.plan.spec import digest_bytes
+from holdfast.observe.warning import warn_caller
 from holdfast.state.capture import (
     Capture,
     capture_training,
@@ -110,6 +112,8 @@ def negotiate_save(
         nonlocal captured
         request.check_arguments()
         captured = capture_training(request.training, session.rank)
+        for message in captured.warnings if session.rank == COORDINATOR_RANK else ():
+            warn_caller(message)
         digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
         merged = encode_merged_values(captured)
         check_rank_state(captured, merged)

@@ -84,7 +84,7 @@ class Capture:
     ``frozen`` are the keys of those that are parameters without gradients.
     ``small_files`` are written by rank 0. ``rank_values`` are this rank's values, as JSON; ``merged_values`` are
     encoded and are merged with other ranks'; ``shared_values`` are those that rank 0 has for all ranks, by name, as
-    JSON.
+    JSON. ``warnings`` are for the caller.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
@@ -94,6 +94,7 @@ class Capture:
     rank_values: bytes = b"{}"
     merged_values: dict[str, Any] = field(default_factory=dict)
     shared_values: dict[str, bytes] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def add_tensor(
         self,
@@ -179,7 +180,8 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
 def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: ModelView, *, is_required: bool) -> None:
     """Add the PEFT adapters of a model as groups of their own.
 
-    What cannot be stored as PEFT does is left out, or raises ``StateError`` if it ``is_required``.
+    What cannot be stored as PEFT does raises the error of PEFT, or ``StateError``, if it ``is_required``. Else it is
+    left out with a warning, because the tensors of the model have it already.
     """
     modules = adapted_modules(parts) if slot == MODEL else []
     if is_required and not modules:
@@ -191,14 +193,18 @@ def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: M
         for adapter in adapter_names(module):
             try:
                 tensors = adapter_tensors(module, adapter, view).select(view)
-            except StateError:
+                files = dict(adapter_files(module, adapter))
+            except Exception as error:
                 if is_required:
                     raise
+                captured.warnings.append(
+                    f"the checkpoint is complete, but has no copy of the adapter {adapter!r} for PEFT: {error}"
+                )
                 continue
             group = adapter_group(adapter)
             for name, tensor in tensors.items():
                 captured.add_tensor(group, name, tensor)
-            captured.small_files.update((f"{group}/{name}", data) for name, data in adapter_files(module, adapter))
+            captured.small_files.update((f"{group}/{name}", data) for name, data in files.items())
 
 
 def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

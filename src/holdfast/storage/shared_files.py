@@ -41,6 +41,9 @@ _LAST, _SHARED = 0x1, 0x2000
 #: The extents that are reported at a time.
 _EXTENTS = 512
 
+#: Shorter ranges are not cloned: a clone costs about as much as the write of so many bytes.
+MIN_CLONE_BYTES = 2**20
+
 #: Clones make a file of ever more extents. One that has more is written anew.
 _MAX_EXTENTS = 4096
 
@@ -137,19 +140,27 @@ def own_bytes(path: Path) -> int:
     Other names of a file, and ranges that other files share, are recognized anywhere on the file system.
     """
     total = 0
+    shared: int | None = 0
     for file in (path, *path.rglob("*")):
         with suppress(OSError):  # another process removes it
             status = file.lstat()
-            if status.st_nlink == 1 and stat.S_ISREG(status.st_mode):
-                total += max(0, status.st_blocks * 512 - _count_shared_bytes(file))
+            if status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
+                continue
+            size = status.st_blocks * 512
+            total += size
+            if shared is not None and size >= MIN_CLONE_BYTES:
+                shared = _count_shared_bytes(file)
+                total -= min(size, shared or 0)
     return total
 
 
-def _count_shared_bytes(path: Path) -> int:
-    """Return how many bytes of a file are in extents that other files share; 0 if that is unknown."""
-    with suppress(OSError), _open_file(path) as fd:
-        return sum(length for length, flags in _iter_extents(fd) if flags & _SHARED)
-    return 0
+def _count_shared_bytes(path: Path) -> int | None:
+    """Return how many bytes of a file are in extents that other files share; ``None`` if the file system has no map."""
+    try:
+        with _open_file(path) as fd:
+            return sum(length for length, flags in _iter_extents(fd) if flags & _SHARED)
+    except OSError as error:
+        return None if error.errno in _UNSUPPORTED else 0
 
 
 def _iter_extents(fd: int) -> Iterator[tuple[int, int]]:

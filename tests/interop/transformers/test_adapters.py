@@ -1,6 +1,7 @@
 """Tests adapters in PEFT's format: PEFT loads what holdfast saves, and holdfast what PEFT saves, bit for bit."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,9 @@ def test_the_bytes_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> 
 
 def saved_all(path: Path, kind: str, layout: str) -> str:
     model = LAYOUTS[layout](make_peft(kind))
-    holdfast.save_checkpoint(path, "all", model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"the checkpoint is complete, but has no copy of the adapter", UserWarning)
+        holdfast.save_checkpoint(path, "all", model)
     try:
         holdfast.save_checkpoint(path, "adapter", model, adapter_only=True)
     except StateError as error:
@@ -250,6 +253,20 @@ def test_shards_of_what_peft_computes_are_saved_only_with_the_model(ranks: Ranks
     assert not (tmp_path / "adapter").exists()
     assert not (tmp_path / "all/adapter").exists()
     assert all(ranks(2, loaded_tag, tmp_path, "all", kind, "fsdp2"))
+
+
+def test_a_failure_of_peft_does_not_prevent_a_save_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = make_peft("lora"), make_peft("lora", seed=1)
+    monkeypatch.setattr(model.peft_config["default"], "target_modules", [object()])  # JSON cannot hold it
+    with pytest.warns(UserWarning, match=r"complete, but has no copy of the adapter 'default' for PEFT: .*JSON"):
+        holdfast.save_checkpoint(tmp_path, "all", model)
+    with pytest.raises(TypeError, match="JSON"):
+        holdfast.save_checkpoint(tmp_path, "adapter", model, adapter_only=True)
+    assert not (tmp_path / "all/adapter").exists()
+    holdfast.load_checkpoint(tmp_path, model=other)
+    assert same(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("tag", ["all", "adapter"])

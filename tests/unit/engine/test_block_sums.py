@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.engine.integrity import block_sums
 from holdfast.engine.integrity.block_sums import BlockSums, sum_fragments, trust_ranges
 from holdfast.engine.integrity.fragments import FragmentTable
+from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import crc64
 
@@ -90,11 +91,16 @@ def test_a_block_with_a_missing_or_changed_piece_does_not_match(
     assert matching == {number: found for number, found in expected.items() if found}
 
 
+def to_ranges(pieces: list[tuple[int, int, int]]) -> TensorRanges:
+    rows = np.array(pieces, np.uint64).reshape(-1, 3)
+    return TensorRanges(rows[:, 0].astype(np.uint32), rows[:, 1], rows[:, 2])
+
+
 @given(case=pieces())
 def test_trusted_bytes_count_until_they_are_hashed(case: tuple[list[bytes], list[list[tuple[int, int, int]]]]) -> None:
     tensors, (first, *others) = case
     sizes, crcs = list(map(len, tensors)), crcs_of(tensors)
-    trusted = add_ranks([trust_ranges(first, sizes), *(sum_pieces(tensors, rank) for rank in others)])
+    trusted = add_ranks([trust_ranges(to_ranges(first), sizes), *(sum_pieces(tensors, rank) for rank in others)])
     partly = {(tensor, start // BLOCK) for rank in others for tensor, start, _ in rank} & {
         (tensor, start // BLOCK) for tensor, start, _ in first
     }

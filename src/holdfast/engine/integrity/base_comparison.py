@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from holdfast.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
+from holdfast.engine.integrity.columns import concatenate_tables
 from holdfast.engine.integrity.fragments import FragmentTable
 from holdfast.engine.io.requests import ShardOf, run_in_threads
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.engine.plan.save_plan import SavePlan, StripedShard
+from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.ondisk.blocks import crc64
 from holdfast.storage import posix
@@ -100,17 +102,22 @@ class BaseComparison:
             return fragments
 
         fragments = run_in_threads(hash_chunk, range(len(chunks)))
-        striped = [shard for shard in self._plan.striped_shards if _is_hashable(shard, tensors)]
-        fragments += run_in_threads(lambda shard: list(_hash_striped(shard, self._shard_of)), striped)
-        return sum_fragments(_tabulate(fragments), self._plan.tensor_sizes)
+        striped = run_in_threads(lambda shard: _hash_striped(shard, self._shard_of), self._hashable_striped(tensors))
+        return sum_fragments(concatenate_tables([_tabulate(fragments), *striped]), self._plan.tensor_sizes)
 
-    def _trusted_ranges(self, tensors: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        striped = (shard for shard in self._plan.striped_shards if _is_hashable(shard, tensors))
-        ranges = [file_range for file_range in self._plan.file_ranges if file_range.tensor in tensors]
-        for chunk in tensor_chunks(ranges):
-            yield from ((file_range.tensor, file_range.start, file_range.stop) for file_range in chunk.file_ranges)
-        for shard in striped:
-            yield from _striped_ranges(shard)
+    def _trusted_ranges(self, tensors: Collection[int]) -> TensorRanges:
+        chunks = tensor_chunks(file_range for file_range in self._plan.file_ranges if file_range.tensor in tensors)
+        contiguous = TensorRanges.of_file_ranges(file_range for chunk in chunks for file_range in chunk.file_ranges)
+        striped = map(TensorRanges.of_striped_shard, self._hashable_striped(tensors))
+        return concatenate_tables([contiguous, *striped])
+
+    def _hashable_striped(self, tensors: Collection[int]) -> list[StripedShard]:
+        """Return the striped shards of some tensors whose ranges are not very short."""
+        return [
+            striped
+            for striped in self._plan.striped_shards
+            if striped.spans[0].tensor in tensors and striped.shard.mean_range_bytes >= _MIN_RANGE_BYTES
+        ]
 
     def _ranges_by_file(self) -> Mapping[int, Sequence[FileRange]]:
         """Return ranges of each file whose bytes this rank has in memory; of striped shards only some."""
@@ -202,35 +209,13 @@ def _hash_chunk(chunk: IoChunk, shard_of: ShardOf) -> Iterator[_TensorFragment]:
         yield file_range.tensor, file_range.start, file_range.stop, crc
 
 
-def _is_hashable(striped: StripedShard, tensors: Collection[int]) -> bool:
-    """Return whether a shard is of one of the tensors, and its ranges are not very short."""
-    return striped.spans[0].tensor in tensors and striped.shard.mean_range_bytes >= _MIN_RANGE_BYTES
-
-
-def _hash_striped(striped: StripedShard, shard_of: ShardOf) -> Iterator[_TensorFragment]:
+def _hash_striped(striped: StripedShard, shard_of: ShardOf) -> FragmentTable:
     """Hash the ranges of a striped shard one by one."""
-    window, local = _ShardWindow(shard_of(striped.spans[0].tensor)), 0
-    for tensor, start, stop in _striped_ranges(striped):
-        yield tensor, start, stop, crc64(window.slice_bytes(local, local + stop - start))
-        local += stop - start
-
-
-def _striped_ranges(striped: StripedShard) -> Iterator[tuple[int, int, int]]:
-    """Yield the ranges of a striped shard, as tensor, start and stop, in the order of the shard's bytes.
-
-    None crosses the boundary of a block, or is longer than a chunk.
-    """
-    spans = striped.spans
-    if len(spans) == 1:  # by far the most tensors: no range of a file is needed
-        ranges = ((spans[0].tensor, start, stop) for start, stop in striped.shard.iter_ranges())
-    else:
-        ranges = ((file_range.tensor, file_range.start, file_range.stop) for file_range in striped.iter_ranges())
-    for tensor, start, stop in ranges:
-        low = start
-        while low < stop:
-            high = min(stop, low // CHUNK * CHUNK + CHUNK)
-            yield tensor, low, high
-            low = high
+    ranges = TensorRanges.of_striped_shard(striped)
+    window = _ShardWindow(shard_of(striped.spans[0].tensor))
+    ends = [0, *np.cumsum(ranges.stop - ranges.start).tolist()]
+    crcs = [crc64(window.slice_bytes(start, stop)) for start, stop in pairwise(ends)]
+    return FragmentTable(*ranges, np.array(crcs, np.uint64))
 
 
 class _ShardWindow:

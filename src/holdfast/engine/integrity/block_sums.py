@@ -9,13 +9,15 @@ how many.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.engine.integrity.columns import concatenate_tables, decode_rows, encode_rows
 from holdfast.engine.integrity.crc_combine import Numbers, extend_crcs
 from holdfast.engine.integrity.fragments import FragmentTable
+from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.ondisk.blocks import BLOCK_BYTES, block_range, count_blocks
 
 _ROW = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("hashed", "<u8"), ("trusted", "<u8"), ("crc", "<u8")])
@@ -37,16 +39,11 @@ class BlockSums(NamedTuple):
     @classmethod
     def from_bytes(cls, reports: Iterable[bytes]) -> Self:
         """Decode and add up the results of :meth:`to_bytes` of several ranks."""
-        rows = np.frombuffer(b"".join(reports), _ROW)
-        columns: list[Any] = [np.ascontiguousarray(rows[name]) for name in cls._fields]
-        return cls(*columns).add_up()
+        return cls(*decode_rows(reports, _ROW)).add_up()
 
     def to_bytes(self) -> bytes:
         """Encode the sums, 32 bytes each."""
-        rows = np.empty(len(self.tensor), _ROW)
-        for name, column in zip(self._fields, self, strict=True):
-            rows[name] = column
-        return rows.tobytes()
+        return encode_rows(self, _ROW)
 
     def add_up(self) -> Self:
         """Return one row for each block."""
@@ -87,22 +84,16 @@ def sum_fragments(table: FragmentTable, sizes: Sequence[int]) -> BlockSums:
     return sums.add_up()
 
 
-def trust_ranges(ranges: Iterable[tuple[int, int, int]], sizes: Sequence[int]) -> BlockSums:
-    """Return sums that trust bytes ``[start, stop)`` of tensors: ``ranges`` has a tensor, a start and a stop of each.
-
-    No range crosses the boundary of a block.
-    """
-    rows = np.array(list(ranges), np.uint64).reshape(-1, 3)
-    tensor = rows[:, 0].astype(np.uint32)
-    block, _ = _blocks_and_ends(tensor, rows[:, 1], sizes)
-    nothing = np.zeros(len(rows), np.uint64)
-    return BlockSums(tensor, block, nothing, rows[:, 2] - rows[:, 1], nothing).add_up()
+def trust_ranges(ranges: TensorRanges, sizes: Sequence[int]) -> BlockSums:
+    """Return sums that trust some bytes of tensors. No range crosses the boundary of a block."""
+    block, _ = _blocks_and_ends(ranges.tensor, ranges.start, sizes)
+    nothing = np.zeros_like(ranges.start)
+    return BlockSums(ranges.tensor, block, nothing, ranges.stop - ranges.start, nothing).add_up()
 
 
 def concatenate_sums(first: BlockSums, second: BlockSums) -> BlockSums:
     """Add up the rows of both."""
-    pairs: list[Any] = list(zip(first, second, strict=True))
-    return BlockSums(*map(np.concatenate, pairs)).add_up()
+    return concatenate_tables([first, second]).add_up()
 
 
 def has_all_blocks(blocks: Collection[int], nbytes: int) -> bool:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.engine.integrity.columns import decode_rows, encode_rows
 from holdfast.engine.integrity.crc_combine import Numbers, extend_crcs
 from holdfast.engine.io.requests import Fragments
 from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment
@@ -34,16 +35,11 @@ class FragmentTable(NamedTuple):
     @classmethod
     def from_bytes(cls, reports: Iterable[bytes]) -> Self:
         """Decode and concatenate the results of :meth:`to_bytes` of several ranks."""
-        rows = np.frombuffer(b"".join(reports), _ROW)
-        columns: list[Any] = [np.ascontiguousarray(rows[name]) for name in cls._fields]
-        return cls(*columns)
+        return cls(*decode_rows(reports, _ROW))
 
     def to_bytes(self) -> bytes:
         """Encode the fragments, 28 bytes each."""
-        rows = np.empty(len(self.tensor), _ROW)
-        for name, column in zip(self._fields, self, strict=True):
-            rows[name] = column
-        return rows.tobytes()
+        return encode_rows(self, _ROW)
 
     def select_rows(self, selection: NDArray[np.intp] | _Flags) -> Self:
         """Return some of the rows."""

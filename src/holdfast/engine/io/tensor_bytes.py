@@ -27,7 +27,7 @@ class ByteSink(Protocol):
 
 
 class TensorVersion(NamedTuple):
-    """The address of a tensor's storage, and torch's count of changes in place; -1 if torch does not count them."""
+    """The address of a tensor's bytes, and torch's count of changes in place; -1 if torch does not count them."""
 
     address: int
     changes: int
@@ -76,12 +76,12 @@ class TensorBytes:
 
     @property
     def version(self) -> TensorVersion:
-        """The storage of the shard, and the number of its tracked changes in place.
+        """The address of the shard, and the number of its tracked changes in place.
 
         Writes to ``.data``, and those of raw kernels, are not counted.
         """
         is_counted = not self._tensor.is_inference()
-        return TensorVersion(self.storage_address, self._tensor._version if is_counted else -1)  # noqa: SLF001
+        return TensorVersion(self._tensor.data_ptr(), self._tensor._version if is_counted else -1)  # noqa: SLF001
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holdfast.engine.plan.placements import Coordinate, Division, FlatSharded, Sharded
 from holdfast.engine.plan.ranges import ElementRange, merge_ranges
 from holdfast.ondisk.dtypes import dtype_width
@@ -44,6 +47,21 @@ class LocalShard:
         if len(self.shape) == 1:  # merged already, as the segments of every axis are
             return iter(self.segments[0])
         return merge_ranges(_iter_product(self.shape, self.segments))
+
+    def range_columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the starts and the stops of its ranges as columns, ascending; some neighbours are not merged."""
+        starts, stops = _segment_columns(self.segments[-1])
+        inner = self.shape[-1]
+        for size, segments in zip(reversed(self.shape[:-1]), reversed(self.segments[:-1]), strict=True):
+            firsts, lasts = _segment_columns(segments)
+            if starts.tolist() == [0] and stops.tolist() == [inner]:
+                starts, stops = firsts * inner, lasts * inner
+            else:
+                indices = [np.arange(first, last) for first, last in segments] or [firsts]
+                origins = np.concatenate(indices)[:, None] * inner
+                starts, stops = (origins + starts).reshape(-1), (origins + stops).reshape(-1)
+            inner *= size
+        return starts, stops
 
     @property
     def mean_range_bytes(self) -> int:
@@ -146,6 +164,11 @@ def _fold_axes(
         axes.append(shape[first] * inner)
         segments.append(tuple(merge_ranges(ElementRange(start * inner, stop * inner) for start, stop in dims[first])))
     return LocalShard(tuple(axes), tuple(segments))
+
+
+def _segment_columns(segments: tuple[ElementRange, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    columns = np.array(segments, np.int64).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
 def _make_segments(start: int, stop: int) -> tuple[ElementRange, ...]:
