@@ -245,13 +245,14 @@ _CHECKS = {
     "lstat": 18,
 }
 #: From Python 3.13 on, a ``Path`` lists a directory with ``scandir`` instead of ``listdir``.
+_LISTS = {"scandir": 11} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 2}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,
     "asynchronous save": _CHANGES | _CHECKS | {"open": 15, "read": 3, "stat": 20, "lstat": 23, "fstat": 5},
     "save without a change": _CHANGES
     | _CHECKS
     | {"ftruncate": 0, "open": 24, "read": 4, "stat": 27, "lstat": 34, "fstat": 14, "preadv": 10, "statvfs": 2},
-    "load": {"open": 21, "read": 11, "listdir": 9, "scandir": 11, "fstat": 13, "stat": 114, "lstat": 61},
+    "load": {"open": 21, "read": 11, "fstat": 13, "stat": 114, "lstat": 61, **_LISTS},
 }
 CALLS_OF_OTHERS: dict[str, dict[str, int]] = {
     "save": {"open": 3, "fsync": 1, "stat": 3, "preadv": 4, "lstat": 6},

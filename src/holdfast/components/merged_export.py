@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from holdfast.components.component_view import ComponentView
 from holdfast.components.content import MODEL
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import NativeReader
+from holdfast.formats.peft import read_adapter_files
 from holdfast.ondisk.files import is_adapter_group, parse_size
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination
@@ -53,16 +56,30 @@ def merge_adapters(src: str | PathLike[str], dst: str | PathLike[str], *, max_sh
         raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
     final = posix.local_path(dst)
     check_destination(final)
+    _check_packages()
     reader = open_latest(posix.local_path(src))
-    model = _build_model(reader.path, _find_adapter(reader))
-    _set_dtypes(model, reader)
-    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (None, _TIMEOUT), strict=True)
+    group = _find_adapter(reader)
+    read_adapter_files(reader)  # checks them
+    try:
+        base, adapter = _build_base(reader.path, group), _read_config(reader.path, group)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"the base model in {reader.path} cannot be built: {error!r}") from error
+    model = _load_model(base, adapter, reader, group)
+    if adapter.peft_type.value != "LORA":
+        # Some kinds compute tensors that they do not store from the weights that they find.
+        model = _load_model(model.unload(), adapter, reader, group)
     try:
         merged = model.merge_and_unload()
-    except (AttributeError, NotImplementedError) as error:
+    except (AttributeError, NotImplementedError, ValueError) as error:
         raise InvalidArgumentError(f"PEFT cannot merge the adapter of {reader.path} into its model: {error}") from error
     save_model(merged, final, shard=True, size_per_shard=parse_size(max_shard_size) / _MIB)
     return final
+
+
+def _check_packages() -> None:
+    for name in ("peft", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {name}")
 
 
 def _find_adapter(reader: Any) -> str:
@@ -79,30 +96,49 @@ def _find_adapter(reader: Any) -> str:
         )
     if not posix.file_exists(reader.path / groups[0] / BASE / "config.json"):
         raise InvalidArgumentError(f"the base model in {reader.path} is not one of transformers")
+    if not any(name.startswith("base_model.") for name in reader.groups[MODEL]):
+        raise InvalidArgumentError(
+            f"the adapter in {reader.path} was put into its model by transformers, and PEFT cannot merge it: put "
+            "adapters in with peft.get_peft_model()"
+        )
     group: str = groups[0]
     return group
 
 
-def _build_model(folder: Path, group: str) -> Any:
-    """Return the PEFT model of a checkpoint, with values that are to be replaced."""
-    try:
-        import peft  # noqa: PLC0415 - an optional package
-        import transformers  # noqa: PLC0415 - an optional package
-    except ImportError as error:
-        raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {error.name}") from error
+def _build_base(folder: Path, group: str) -> Any:
+    """Return the base model of a checkpoint, with values that are to be replaced."""
+    import transformers  # noqa: PLC0415 - an optional package
+
     base_folder = folder / group / BASE
     config = transformers.AutoConfig.from_pretrained(base_folder)
     (architecture,) = config.architectures
     model_class = getattr(transformers, architecture, None)
-    if model_class is None:
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise InvalidArgumentError(f"transformers has no {architecture}, the base model in {folder}")
     base = model_class(config)
     if posix.file_exists(base_folder / "generation_config.json"):
         base.generation_config = transformers.GenerationConfig.from_pretrained(base_folder)
+    return base
+
+
+def _read_config(folder: Path, group: str) -> Any:
+    """Return the configuration of an adapter."""
+    import peft  # noqa: PLC0415 - an optional package
+
     adapter = peft.PeftConfig.from_pretrained(str(folder / group))
     if adapter.is_prompt_learning:
         raise InvalidArgumentError(f"{adapter.peft_type.value} trains prompts, which cannot be merged into weights")
-    return peft.get_peft_model(base, adapter, group.partition("/")[2] or "default")
+    return adapter
+
+
+def _load_model(base: Any, adapter: Any, reader: Any, group: str) -> Any:
+    """Put an adapter into a base model, and load the values of both."""
+    import peft  # noqa: PLC0415 - an optional package
+
+    model = peft.get_peft_model(base, copy.deepcopy(adapter), group.partition("/")[2] or "default")
+    _set_dtypes(model, reader)
+    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (None, _TIMEOUT), strict=True)
+    return model
 
 
 def _set_dtypes(model: torch.nn.Module, reader: Any) -> None:

@@ -15,10 +15,11 @@ from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.huggingface import SINGLE, HuggingFaceReader
 from holdfast.formats.native import RANKS, STATE, NativeReader
+from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import Reader
 from holdfast.formats.sharded.model_files import MODELING
 from holdfast.ondisk import values
-from holdfast.ondisk.files import ADAPTER, ADAPTER_CONFIG, TensorInfo, is_adapter_group, pack_files
+from holdfast.ondisk.files import TensorInfo, is_adapter_group, pack_files
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import next_identity
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
@@ -73,16 +74,8 @@ class NativeTarget:
 
     def adapter_files(self) -> dict[str, bytes]:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
-        reader, selected = self._source.reader, self._source.selected.group_names()
-        if isinstance(reader, NativeReader):
-            names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
-            return {name: read_small(reader.path / name) for name in names if any(map(is_adapter_group, selected))}
-        folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in selected}
-        return {
-            f"{group}/{ADAPTER_CONFIG}": read_small(folder / ADAPTER_CONFIG)
-            for group, folder in folders.items()
-            if is_adapter_group(group)
-        }
+        selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
+        return read_adapter_files(self._source.reader) if selects_adapters else {}
 
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""

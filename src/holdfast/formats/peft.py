@@ -11,9 +11,10 @@ from pathlib import Path
 
 from holdfast.errors import FormatError
 from holdfast.formats.huggingface import MODEL, HuggingFaceReader
+from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from holdfast.formats.torch_file import TorchFileReader
-from holdfast.ondisk.files import ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group
+from holdfast.ondisk.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group, is_adapter_group
 from holdfast.ondisk.values import ArrayCodec
 from holdfast.storage import posix
 
@@ -86,6 +87,22 @@ class PeftReader:
     def is_current(self) -> bool:
         """See :class:`holdfast.formats.reader.Reader`."""
         return all(reader.is_current() for reader in self._readers.values())
+
+
+def read_adapter_files(reader: Reader) -> dict[str, bytes]:
+    """Return the configurations of adapters and of their base models, by their paths in a checkpoint of holdfast.
+
+    Raises ``CorruptCheckpointError`` if one does not match its checksum. PEFT's own folders have no checksums.
+    """
+    if isinstance(reader, NativeReader):
+        names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
+        return {name: reader.read_small_file(name) for name in names}
+    if isinstance(reader, PeftReader):
+        folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in reader.groups}
+        return {
+            f"{group}/{ADAPTER_CONFIG}": posix.read_small(folder / ADAPTER_CONFIG) for group, folder in folders.items()
+        }
+    return {}
 
 
 def _open_file(file: Path) -> Reader:

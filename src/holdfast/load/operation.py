@@ -31,6 +31,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
+from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import CheckpointValues, Reader, check_read
 from holdfast.formats.remapped_reader import mapping_of, underlying_reader
 from holdfast.load.fused_experts import renamed_tensors, with_fused_experts
@@ -95,8 +96,9 @@ class LoadOperation:
         self.filled: set[tuple[str, str]] = set()
         #: Whether the last step has begun, which applies the values.
         self.is_applying = False
-        #: On rank 0, the tolerated missing things of all ranks.
+        #: On rank 0, the tolerated missing things of all ranks, and differences of configurations.
         self._missing: list[str] = []
+        self._differences: list[str] = []
 
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks."""
@@ -113,6 +115,8 @@ class LoadOperation:
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
         if self._missing:
             warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
+        if self._differences:
+            warn_caller(f"loaded {folder} into a model of another configuration:\n{format_lines(self._differences)}")
         return result
 
     def _select_checkpoint(self) -> SelectedCheckpoint:
@@ -147,6 +151,8 @@ class LoadOperation:
             values = reader.read_values(rank, targets.shared, arrays)
             targets.match_targets(values.shared, *self._restore_rank_state(reader, values, arrays))
             targets.fill_inventory(rank)
+            if rank == COORDINATOR_RANK:
+                self._differences = list(targets.explain_adapters(read_adapter_files(underlying_reader(reader))))
             return reader, targets
 
         def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:

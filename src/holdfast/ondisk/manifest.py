@@ -77,7 +77,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``."""
+    """Return the bytes of ``manifest.json``.
+
+    Raises ``UnsafeNameError`` if no reader would accept the name of a file.
+    """
+    for name in manifest.files:
+        check_relative_path(name, "the new checkpoint")
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
     body = text.removesuffix(b"\n}")
     return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)

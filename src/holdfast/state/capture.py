@@ -20,7 +20,13 @@ from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import INLINE_BYTES, ArrayEncoder
 from holdfast.state.model import traversal as models
 from holdfast.state.model.hf_config import pretrained_files
-from holdfast.state.model.peft_adapters import adapted_modules, adapter_files, adapter_names, adapter_tensors
+from holdfast.state.model.peft_adapters import (
+    adapted_modules,
+    adapter_files,
+    adapter_names,
+    adapter_tensors,
+    check_unmerged,
+)
 from holdfast.state.model.view import ModelView, check_duplicate_tensors
 from holdfast.state.optimizer import adapters
 from holdfast.state.optimizer import view as optimizers
@@ -130,6 +136,7 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
     tree: dict[str, Any] = {}
     views = {}
     for slot, parts in models.model_components(training.model).items():
+        check_unmerged(parts)
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
         if training.adapters != ONLY_ADAPTERS:
             _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
@@ -188,11 +195,15 @@ def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: M
         raise InvalidArgumentError(
             f"the {slot} has no PEFT adapters: pass the model that peft.get_peft_model() returns, or save the whole "
             "model"
+            if slot == MODEL
+            else "adapters alone are saved of one model only: save the whole models"
         )
+    left_out = dict.fromkeys(name for name in view.tensors if name not in view.frozen and name not in view.buffers)
     for module in modules:
         for adapter in adapter_names(module):
             try:
-                tensors = adapter_tensors(module, adapter, view).select(view)
+                adapter_view = adapter_tensors(module, adapter, view)
+                tensors = adapter_view.select(view)
                 files = dict(adapter_files(module, adapter))
             except Exception as error:
                 if is_required:
@@ -201,10 +212,17 @@ def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: M
                     f"the checkpoint is complete, but has no copy of the adapter {adapter!r} for PEFT: {error}"
                 )
                 continue
+            for name in adapter_view.sources.values():
+                left_out.pop(name, None)
             group = adapter_group(adapter)
             for name, tensor in tensors.items():
                 captured.add_tensor(group, name, tensor)
             captured.small_files.update((f"{group}/{name}", data) for name, data in files.items())
+    if is_required and left_out:
+        captured.warnings.append(
+            f"PEFT does not store {next(iter(left_out))!r} with an adapter as it is, and {len(left_out) - 1} other "
+            "parameters that are trained; to resume the training, save the whole model"
+        )
 
 
 def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from holdfast.engine.plan.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
 from holdfast.ondisk.dtypes import FLOATING
-from holdfast.ondisk.files import TensorInfo, is_adapter_group
+from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from holdfast.ondisk.param_order import BY_NUMBER
 from holdfast.state import scheduler as schedulers
 from holdfast.state import stateful
@@ -23,7 +23,7 @@ from holdfast.state.capture import MODEL, STATE, Inventory
 from holdfast.state.meta_models import MetaModels
 from holdfast.state.model import fsdp1
 from holdfast.state.model import traversal as models
-from holdfast.state.model.peft_adapters import loadable_views
+from holdfast.state.model.peft_adapters import check_unmerged, explain_config_differences, loadable_views
 from holdfast.state.model.view import ModelView, is_extra
 from holdfast.state.optimizer import adapters
 from holdfast.state.optimizer import view as optimizers
@@ -255,6 +255,16 @@ class LoadTargets:
         """The content that the user saved for this rank."""
         return self._rank_state.content
 
+    def explain_adapters(self, files: Mapping[str, bytes]) -> Iterator[str]:
+        """Yield how the model's PEFT adapters are configured in another way than in the checkpoint.
+
+        ``files`` are the small files of the stored adapters.
+        """
+        suffix = f"/{ADAPTER_CONFIG}"
+        configs = {name.removesuffix(suffix): data for name, data in files.items() if name.endswith(suffix)}
+        parts = models.model_components(self._training.model).get(MODEL, ())
+        yield from explain_config_differences(parts, configs) if configs else ()
+
     def classify_components(self) -> tuple[list[str], list[str]]:
         """Return the components that are restored exactly, and those that are reconstructed from what was saved.
 
@@ -301,6 +311,7 @@ class LoadTargets:
         for part in parts:
             if isinstance(part, nn.Module):
                 fsdp1.reshard(part)
+        check_unmerged(parts)
         adapter_groups = [group for group in self._groups if is_adapter_group(group)]
         if slot == MODEL and slot not in self._groups and adapter_groups:
             self._match_adapters(slot, parts, adapter_groups)

@@ -117,12 +117,16 @@ class Sharing:
 
 
 def identify_file(path: Path) -> FileIdentity | None:
-    """Return the identity of a regular file; ``None`` if there is none."""
-    with suppress(OSError), _open_file(path) as fd:  # a client of NFS asks the server if a file is opened
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode):
-            return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
-    return None
+    """Return the identity of a regular file; ``None`` if there is none. Raises ``StorageError`` if the disk fails."""
+    try:
+        with _open_file(path) as fd:  # a client of NFS asks the server if a file is opened
+            status = os.fstat(fd)
+    except OSError as error:
+        _raise_disk_error(error, path)
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def count_extents(fd: int) -> int:
@@ -210,5 +214,5 @@ def _is_file(status: os.stat_result, identity: FileIdentity) -> bool:
 
 def _raise_disk_error(error: OSError, path: Path) -> None:
     if error.errno in _DISK_ERRORS:
-        with wrap_os_errors("link or clone", path):
+        with wrap_os_errors("share", path):
             raise error

@@ -162,6 +162,89 @@ def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
         holdfast.load_model(make_base(), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a/b", "a\\b", "x" * 256, "a\0b"])
+def test_a_name_that_no_folder_can_have_is_left_out(tmp_path: Path, name: str) -> None:
+    def make(seed: int) -> peft.PeftModel:
+        return randomize(peft.get_peft_model(make_base(), lora(), adapter_name=name), seed)
+
+    model, other = make(0), make(1)
+    with pytest.warns(UserWarning, match="complete, but has no copy of the adapter .*choose another name"):
+        holdfast.save_checkpoint(tmp_path, "all", model)
+    with pytest.raises(StateError, match="choose another name"):
+        holdfast.save_checkpoint(tmp_path, "adapter", model, adapter_only=True)
+    holdfast.load_checkpoint(tmp_path, model=other)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_an_attribute_that_is_not_from_peft_is_ignored(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.peft_config = {"r": 8, "alpha": 16}
+    holdfast.save_checkpoint(tmp_path, "s", model)
+    assert not (tmp_path / "s/adapter").exists()
+
+
+def test_embeddings_under_other_names_are_stored_as_peft_does(tmp_path: Path) -> None:
+    targets = ["q_proj", "model.embed_tokens"]
+    model, other = (randomize(peft.get_peft_model(make_base(), lora(target_modules=targets)), seed) for seed in (0, 1))
+    model.save_pretrained(tmp_path / "theirs")
+    holdfast.save_model(model, tmp_path / "ours", adapter=True)
+    assert same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
+    holdfast.load_model(other, tmp_path / "theirs")
+    assert same(other.state_dict(), model.state_dict())
+
+
+def load_latest(model: nn.Module, path: Path) -> None:
+    holdfast.load_checkpoint(path, model=model)
+
+
+@pytest.mark.parametrize("writer", ["peft", "adapter", "all"])
+def test_another_configuration_is_named(tmp_path: Path, writer: str) -> None:
+    """Nothing in the tensors shows it, and the model would give other results."""
+    model = randomize(peft.get_peft_model(make_base(), lora(lora_alpha=64, lora_dropout=0.1)), 0)
+    other = peft.get_peft_model(make_base(), lora(lora_alpha=8, use_rslora=True))
+    if writer == "peft":
+        model.save_pretrained(tmp_path)
+        load = holdfast.load_model
+    else:
+        holdfast.save_checkpoint(tmp_path, "s", model, adapter_only=writer == "adapter")
+        load = load_latest
+    with pytest.warns(UserWarning, match="another configuration") as caught:
+        load(other, tmp_path)
+    (message,) = [str(entry.message) for entry in caught if "another configuration" in str(entry.message)]
+    assert "lora_alpha of the adapter 'default' is 64 in the checkpoint, and 8 here" in message
+    assert "use_rslora of the adapter 'default' is False in the checkpoint, and True here" in message
+    assert "dropout" not in message
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "loaded", UserWarning)
+        load(model, tmp_path)
+
+
+def test_trained_parameters_outside_of_the_adapter_are_named(tmp_path: Path) -> None:
+    model = make_peft("lora")
+    model.get_base_model().model.norm.weight.requires_grad_(requires_grad=True)
+    with pytest.warns(UserWarning, match=r"does not store 'base_model\.model\.model\.norm\.weight'.* save the whole"):
+        holdfast.save_checkpoint(tmp_path, "s", model, adapter_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "PEFT does not store", UserWarning)
+        holdfast.save_checkpoint(tmp_path, "t", make_peft("lora with whole modules"), adapter_only=True)
+
+
+def test_a_merged_adapter_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    """The weights have it already, and a checkpoint would not say so."""
+    model = make_peft("lora")
+    holdfast.save_checkpoint(tmp_path, "s", model)
+    model.merge_adapter()
+    for call in (
+        lambda: holdfast.save_checkpoint(tmp_path, "t", model),
+        lambda: holdfast.save_model(model, tmp_path / "model"),
+        lambda: holdfast.load_checkpoint(tmp_path, model=model),
+    ):
+        with pytest.raises(StateError, match="unmerge_adapter"):
+            call()
+    model.unmerge_adapter()
+    holdfast.save_checkpoint(tmp_path, "t", model)
+
+
 def test_a_prefix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="leave out prefix"):
         holdfast.save_model(make_peft("lora"), tmp_path, prefix="a.", adapter=True)

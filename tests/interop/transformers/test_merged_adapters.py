@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import holdfast
-from holdfast.errors import InvalidArgumentError, TagExistsError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, TagExistsError
 from tests.helpers.commands import invoke
 from tests.helpers.peft_models import LAYOUTS, lora, make_base, make_peft, randomize
 from tests.helpers.pool import Ranks
@@ -92,3 +92,44 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="adapter, adapter/other"):
         holdfast.merge_adapters(tmp_path / "d", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+DERIVED = {
+    "psoft": lambda: peft.PsoftConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "osf": lambda: peft.OSFConfig(target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "frod": lambda: peft.FrodConfig(target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVED)
+def test_adapters_that_compute_tensors_from_the_base_model(tmp_path: Path, kind: str) -> None:
+    """They store none of these tensors, so the adapter is put into a model that has the right weights."""
+    model = peft.get_peft_model(make_base(), DERIVED[kind]())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")
+    expected = model.merge_and_unload().state_dict()
+    merged = opened(tmp_path / "merged")
+    assert merged.keys() == expected.keys()
+    assert all(torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5) for name, value in merged.items())
+
+
+def test_a_corrupt_configuration_is_found(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", make_peft("lora"))
+    for name in ("adapter_config.json", "base/config.json"):
+        file = tmp_path / "run/s/adapter" / name
+        right = file.read_bytes()
+        file.write_bytes(right.replace(b"4", b"8", 1))
+        with pytest.raises(CorruptCheckpointError, match=name):
+            holdfast.merge_adapters(tmp_path / "run/s", tmp_path / "merged")
+        file.write_bytes(right)
+
+
+def test_adapters_that_transformers_put_in_are_not_merged(tmp_path: Path) -> None:
+    model = make_base()
+    model.add_adapter(lora(init_lora_weights=False))
+    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    with pytest.raises(InvalidArgumentError, match=r"by transformers.*merge"):
+        holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")

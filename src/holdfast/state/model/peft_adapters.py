@@ -17,15 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import StateError
+from holdfast.errors import StateError, UnsafeNameError
 from holdfast.ondisk.files import ADAPTER_CONFIG, adapter_group
-from holdfast.ondisk.validation import strip_wrapper_prefixes
+from holdfast.ondisk.validation import check_relative_path, strip_wrapper_prefixes
 from holdfast.state.model.hf_config import base_config_files, unwrap_model
 from holdfast.state.model.view import ModelView
 from holdfast.state.tensors import TensorView, view_of
 
 #: The folder, next to the configuration, of the base model's configuration files.
 BASE = "base"
+
+#: Settings that may differ: how an adapter is initialized and where it comes from, and what the names and shapes of its
+#: tensors show.
+_FREE_SETTINGS = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *("task_type", "target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "layers_to_transform"),
+    *("init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config", "r", "rank_pattern"),
+}
 
 #: The prefix of names in PEFT's files. A model into which transformers itself puts adapters does not have it.
 _PREFIX = "base_model.model."
@@ -58,7 +66,53 @@ def adapted_modules(parts: Sequence[object]) -> list[nn.Module]:
 def adapter_names(module: nn.Module) -> list[str]:
     """Return the names of the PEFT adapters of a module."""
     configs = getattr(module, "peft_config", None)
-    return list(configs) if isinstance(configs, dict) else []
+    if not isinstance(configs, dict) or not all(hasattr(config, "peft_type") for config in configs.values()):
+        return []
+    return list(configs)
+
+
+def check_unmerged(parts: Sequence[object]) -> None:
+    """Raise ``StateError`` if adapters are merged into the weights of a model.
+
+    A checkpoint does not say that they are, so a model that loads it would count them twice.
+    """
+    for module in adapted_modules(parts):
+        if any(getattr(layer, "merged_adapters", None) for layer in module.modules()):
+            raise StateError(
+                "the adapter is merged into the weights of the model: call model.unmerge_adapter() before a save or a "
+                "load, or save model.merge_and_unload()"
+            )
+
+
+def explain_config_differences(parts: Sequence[object], configs: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield how adapters of a model are configured in another way than those that are stored.
+
+    ``configs`` are the stored configurations by group. Tensors show which layers have an adapter, and of what rank;
+    nothing but the configuration says how strong it is.
+    """
+    for module in adapted_modules(parts):
+        names = adapter_names(module)
+        for adapter in names:
+            group = next(iter(configs)) if len(names) == len(configs) == 1 else adapter_group(adapter)
+            if group in configs:
+                yield from _compare_configs(adapter, configs[group], module)
+
+
+def _compare_configs(adapter: str, stored: bytes, module: nn.Module) -> Iterator[str]:
+    try:
+        there, here = json.loads(stored), json.loads(_config_file(module, adapter))
+        keys = sorted(there.keys() & here.keys() - _FREE_SETTINGS)
+    except (AttributeError, TypeError, ValueError):
+        yield f"the configuration of the adapter {adapter!r} cannot be compared with the one here"
+        return
+    for key in keys:
+        if _as_unordered(there[key]) != _as_unordered(here[key]) and "dropout" not in key:
+            yield f"{key} of the adapter {adapter!r} is {there[key]!r} in the checkpoint, and {here[key]!r} here"
+
+
+def _as_unordered(value: object) -> object:
+    """Return a setting in a form in which the order of lists, which may have been sets, does not matter."""
+    return sorted(map(str, value)) if isinstance(value, list) else value
 
 
 def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> AdapterTensors:
@@ -66,15 +120,14 @@ def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> Adapter
 
     Raises ``StateError`` if PEFT computes some of them, and ranks hold only shards of what it needs.
     """
-    if "/" in adapter or adapter.startswith("."):
-        raise StateError(f"the name of the adapter {adapter!r} cannot be that of a folder: choose another name")
-    model = _AdaptedModel(module)
+    _check_name(adapter)
+    model = _AdaptedModel(module, adapter)
     owners = {name: view.tied.get(name, name) for name in (*view.tensors, *view.tied)}
     stand_ins = {name: torch.empty(view.tensors[owners[name]].shape, device="meta") for name in owners}
     names = {id(stand_in): owners[name] for name, stand_in in stand_ins.items()}
-    names |= {id(tensor): owners[name] for name, tensor in model.prompt_parameters(adapter) if name in owners}
+    names |= {id(tensor): owners[name] for name, tensor in model.prompt_parameters() if name in owners}
     try:
-        stored = model.adapter_state_dict(adapter, stand_ins)
+        stored = model.adapter_state_dict(stand_ins)
         is_traced = not any(value.is_meta and id(value) not in names for value in stored.values())
     except StateError:
         raise
@@ -82,13 +135,24 @@ def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> Adapter
         stored, is_traced = {}, False
     if not is_traced:
         names |= {id(view.tensors[source].local): source for source in owners.values()}
-        stored = model.adapter_state_dict(adapter, _whole_tensors(view, owners, adapter))
+        stored = model.adapter_state_dict(_whole_tensors(view, owners, adapter))
     prefix = "" if _is_peft_model(module) else _PREFIX
     sources = {prefix + name: names[id(value)] for name, value in stored.items() if id(value) in names}
     computed = {prefix + name: value.detach() for name, value in stored.items() if id(value) not in names}
     if any(source in view.splits for source in sources.values()):
         raise StateError(f"a state_dict hook splits tensors of the adapter {adapter!r}: pass state_dict_hooks=False")
     return AdapterTensors(sources, computed)
+
+
+def _check_name(adapter: str) -> None:
+    """Raise ``StateError`` if the name of an adapter cannot be that of a folder."""
+    try:
+        check_relative_path(f"{adapter_group(adapter)}/{ADAPTER_CONFIG}", "the checkpoint")
+        is_folder = "/" not in adapter and not adapter.startswith(".")
+    except (UnsafeNameError, UnicodeEncodeError):
+        is_folder = False
+    if not is_folder:
+        raise StateError(f"the name of the adapter {adapter[:80]!r} cannot be that of a folder: choose another name")
 
 
 def loadable_views(parts: Sequence[object], view: ModelView, groups: Sequence[str]) -> dict[str, ModelView]:
@@ -156,13 +220,17 @@ def _whole_tensors(view: ModelView, owners: Mapping[str, str], adapter: str) -> 
 class _AdaptedModel:
     """A module as ``get_peft_model_state_dict`` sees it: without the names of wrappers, and without tensor parallelism.
 
-    A state dict without data has no shards to be gathered.
+    A state dict without data has no shards to be gathered. PEFT would look for the base model on the hub.
     """
 
     _tp_size = _tp_plan = None
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module
+    def __init__(self, module: Any, adapter: str) -> None:
+        self._module = module
+        config: Any = copy.copy(self._module.peft_config[adapter])
+        self._adapter, self._source = adapter, config.base_model_name_or_path
+        config.base_model_name_or_path = None
+        self.peft_config = {**self._module.peft_config, adapter: config}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -171,15 +239,15 @@ class _AdaptedModel:
         """Yield the modules, with the names that checkpoints have."""
         return ((strip_wrapper_prefixes(name), module) for name, module in self._module.named_modules())
 
-    def prompt_parameters(self, adapter: str) -> list[tuple[str, nn.Parameter]]:
+    def prompt_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of a prompt encoder by their names in the model; none for other adapters."""
-        encoders = getattr(self._module, "prompt_encoder", {})
-        parameters = encoders[adapter].named_parameters() if adapter in encoders else ()
-        return [(f"prompt_encoder.{adapter}.{strip_wrapper_prefixes(name)}", tensor) for name, tensor in parameters]
+        encoders, prefix = getattr(self._module, "prompt_encoder", {}), f"prompt_encoder.{self._adapter}"
+        parameters = encoders[self._adapter].named_parameters() if self._adapter in encoders else ()
+        return [(f"{prefix}.{strip_wrapper_prefixes(name)}", tensor) for name, tensor in parameters]
 
     def get_prompt_embedding_to_save(self, adapter_name: str) -> torch.Tensor:
         """Return the prompt: the one parameter of an encoder that has no other, else what the encoder computes."""
-        parameters = self.prompt_parameters(adapter_name)
+        parameters = self.prompt_parameters()
         if len(parameters) == 1:
             return parameters[0][1]
         if any(type(tensor.data) is not torch.Tensor for _, tensor in parameters):
@@ -191,42 +259,27 @@ class _AdaptedModel:
             prompt: torch.Tensor = self._module.get_prompt_embedding_to_save(adapter_name)
         return prompt
 
-    def adapter_state_dict(self, adapter: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the entries of a state dict that PEFT stores for an adapter, under PEFT's names."""
-        without = self._select_entries(adapter, state, embeddings=False)
-        if not hasattr(self._module, "get_input_embeddings"):
-            return without
-        entries = self._select_entries(adapter, state, embeddings=True)
-        added = entries.keys() - without.keys()
-        return entries if added and self._has_trained_embeddings(adapter, added) else without
-
-    def _select_entries(
-        self, adapter: str, state: Mapping[str, torch.Tensor], *, embeddings: bool
-    ) -> dict[str, torch.Tensor]:
+    def adapter_state_dict(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the entries of a state dict that PEFT stores for the adapter, under PEFT's names."""
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - imported already, as the model has adapters
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about embeddings that are not stored in the end
+            warnings.simplefilter("ignore")  # that it stores embeddings
             entries: dict[str, torch.Tensor] = get_peft_model_state_dict(
-                self, dict(state), adapter, save_embedding_layers=embeddings
+                self, dict(state), self._adapter, save_embedding_layers=self._is_resized() or "auto"
             )
         return entries
 
-    def _has_trained_embeddings(self, adapter: str, names: set[str]) -> bool:
-        """Return whether PEFT stores the embeddings by default: adapters target them, or they were resized.
+    def _is_resized(self) -> bool:
+        """Return whether the vocabulary of the base model was resized, so that PEFT stores its embeddings, too.
 
         PEFT looks for the size of the base model on the hub, this function only in local files.
         """
-        config = self._module.peft_config[adapter]
-        uses_tokens = config.peft_type == "TRAINABLE_TOKENS" or getattr(config, "trainable_token_indices", None)
-        if any("base_layer" in name.split(".") for name in names) and not uses_tokens:
-            return True
-        model_config: Any = getattr(self._module, "config", None)
-        source = config.base_model_name_or_path
-        size = getattr(model_config, "vocab_size", None)
-        if not size or not source:
+        config: Any = getattr(self._module, "config", None)
+        size = getattr(config, "vocab_size", None)
+        if not size or not self._source or not hasattr(self._module, "get_input_embeddings"):
             return False
         try:
-            return bool(type(model_config).from_pretrained(source, local_files_only=True).vocab_size != size)
+            return bool(type(config).from_pretrained(self._source, local_files_only=True).vocab_size != size)
         except (OSError, ValueError):
             return False
