@@ -32,6 +32,7 @@ class _DefaultCheckpointers:
     """The most recently used default checkpointers.
 
     They share the record of the runs that this process has saved or loaded, and of the checkpoints it found corrupt.
+    Those of one path share the base of incremental saves.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,9 @@ class _DefaultCheckpointers:
     ) -> Checkpointer:
         checkpointer = Checkpointer(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout)
         checkpointer.runs, checkpointer.corrupt = self._runs, self._corrupt
+        for other in self._checkpointers.values():
+            if other.path == checkpointer.path:
+                checkpointer.base = other.base
         return checkpointer
 
     def clear(self) -> None:

@@ -24,10 +24,10 @@ from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
-from holdfast.save.base_checkpoint import BaseCheckpoint, loaded_base
+from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
-from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest
+from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
 from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.posix import local_path
 
@@ -93,11 +93,14 @@ class Checkpointer:
         self.runs: set[str] = set()
         #: The checkpoints that loads found corrupt. A save may take their tags.
         self.corrupt: set[CorruptRecord] = set()
+        #: The checkpoint with which the next save may share files.
+        self.base = Base()
         self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
         self._process_group, self._timeout = process_group, timeout
         check_choice("staging", staging, STAGING)
         self._async_save, self._staging = async_save, staging
         check_choice("frozen", frozen, FROZEN)
+        check_sharing(incremental, keep_full_every)
         self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
         self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
@@ -138,7 +141,6 @@ class Checkpointer:
         """
         began = time.perf_counter()
         frozen = self._frozen if frozen is None else frozen
-        check_choice("frozen", frozen, FROZEN)
         training = TrainingObjects(
             model,
             optimizer,
@@ -168,6 +170,7 @@ class Checkpointer:
             replica_check=replica_check,
             incremental=self._incremental if incremental is None else incremental,
             keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
+            frozen=frozen,
             on_event=on_event or self._on_event,
             began=began,
         )
@@ -179,7 +182,7 @@ class Checkpointer:
                 return self._run_save(replace(request, on_event=listener))
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = CheckpointSave(request, self._current_ranks(), self._plans, self._timeout)
+        save = CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
         try:
             return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
@@ -274,7 +277,7 @@ class Checkpointer:
             )
         if restored.run:
             self.runs.add(restored.run)
-        self._plans.base = self._find_base(restored)
+        self.base.checkpoint = self._find_base(restored)
         return restored
 
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:

@@ -21,7 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.errors import CorruptCheckpointError, RankMismatchError, StorageError, TornSnapshotError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    RankMismatchError,
+    StorageError,
+    TornSnapshotError,
+)
 from holdfast.save.base_files import BaseFiles
 from holdfast.storage import shared_files
 from tests.golden import reader
@@ -77,7 +83,7 @@ def save_twice(path: Path, **options: Any) -> tuple[holdfast.Checkpointer, Tuned
     checkpointer, model = open_run(path, **options), build_model()
     for tag in ("s0", "s1"):
         train(model)
-        checkpointer.save(tag, model)
+        checkpointer.save(tag, model).wait()
     assert is_shared(path, "s0", "s1")
     return checkpointer, model
 
@@ -238,6 +244,41 @@ def test_an_overlapped_save_finds_an_uncounted_write(tmp_path: Path) -> None:
     assert_holds(tmp_path, "s3", model)
 
 
+def test_an_overlapped_save_reads_shared_files_back(tmp_path: Path) -> None:
+    """A program changes a byte and restores the times of the file, so that nothing but its bytes shows it."""
+    checkpointer, model = save_twice(tmp_path, async_save=True, staging="overlapped")
+    file = base_file(tmp_path, "s1")
+    status = file.stat()
+    flip_byte(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    train(model)
+    checkpointer.save("s2", model)
+    with pytest.raises(TornSnapshotError, match=r"s1 is corrupt: the next save writes everything"):
+        checkpointer.finalize()
+    checkpointer.save("s3", model).wait()
+    assert_holds(tmp_path, "s3", model)
+
+
+@pytest.mark.parametrize("load", ["load_model", "load_checkpoint", "another checkpointer"])
+def test_a_load_between_overlapped_saves_is_seen(tmp_path: Path, load: str) -> None:
+    """The samples may not see a change of one element. The count of changes of the parameter shows it."""
+    checkpointer, model = save_twice(tmp_path / "run", async_save=True, staging="overlapped")
+    other = build_model()
+    with torch.no_grad():
+        other.base.weight[250, 300] += 1
+    if load == "load_model":
+        holdfast.save_model(other, tmp_path / "other")
+        holdfast.load_model(model, tmp_path / "other")
+    elif load == "load_checkpoint":
+        holdfast.save_checkpoint(tmp_path / "other", "s", other)
+        holdfast.load_checkpoint(tmp_path / "other", model=model)
+    else:
+        open_run(tmp_path / "run").save("other", other)
+        open_run(tmp_path / "run").load("other", model)
+    checkpointer.save("s2", model).wait()
+    assert_holds(tmp_path / "run", "s2", other)
+
+
 def test_everything_may_change_and_change_back_after_an_eager_save(tmp_path: Path) -> None:
     checkpointer, model = save_twice(tmp_path)
     saved = build_model()
@@ -384,6 +425,56 @@ def test_a_job_that_is_resumed_shares_with_the_checkpoint_that_it_loaded(tmp_pat
     resumed.save("s2", model)
     assert is_shared(tmp_path, "s0", "s1", "s2")
     assert_holds(tmp_path, "s2", model)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "1GB"}, {"timeout": 300.0}], ids=str)
+def test_the_functions_share_with_what_was_loaded_whatever_their_options(tmp_path: Path, options: Any) -> None:
+    _, model = save_twice(tmp_path)
+    holdfast.load_checkpoint(tmp_path, model=model)
+    train(model)
+    holdfast.save_checkpoint(tmp_path, "s2", model, frozen="apart", **options)
+    assert is_shared(tmp_path, "s1", "s2")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("change", [lambda file: os.chown(file, 12345, -1), lambda file: file.chmod(0)])
+def test_a_file_that_a_full_save_would_not_have_made_is_not_linked(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    checkpointer, model = save_twice(tmp_path)
+    change(base_file(tmp_path, "s1"))
+    checkpointer.save("s2", model)
+    assert not is_shared(tmp_path, "s1", "s2")
+    assert base_file(tmp_path, "s2").stat().st_uid == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frozen": "bogus"},
+        {"incremental": "no"},
+        {"incremental": torch.tensor([1, 2])},
+        {"keep_full_every": 0},
+        {"keep_full_every": True},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    assert set(ranks(2, save_with_wrong_argument, str(tmp_path), options)) == {next(iter(options))}
+
+
+def save_with_wrong_argument(path: str, options: dict[str, Any]) -> str:
+    """Pass the wrong argument on rank 1 only. Return which argument the error names."""
+    (name,) = options
+    with pytest.raises((InvalidArgumentError, RankMismatchError), match=name):
+        holdfast.save_checkpoint(path, "s", build_model(), timeout=20, **(options if dist.get_rank() else {}))
+    return name
+
+
+@pytest.mark.parametrize("options", [{"frozen": "bogus"}, {"incremental": None}, {"keep_full_every": 0}], ids=str)
+def test_the_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        holdfast.Checkpointer(tmp_path, **options)
 
 
 def save_frozen_on(path: str, frozen_ranks: tuple[int, ...]) -> None:

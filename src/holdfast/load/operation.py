@@ -274,6 +274,7 @@ class LoadOperation:
 
         def fill_targets() -> Fragments:
             targets.materialize_models()
+            targets.count_changes()
             fragments = plan.run(reader, targets, self._ranks, self._session, on_moved)
             return verifier.verify_local(fragments) if verifier else {}
 

@@ -47,6 +47,13 @@ class BaseCheckpoint:
         return sequence // keep_full_every != self.sequence // keep_full_every
 
 
+@dataclass
+class Base:
+    """The base of the next save to a run directory, if there is one."""
+
+    checkpoint: BaseCheckpoint | None = None
+
+
 def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:
     """Return the tensor files of a checkpoint in ``folder``."""
     return dict(_iter_files(folder, manifest))

@@ -43,7 +43,7 @@ from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoi
 from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions, identify_files
+from holdfast.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.incremental import Candidates, IncrementalSave
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
@@ -61,15 +61,13 @@ class SavePlanCache:
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
-    is not on rank 0's host, if there is one. ``base`` is the last checkpoint that was saved or loaded, and ``sharing``
-    is what is known about its file system.
+    is not on rank 0's host, if there is one. ``sharing`` is what is known about the file system.
     """
 
     key: bytes = b""
     plan: SavePlan = EMPTY_PLAN
     saves: int = 0
     witness: int | None = None
-    base: BaseCheckpoint | None = None
     sharing: Sharing = field(default_factory=Sharing)
 
 
@@ -99,15 +97,18 @@ _encode = msgspec.msgpack.Encoder().encode
 class CheckpointSave(SaveOperation[CheckpointInfo]):
     """A save of a training state as one checkpoint of a run."""
 
-    def __init__(self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, timeout: float) -> None:
+    def __init__(
+        self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, base: Base, timeout: float
+    ) -> None:
         super().__init__(ranks, timeout)
-        self._request, self._cache = request, cache
+        self._request, self._cache, self._next_base = request, cache, base
         self._merged_values: Mapping[str, Any] = {}
         self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
         self._removes_old = False
-        self._base = cache.base
-        self._incremental = IncrementalSave(self._session, cache.base if request.incremental else None, cache.sharing)
+        self._base = base.checkpoint
+        is_incremental = request.incremental is True  # other values are refused in the vote
+        self._incremental = IncrementalSave(self._session, self._base if is_incremental else None, cache.sharing)
         self._versions: TensorVersions = {}
         #: On rank 0, whether the new checkpoint replaces a corrupt one.
         self._replaces_corrupt = False
@@ -160,8 +161,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         committed = self._write_files()
         self._release_tensors()
         info = CheckpointInfo.of(self.path, committed)
-        if self._cache.base is self._base:  # else a load has replaced it
-            self._cache.base = BaseCheckpoint(
+        if self._next_base.checkpoint is self._base:  # else a load has replaced it
+            self._next_base.checkpoint = BaseCheckpoint(
                 self.path, committed.id, committed.sequence, self._committed_files, self._versions
             )
         self._reporter.report_saved(info.path, info.step, info.nbytes, self._incremental.shared_nbytes)
@@ -174,7 +175,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         return self._reporter.mark_returned()
 
     def _roll_back(self, error: BaseException) -> None:
-        self._cache.base = None  # the next save writes everything
+        self._next_base.checkpoint = None  # the next save writes everything
         if self._staging.is_locked and not self._is_committed():
             self._staging.discard()
         self._staging.release()
@@ -248,7 +249,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             clean_up_first_saves(request.path, request.tag)
             self._set_identity(identity)
             self._started_at = round(time.time(), 6)
-            base, samples = cache.base, [rank.samples for rank in prepared]
+            base, samples = self._base, [rank.samples for rank in prepared]
             is_shared = base is not None and {rank.base for rank in prepared} == {base.id}
             if base is None or not is_shared or base.is_full_due(identity.sequence, request.keep_full_every):
                 samples = []

@@ -200,8 +200,9 @@ class IncrementalSave:
                 group, name = self._plan.tensors[tensor]
                 raise TornSnapshotError(
                     f"{group} tensor {name!r} is frozen, but changed during the save, or by something that torch does "
-                    "not count (a write to .data, a merge of adapters) before it; save with "
-                    'staging="eager" or staging_check="full". Nothing was saved'
+                    "not count (a write to .data, a merge of adapters) before it: save with "
+                    'staging="eager" or staging_check="full". Or its file in '
+                    f"{self._base_files.base.path} is corrupt: the next save writes everything. Nothing was saved"
                 )
         return b""
 

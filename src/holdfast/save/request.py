@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 from holdfast.engine.comm.call_check import CallDescription
@@ -33,6 +34,14 @@ FULL_EVERY = 32
 
 #: How much of the replicas on several ranks is compared in each save.
 REPLICA_CHECK = ("sampled", "full")
+
+
+def check_sharing(incremental: object, keep_full_every: object) -> None:
+    """Raise ``InvalidArgumentError`` if an argument that decides what checkpoints share is invalid."""
+    if not isinstance(incremental, bool):
+        raise InvalidArgumentError(f"incremental must be True or False; got {incremental!r:.80}")
+    if not isinstance(keep_full_every, Integral) or isinstance(keep_full_every, bool) or keep_full_every < 1:
+        raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {keep_full_every!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class SaveRequest:
     replica_check: str = "sampled"
     incremental: bool = True
     keep_full_every: int = FULL_EVERY
+    frozen: str = FROZEN[0]
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
     on_event: OnEvent = ignore_event
@@ -92,7 +102,7 @@ class SaveRequest:
             "replica_check": repr(self.replica_check),
             "incremental": str(self.incremental),
             "keep_full_every": str(self.keep_full_every),
-            "frozen": FROZEN[self.training.frozen_apart],
+            "frozen": repr(self.frozen),
         }
         return CallDescription("save", arguments)
 
@@ -104,8 +114,8 @@ class SaveRequest:
         check_choice("staging", self.staging.staging, STAGING)
         check_choice("staging_check", self.staging.check, STAGING_CHECK)
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
-        if not isinstance(self.keep_full_every, int) or self.keep_full_every < 1:
-            raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {self.keep_full_every!r}")
+        check_choice("frozen", self.frozen, FROZEN)
+        check_sharing(self.incremental, self.keep_full_every)
         if self.keep is not None:
             self.keep.check_requirements(self.step, self.metrics)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from holdfast.engine.plan.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
@@ -254,6 +255,12 @@ class LoadTargets:
     def per_rank_content(self) -> Any:
         """The content that the user saved for this rank."""
         return self._rank_state.content
+
+    def count_changes(self) -> None:
+        """Make torch count a change of each tensor that is filled: their bytes are not written through torch."""
+        for target in self.targets.values():
+            if not target.local.is_inference():
+                increment_version(target.local)
 
     def explain_adapters(self, files: Mapping[str, bytes]) -> Iterator[str]:
         """Yield how the model's PEFT adapters are configured in another way than in the checkpoint.

@@ -68,13 +68,15 @@ class Sharing:
     def link_file(self, source: Path, target: Path, identity: FileIdentity) -> bool:
         """Create ``target`` as a hard link of ``source``, and make its bytes durable.
 
-        Return false, and create nothing, if that is impossible or if ``source`` is not the file with the ``identity``.
+        Return false, and create nothing, if that is impossible, or if ``source`` is not the file with the ``identity``
+        or has another owner than the directory of ``target``.
         """
         if not self.links:
             return False
         try:
             with _open_file(source) as fd:
-                if not _is_file(os.fstat(fd), identity):
+                status, owner = os.fstat(fd), target.parent.stat().st_uid
+                if not _is_file(status, identity) or status.st_uid != owner or not status.st_mode & stat.S_IRUSR:
                     return False
                 os.fsync(fd)  # a copy of a checkpoint may not be durable
             os.link(source, target, follow_symlinks=False)

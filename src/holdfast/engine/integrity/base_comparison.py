@@ -81,18 +81,15 @@ class BaseComparison:
         chosen = {file_range.tensor for file_range in self._plan.file_ranges if file_range.file in whole}
         chosen |= {span.tensor for shard in self._plan.striped_shards for span in shard.spans if span.file in whole}
         chosen |= self._sample_tensors(partial)
-        hashed = self._sum_tensors(chosen.difference(trusted), read_back=True)
+        hashed = self.sum_tensors(chosen.difference(trusted))
         return concatenate_sums(
             hashed, trust_ranges(self._trusted_ranges(chosen & {*trusted}), self._plan.tensor_sizes)
         )
 
     def sum_tensors(self, tensors: Collection[int]) -> BlockSums:
-        """Hash this rank's bytes of some tensors."""
-        return self._sum_tensors(tensors, read_back=False)
-
-    def _sum_tensors(self, tensors: Collection[int], *, read_back: bool) -> BlockSums:
+        """Hash this rank's bytes of some tensors, and read some of them back."""
         chunks = list(tensor_chunks(fr for fr in self._plan.file_ranges if fr.tensor in tensors))
-        checked = set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number)) if read_back else set()
+        checked = set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number))
         reader = _ChunkReader(self._folder, self._plan)
 
         def hash_chunk(number: int) -> list[_TensorFragment]:
