@@ -12,6 +12,7 @@ import torch.distributed as dist
 from holdfast.checkpointer import Checkpointer, RestoreOptions
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
+from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.run import catalog
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
@@ -89,7 +90,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     num_kept_ckpts: int | None = None,
     keep: Retention | int | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = SHARD_SIZE,
     rng: bool = True,
     state_dict_hooks: bool = True,
     adapter_only: bool = False,
@@ -148,7 +149,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             Pass this or ``num_kept_ckpts``.
         overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
         max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
-            ``"5GB"``.
+            ``"1GB"``.
         rng: Whether to save the states of the random number generators of each rank.
         state_dict_hooks: Store tensors under the names that the model's ``state_dict`` hooks give them, also if a hook
             splits a parameter into several tensors; optimizer states are stored likewise. If ``False``, parameters,
@@ -242,7 +243,7 @@ def load_checkpoint(
     Raises:
         NoCheckpointError: As in :func:`restore`, like all other errors.
     """
-    return _defaults.get_checkpointer((local_path(path), "5GB", timeout, process_group)).load(
+    return _defaults.get_checkpointer((local_path(path), SHARD_SIZE, timeout, process_group)).load(
         tag, model, optimizer, scheduler, **options
     )
 
@@ -319,7 +320,7 @@ def restore(
         RankTimeoutError: As in :func:`save_checkpoint`.
         StorageError: As in :func:`save_checkpoint`.
     """
-    checkpointer = _defaults.get_checkpointer((local_path(path), "5GB", timeout, process_group))
+    checkpointer = _defaults.get_checkpointer((local_path(path), SHARD_SIZE, timeout, process_group))
     return checkpointer.restore(
         tag,
         model,

@@ -18,6 +18,7 @@ from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
 from holdfast.observe.warning import warn_caller
+from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.ondisk.validation import check_choice
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
@@ -60,7 +61,7 @@ class Checkpointer:
         async_save: The default of ``async_save`` in :meth:`save`.
         staging: The default of ``staging`` in :meth:`save`.
         max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
-            ``"5GB"``.
+            ``"1GB"``.
         incremental: The default of ``incremental`` in :meth:`save`.
         keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
         frozen: The default of ``frozen`` in :meth:`save`.
@@ -80,7 +81,7 @@ class Checkpointer:
         keep: Retention | int | None = None,
         async_save: bool = False,
         staging: str = "eager",
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str = SHARD_SIZE,
         incremental: bool = True,
         keep_full_every: int = FULL_EVERY,
         frozen: str = "together",

@@ -3,28 +3,16 @@
 import json
 import os
 import sys
-
-import transformers
+from pathlib import Path
 
 import holdfast
 from holdfast.transformers import Trainer
 from tests.helpers.peft_models import make_peft
-from tests.helpers.trainer_runs import BATCH, Numbers
+from tests.helpers.trainer_runs import Numbers, make_arguments
 
 
 def main(run: str, steps: str, content: str) -> None:
-    arguments = transformers.TrainingArguments(
-        output_dir=run,
-        per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
-        max_steps=int(steps),
-        save_steps=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = make_arguments(Path(run), int(os.environ["WORLD_SIZE"]), int(steps), save_steps=2)
     trainer = Trainer(make_peft("lora"), arguments, train_dataset=Numbers(), adapter_only=content == "adapter")
     trainer.train(resume_from_checkpoint=holdfast.has_checkpoint(run))
     if trainer.is_world_process_zero():

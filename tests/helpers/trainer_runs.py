@@ -69,24 +69,27 @@ def launch() -> Iterator[None]:
             PartialState._reset_state()
 
 
-def make_trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
-    asynchronous = options.pop("async_save", False)
-    if options.get("fsdp"):
-        # Synchronised from the device of a first rank; here all ranks make the same model.
-        options["fsdp_config"] |= {"sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
-    args = transformers.TrainingArguments(
+def make_arguments(path: Path, ranks: int, steps: int, **options: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
         output_dir=str(path),
-        per_device_train_batch_size=BATCH // dist.get_world_size(),
+        per_device_train_batch_size=BATCH // ranks,
         max_steps=steps,
-        save_steps=3,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **options,
+        **{"save_steps": 3, **options},
     )
+
+
+def make_trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
+    asynchronous = options.pop("async_save", False)
+    if options.get("fsdp"):
+        # Synchronised from the device of a first rank; here all ranks make the same model.
+        options["fsdp_config"] |= {"sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    args = make_arguments(path, dist.get_world_size(), steps, **options)
     if options.get("fsdp") and dist.get_world_size() > 1:
         # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -15,6 +15,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.observe.events import Event, Progress
 from holdfast.observe.terminal import escape_control_characters, progress_bar, terminal_console
 from holdfast.observe.units import format_size
+from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.storage.posix import file_size, local_path, walk_files
 
 #: The format of each file suffix. All other suffixes mean Lightning.
@@ -79,7 +80,7 @@ def convert(  # noqa: PLR0917 - the options of a command
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The maximum bytes of tensors in one file.")
-    ] = "5GB",
+    ] = SHARD_SIZE,
     verify: Annotated[bool, typer.Option(help="Read the output back.")] = True,
     merge: Annotated[
         bool, typer.Option("--merge", help="hf: merge the PEFT adapter into the weights. Needs peft and transformers.")

@@ -17,7 +17,7 @@ from holdfast.components.content import MODEL
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
-from holdfast.ondisk.files import is_adapter_group, parse_size
+from holdfast.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination
 from holdfast.state.model.peft_adapters import BASE
@@ -31,7 +31,9 @@ _MIB = 2**20
 _TIMEOUT = 600.0
 
 
-def merge_adapters(src: str | PathLike[str], dst: str | PathLike[str], *, max_shard_size: int | str = "5GB") -> Path:
+def merge_adapters(
+    src: str | PathLike[str], dst: str | PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
+) -> Path:
     """Merge the PEFT adapter of a checkpoint into its model, and write a folder that ``from_pretrained`` opens.
 
     PEFT and transformers must be installed: the model is built and loaded, and PEFT's ``merge_and_unload`` computes

@@ -16,7 +16,7 @@ from holdfast.engine.comm.session import RankGroup
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.registry import LAYOUT, NXD, load_target
 from holdfast.observe.events import OnEvent, ignore_event
-from holdfast.ondisk.files import parse_size
+from holdfast.ondisk.files import SHARD_SIZE, parse_size
 from holdfast.ondisk.validation import check_keys
 from holdfast.state.tensors import NAMES
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
@@ -35,7 +35,7 @@ def convert(
     model_only: bool = False,
     keys: Mapping[str, str] | None = None,
     layout: str | PathLike[str] | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = SHARD_SIZE,
     verify: bool = True,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,

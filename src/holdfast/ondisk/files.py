@@ -111,6 +111,11 @@ def is_adapter_group(group: str) -> bool:
     return group.partition("/")[0] == ADAPTER
 
 
+#: The most bytes of tensors in one file, unless a caller passes another size. Smaller files are shared more often by
+#: checkpoints, and were neither slower to save nor to load; many more files take time on network file systems.
+SHARD_SIZE = "1GB"
+
+
 def parse_size(size: int | str) -> int:
     """Parse a size such as ``5_000_000_000``, ``"5GB"`` or ``"512MiB"`` into bytes. ``GB`` is decimal."""
     if isinstance(size, str):
