@@ -42,6 +42,10 @@ JOBS = ((0, 1), (0, 1, 2), (0, 0, 1, 1))
 _TENSORS = 120
 _COLUMNS = 7
 
+#: The first of them change only in every fourth step, so that checkpoints share their files, of this many bytes.
+_RARELY_CHANGED, _PERIOD = 60, 4
+_FILE_BYTES = 100_000
+
 #: The clock of the second client is ahead of the others by this.
 _SECONDS_APART = 600.0
 
@@ -60,7 +64,8 @@ def join(rank: int, size: int, address: str, port: int) -> None:
 def whole_model(step: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a step, unsharded."""
     sizes = {n: (143 + 2 * n) * _COLUMNS for n in range(_TENSORS)}
-    values = {n: torch.arange(size, dtype=torch.float32) + 1e4 * step + n for n, size in sizes.items()}
+    steps = {n: step - step % _PERIOD if n < _RARELY_CHANGED else step for n in sizes}
+    values = {n: torch.arange(size, dtype=torch.float32) + 1e4 * steps[n] + n for n, size in sizes.items()}
     return {f"t{n}": tensor.view(-1, _COLUMNS) for n, tensor in values.items()}
 
 
@@ -90,6 +95,7 @@ def save(run: Path, step: int, saves: tuple[dict[str, Any], ...], timeout: float
     options = saves[step % len(saves)]
     tag = "same" if options.get("overwrite") else f"step_{step}"
     arguments: dict[str, Any] = {"model": sharded_model(step, step), "user_content": {"step": step}, "step": step}
+    arguments["max_shard_size"] = _FILE_BYTES
     try:
         holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=timeout).wait()
     except holdfast.HoldfastError as error:
@@ -127,10 +133,18 @@ def damage(run: Path) -> str:
     for folder in sorted(run.iterdir()):
         if parse_hidden_name(folder.name) is None:
             step = json.loads((folder / "state.json").read_bytes())["user_content"]["step"]
-            tensors, expected = load_file(folder / "model/model.safetensors"), whole_model(step)
-            names = [name for name in expected if not torch.equal(tensors[name], expected[name])]
+            expected, tensors = whole_model(step), dict[str, torch.Tensor]()
+            for file in folder.glob("model/*.safetensors"):
+                tensors |= load_file(file)
+            names = [n for n, tensor in expected.items() if n not in tensors or not torch.equal(tensors[n], tensor)]
             wrong += [f"{folder.name}: {len(names)} of {len(expected)} tensors"] if names else []
     return ", ".join(wrong)
+
+
+def count_shared(run: Path, step: int) -> int:
+    """Return the number of files that the checkpoint of a step shares with another one."""
+    folder = run / f"step_{step}"
+    return sum(file.stat().st_nlink > 1 for file in folder.glob("model/*.safetensors"))
 
 
 def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
@@ -163,7 +177,7 @@ def call_all(ranks: list[Worker], function: Callable[..., str], *arguments: Any)
 
 def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int, report: Callable[[str], None]) -> None:
     name = f"run-{kind}-{time.monotonic_ns()}"
-    path, wrong, started = mount_point(kind) / name, 0, time.monotonic()
+    path, wrong, shared, started = mount_point(kind) / name, 0, 0, time.monotonic()
     saves = _SAVES_WITHOUT_REMOVAL if kind.startswith("fuse") else SAVES
     for step in range(1, times + 1):
         answers = {f"rank {rank} saves": text for rank, text in enumerate(call_all(ranks, save, path, step, saves))}
@@ -177,6 +191,8 @@ def _save_all(ranks: list[Worker], lookers: list[Worker], kind: str, times: int,
         for problem in problems:
             report(f"{kind} | save {step}, {problem}")
         wrong += len(problems)
+        shared += lookers[1].call(count_shared, guest.EXPORT / name, step)
     verdict = f"WRONG: {wrong} answers" if wrong else "none wrong"
     job = f"{kind}, {len(ranks)} ranks"
-    report(f"{job} | {times} saves and loads in {time.monotonic() - started:.0f} s | {verdict}")
+    seconds = time.monotonic() - started
+    report(f"{job} | {times} saves and loads in {seconds:.0f} s, {shared} shared files | {verdict}")

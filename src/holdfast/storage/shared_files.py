@@ -119,13 +119,15 @@ class Sharing:
 
 
 def identify_file(path: Path) -> FileIdentity | None:
-    """Return the identity of a regular file; ``None`` if there is none. Raises ``StorageError`` if the disk fails."""
-    try:
-        with _open_file(path) as fd:  # a client of NFS asks the server if a file is opened
-            status = os.fstat(fd)
-    except OSError as error:
-        _raise_disk_error(error, path)
-        return None
+    """Return the identity of a regular file; ``None`` if there is none. Raises ``StorageError``."""
+    with wrap_os_errors("inspect", path):
+        try:
+            with _open_file(path) as fd:  # a client of NFS asks the server if a file is opened
+                status = os.fstat(fd)
+        except OSError as error:
+            if error.errno in {errno.ENOENT, errno.ELOOP}:
+                return None
+            raise
     if not stat.S_ISREG(status.st_mode):
         return None
     return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
