@@ -1,8 +1,9 @@
-"""Lightning's ``Trainer`` strategies, which save and load through holdfast. They take two more arguments.
+"""Lightning's ``Trainer`` strategies, which save and load through holdfast. They take three more arguments.
 
 ``checkpoint_format``: ``"native"`` writes holdfast's format; ``"lightning"`` writes the files that Lightning itself
 writes and reads, and gives them their final name only when they are complete. ``async_save``: native checkpoints are
-written in the background; a checkpoint that they replace is removed only when they are durable.
+written in the background; a checkpoint that they replace is removed only when they are durable. ``frozen``:
+``"apart"`` puts parameters that are not trained into files of their own, which later checkpoints share.
 
 ``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. A native ``.ckpt`` is a folder, which
 :func:`load_from_checkpoint` opens in place of ``LightningModule.load_from_checkpoint``. Fabric's strategies are in

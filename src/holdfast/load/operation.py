@@ -24,6 +24,7 @@ from holdfast.engine.plan.spec import PER_RANK
 from holdfast.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
+    HoldfastError,
     MismatchError,
     NoCheckpointError,
     RankMismatchError,
@@ -152,7 +153,8 @@ class LoadOperation:
             targets.match_targets(values.shared, *self._restore_rank_state(reader, values, arrays))
             targets.fill_inventory(rank)
             if rank == COORDINATOR_RANK:
-                self._differences = list(targets.explain_adapters(read_adapter_files(underlying_reader(reader))))
+                with suppress(HoldfastError):  # a corrupt configuration prevents a load only if all is verified
+                    self._differences = list(targets.explain_adapters(read_adapter_files(underlying_reader(reader))))
             return reader, targets
 
         def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:

@@ -220,8 +220,8 @@ def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: M
             captured.small_files.update((f"{group}/{name}", data) for name, data in files.items())
     if is_required and left_out:
         captured.warnings.append(
-            f"PEFT does not store {next(iter(left_out))!r} with an adapter as it is, and {len(left_out) - 1} other "
-            "parameters that are trained; to resume the training, save the whole model"
+            f"PEFT does not store all parameters that are trained with the adapters as they are: {len(left_out)} of "
+            f"them, such as {next(iter(left_out))!r}, are left out; to resume the training, save the whole model"
         )
 
 

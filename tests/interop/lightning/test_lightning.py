@@ -99,6 +99,25 @@ def test_last_may_be_a_link(ranks: Ranks, tmp_path: Path) -> None:
         assert list_files(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
 
 
+class Freeze(Callback):
+    """Freezes the first parameter."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - of Lightning
+        next(pl_module.parameters()).requires_grad_(requires_grad=False)
+
+
+def fit_frozen(folder: str) -> None:
+    callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    with set_environment():
+        make_trainer(folder, "ddp", 2, [callback, Freeze()], frozen="apart").fit(Module(), make_data())
+
+
+def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, fit_frozen, str(tmp_path))
+    files = list((tmp_path / "epoch=0-step=2.ckpt/model").glob("*.safetensors"))
+    assert sorted(file.stat().st_nlink for file in files) == [1, 2]
+
+
 def watched(folder: str) -> list[int]:
     """How many complete checkpoints there were at each step of an asynchronous run that keeps one."""
     seen = []

@@ -228,6 +228,13 @@ def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> 
     assert same(best.state_dict(), result["weights"])
 
 
+def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    ranks(1, trained, tmp_path / "run", 4, {"frozen": "apart"})
+    files = list((tmp_path / "run/checkpoint-4/model").glob("*.safetensors"))
+    assert sorted(file.stat().st_nlink for file in files) == [1, 2]
+
+
 def test_a_model_without_adapters_is_not_saved_as_one(tmp_path: Path) -> None:
     from holdfast.transformers import Trainer
 
