@@ -64,6 +64,8 @@ def merge_adapters(
     read_adapter_files(reader)  # checks them
     try:
         base, adapter = _build_base(reader.path, group), _read_config(reader.path, group)
+    except InvalidArgumentError:
+        raise
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"the base model in {reader.path} cannot be built: {error!r}") from error
     model = _load_model(base, adapter, reader, group)

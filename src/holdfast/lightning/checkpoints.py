@@ -53,6 +53,8 @@ class LightningCheckpoints:
         if self.async_save and self.checkpoint_format != "native":
             raise InvalidArgumentError("async_save=True needs checkpoint_format='native'")
         check_choice("frozen", self.frozen, FROZEN)
+        if self.frozen != "together" and self.checkpoint_format != "native":
+            raise InvalidArgumentError(f"frozen={self.frozen!r} needs checkpoint_format='native'")
 
     @property
     def writes_native(self) -> bool:

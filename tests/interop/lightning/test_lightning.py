@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 import holdfast
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError
 from holdfast.lightning.checkpoints import LightningCheckpoints
 from tests.helpers.lightning_trainer import Module, fit_module, list_files, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
@@ -116,6 +116,13 @@ def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_pa
     ranks(2, fit_frozen, str(tmp_path))
     files = list((tmp_path / "epoch=0-step=2.ckpt/model").glob("*.safetensors"))
     assert sorted(file.stat().st_nlink for file in files) == [1, 2]
+
+
+def test_lightnings_format_has_no_files_for_frozen_parameters() -> None:
+    from holdfast.lightning import SingleDeviceStrategy
+
+    with pytest.raises(InvalidArgumentError, match="frozen='apart' needs checkpoint_format='native'"):
+        SingleDeviceStrategy("cpu", checkpoint_format="lightning", frozen="apart")
 
 
 def watched(folder: str) -> list[int]:

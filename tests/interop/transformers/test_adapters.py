@@ -219,6 +219,16 @@ def test_another_configuration_is_named(tmp_path: Path, writer: str) -> None:
         load(model, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"[]", b"garbage", b"[" * 100_000])
+def test_a_configuration_that_cannot_be_read_does_not_prevent_a_load(tmp_path: Path, content: bytes) -> None:
+    model, other = make_peft("lora"), make_peft("lora", seed=1)
+    model.save_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_bytes(content)
+    with pytest.warns(UserWarning, match="configuration of the adapter 'default' cannot be compared"):
+        holdfast.load_model(other, tmp_path)
+    assert same(other.state_dict(), model.state_dict())
+
+
 def test_trained_parameters_outside_of_the_adapter_are_named(tmp_path: Path) -> None:
     model = make_peft("lora")
     model.get_base_model().model.norm.weight.requires_grad_(requires_grad=True)

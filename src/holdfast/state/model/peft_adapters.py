@@ -102,12 +102,13 @@ def _compare_configs(adapter: str, stored: bytes, module: nn.Module) -> Iterator
     try:
         there, here = json.loads(stored), json.loads(_config_file(module, adapter))
         keys = sorted(there.keys() & here.keys() - _FREE_SETTINGS)
-    except (AttributeError, TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - the file or the model may have anything, and the load does not need it
         yield f"the configuration of the adapter {adapter!r} cannot be compared with the one here"
         return
     for key in keys:
-        if _as_unordered(there[key]) != _as_unordered(here[key]) and "dropout" not in key:
-            yield f"{key} of the adapter {adapter!r} is {there[key]!r} in the checkpoint, and {here[key]!r} here"
+        stored_value, value = there[key], here[key]
+        if _as_unordered(stored_value) != _as_unordered(value) and "dropout" not in key:
+            yield f"{key} of the adapter {adapter!r} is {stored_value!r:.80} in the checkpoint, and {value!r:.80} here"
 
 
 def _as_unordered(value: object) -> object:
