@@ -96,7 +96,7 @@ large: .venv/installed
 ## hosts: several kernels with caches and locks of their own share a folder over NFS: see docs/test-bed.md
 hosts: .venv/installed
 	$(BIN)/python -m campaigns.hosts setup
-	for scene in pages locks leftovers names faults saves folders failures; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
+	for scene in pages locks leftovers names faults saves folders jobs failures; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -111,7 +111,7 @@ class _Run:
     ) -> None:
         self.path = folder / name
         self._model, self._optimizer = model, optimizer
-        self._checkpointer = holdfast.Checkpointer(self.path, keep=2, **options)  # type: ignore[arg-type]
+        self._checkpointer = holdfast.RunDirectory(self.path, keep=2, **options)  # type: ignore[arg-type]
         self._number = 0
 
     def train(self) -> None:

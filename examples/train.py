@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sysconfig
 from itertools import chain, repeat
 from pathlib import Path
@@ -45,31 +44,16 @@ def main() -> None:
     loader = holdfast.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
 
-    start = 0
-    if holdfast.has_checkpoint(options.run):
-        start = holdfast.load_checkpoint(options.run, **training)["step"]
-
     epochs = chain.from_iterable(repeat(loader))
-    with holdfast.preemption(signal.SIGTERM) as stop:
+    with holdfast.Checkpointer(options.run, **training, save_every=options.save_every, async_save=True) as checkpointer:
+        start = checkpointer.resume()
         for step, sequences in zip(range(start + 1, options.steps + 1), epochs, strict=False):
             loss = train_step(model, optimizer, sequences)
             scheduler.step()
             if dist.get_rank() == 0:
                 print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
-            stopping = stop.requested()
-            if stopping or step % options.save_every == 0 or step == options.steps:
-                holdfast.save_checkpoint(
-                    options.run,
-                    tag=f"step_{step}",
-                    **training,
-                    user_content={"step": step},
-                    step=step,
-                    metrics={"loss": loss},
-                    async_save=True,
-                )
-            if stopping:
+            if checkpointer.step(step, {"loss": loss}):  # saves if it is due; true after SIGTERM
                 break
-        holdfast.finalize()  # a second signal must not interrupt the save
     dist.destroy_process_group()
 
 

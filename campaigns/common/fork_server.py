@@ -9,7 +9,7 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-        *("torch.distributed.tensor.parallel", "holdfast.checkpointer", "holdfast.api", "holdfast.data.loader"),
+        *("torch.distributed.tensor.parallel", "holdfast.run_directory", "holdfast.api", "holdfast.data.loader"),
         *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
     ]
 )

@@ -123,18 +123,18 @@ def save_step(path: Path, step: int, save_kind: str, *, asynchronous: bool = Fal
     save_step_with(open_run(path, timeout), step, save_kind, asynchronous=asynchronous)
 
 
-def open_run(path: Path, timeout: float = 60.0) -> holdfast.Checkpointer:
-    """Return a ``Checkpointer`` that continues the existing run, if any."""
-    checkpointer = holdfast.Checkpointer(path, timeout=timeout)
+def open_run(path: Path, timeout: float = 60.0) -> holdfast.RunDirectory:
+    """Return a ``RunDirectory`` that continues the existing run, if any."""
+    checkpointer = holdfast.RunDirectory(path, timeout=timeout)
     if holdfast.has_checkpoint(path):
         checkpointer.load()
     return checkpointer
 
 
 def save_step_with(
-    checkpointer: holdfast.Checkpointer, step: int, save_kind: str, *, asynchronous: bool = False
+    checkpointer: holdfast.RunDirectory, step: int, save_kind: str, *, asynchronous: bool = False
 ) -> None:
-    """Save a step with a ``Checkpointer`` that may have saved before."""
+    """Save a step with a ``RunDirectory`` that may have saved before."""
     tag = "last" if "overwrite" in SAVE_OPTIONS[save_kind] else f"step_{step}"
     with ExitStack() as stack:
         if save_kind == "two renames":

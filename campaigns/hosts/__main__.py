@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,26 +27,17 @@ class Scene(NamedTuple):
     modules: tuple[str, ...]
 
 
-def _run_saves(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
-    from campaigns.hosts.scenes import saves  # noqa: PLC0415 - it imports torch
+def _run_of(scene: str) -> Callable[[Testbed, list[str], int, Callable[[str], None]], None]:
+    """Return the function of a scene whose module imports torch: it is imported when the scene begins."""
 
-    saves.run(testbed, kinds, times, report)
+    def run(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
+        import_module(f"campaigns.hosts.scenes.{scene}").run(testbed, kinds, times, report)
 
-
-def _run_failures(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
-    from campaigns.hosts.scenes import failures  # noqa: PLC0415 - it imports torch
-
-    failures.run(testbed, kinds, times, report)
-
-
-def _run_folders(testbed: Testbed, kinds: list[str], times: int, report: Callable[[str], None]) -> None:
-    from campaigns.hosts.scenes import folders  # noqa: PLC0415 - it imports torch
-
-    folders.run(testbed, kinds, times, report)
+    return run
 
 
 #: The modules that the ranks of a job import.
-_OF_JOBS = ("campaigns.hosts.scenes.saves", "holdfast.checkpointer", "holdfast.view")
+_OF_JOBS = ("campaigns.hosts.scenes.saves", "holdfast.run_directory", "holdfast.view")
 
 SCENES = {
     "pages": Scene(pages.run, 3, (pages.__name__,)),
@@ -55,9 +47,10 @@ SCENES = {
     ),
     "names": Scene(lambda testbed, kinds, _, report: names.run(testbed, kinds, report), 2, (names.__name__,)),
     "faults": Scene(lambda testbed, kinds, _, report: faults.run(testbed, kinds, report), 2, (faults.__name__,)),
-    "saves": Scene(_run_saves, 3, _OF_JOBS),
-    "folders": Scene(_run_folders, 3, (*_OF_JOBS, "campaigns.hosts.scenes.folders")),
-    "failures": Scene(_run_failures, 3, (*_OF_JOBS, "campaigns.hosts.scenes.failures")),
+    "saves": Scene(_run_of("saves"), 3, _OF_JOBS),
+    "folders": Scene(_run_of("folders"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.folders")),
+    "jobs": Scene(_run_of("jobs"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.jobs")),
+    "failures": Scene(_run_of("failures"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.failures")),
 }
 
 
@@ -68,7 +61,7 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
     parser.add_argument("--mounts", nargs="+", choices=KINDS, default=["nfs4.2", "nfs3"])
     parser.add_argument("--nfs-options", nargs="+", default=[], help="such as lookupcache=positive")
-    parser.add_argument("--times", type=int, default=50, help="how many files or saves")
+    parser.add_argument("--times", type=int, default=50, help="how many files or saves, or seconds of a scenario")
     arguments = parser.parse_args()
     if arguments.command == "setup":
         download_packages(arguments.packages)

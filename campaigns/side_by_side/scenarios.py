@@ -56,7 +56,7 @@ def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
     """Run this rank's part of a scenario. Return the number of successful actions, and the errors."""
     scenario, rank = SCENARIOS[name], dist.get_rank()
     process_group = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
-    run = holdfast.Checkpointer(path, process_group=process_group, max_shard_size=ELEMENTS * 8)
+    run = holdfast.RunDirectory(path, process_group=process_group, max_shard_size=ELEMENTS * 8)
     if rank == 0:
         run.save("0_0" if save_keeping_one in scenario.actions else "last", build_state(0), user_content=0)
     dist.barrier()
@@ -64,7 +64,7 @@ def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
         return Counter(_repeat_action(run, scenario.actions[rank], time.monotonic() + seconds))
 
 
-def _repeat_action(run: holdfast.Checkpointer, action: Action, ends: float) -> Iterator[str]:
+def _repeat_action(run: holdfast.RunDirectory, action: Action, ends: float) -> Iterator[str]:
     number = 0
     while time.monotonic() < ends:
         number += 1

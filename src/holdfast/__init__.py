@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.errors import (
         CheckpointReplacedError,
         CorruptCheckpointError,
+        EmptyRunError,
         FormatError,
         HoldfastError,
         InvalidArgumentError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.run.scan import CheckpointInfo
+    from holdfast.run_directory import RunDirectory
     from holdfast.save.handle import SaveHandle
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
@@ -59,7 +61,9 @@ _MODULES = {
     "CheckpointInfo": "holdfast.run.scan",
     "CheckpointReplacedError": "holdfast.errors",
     "Checkpointer": "holdfast.checkpointer",
+    "RunDirectory": "holdfast.run_directory",
     "CorruptCheckpointError": "holdfast.errors",
+    "EmptyRunError": "holdfast.errors",
     "Event": "holdfast.observe.events",
     "FormatError": "holdfast.errors",
     "HoldfastError": "holdfast.errors",
@@ -120,6 +124,7 @@ __all__ = [
     "CheckpointReplacedError",
     "Checkpointer",
     "CorruptCheckpointError",
+    "EmptyRunError",
     "Event",
     "FormatError",
     "HoldfastError",
@@ -143,6 +148,7 @@ __all__ = [
     "ReplicaMismatchError",
     "RestoreResult",
     "ResumableLoader",
+    "RunDirectory",
     "SaveFailed",
     "SaveHandle",
     "Saved",

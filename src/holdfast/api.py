@@ -1,4 +1,4 @@
-"""Functions that save and load a whole training state, each with the default ``Checkpointer`` of its path."""
+"""Functions that save and load a whole training state, each with the default ``RunDirectory`` of its path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from holdfast.checkpointer import Checkpointer, RestoreOptions
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
 from holdfast.ondisk.files import SHARD_SIZE
@@ -17,54 +16,55 @@ from holdfast.run import catalog
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
+from holdfast.run_directory import RestoreOptions, RunDirectory
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import FULL_EVERY
 from holdfast.storage.posix import local_path
 
-#: The settings of a default checkpointer: path, maximum shard size, timeout in seconds, process group.
+#: The settings of a default run directory: path, maximum shard size, timeout in seconds, process group.
 _Settings = tuple[Path, int | str, float, dist.ProcessGroup | None]
 
-#: The largest number of default checkpointers that are kept: each one holds a plan and a process group.
+#: The largest number of default run directories that are kept: each one holds a plan and a process group.
 _MAX_DEFAULTS = 16
 
 
-class _DefaultCheckpointers:
-    """The most recently used default checkpointers.
+class _DefaultDirectories:
+    """The most recently used default run directories.
 
     They share the record of the runs that this process has saved or loaded, and of the checkpoints it found corrupt.
     Those of one path share the base of incremental saves.
     """
 
     def __init__(self) -> None:
-        self._checkpointers: dict[_Settings, Checkpointer] = {}
+        self._directories: dict[_Settings, RunDirectory] = {}
         self._runs: set[str] = set()
         self._corrupt: set[CorruptRecord] = set()
 
-    def get_checkpointer(self, settings: _Settings) -> Checkpointer:
-        """Return the checkpointer with these settings, and create it if there is none."""
-        checkpointer = self._checkpointers.pop(settings, None) or self._create_checkpointer(*settings)
-        self._checkpointers[settings] = checkpointer  # now it is the most recently used one
-        if len(self._checkpointers) > _MAX_DEFAULTS:
-            del self._checkpointers[next(iter(self._checkpointers))]
-        return checkpointer
+    def get_directory(self, settings: _Settings) -> RunDirectory:
+        """Return the run directory with these settings, and create it if there is none."""
+        directory = self._directories.pop(settings, None) or self._create_directory(*settings)
+        self._directories[settings] = directory  # now it is the most recently used one
+        if len(self._directories) > _MAX_DEFAULTS:
+            del self._directories[next(iter(self._directories))]
+        return directory
 
-    def _create_checkpointer(
+    def _create_directory(
         self, path: Path, max_shard_size: int | str, timeout: float, group: dist.ProcessGroup | None
-    ) -> Checkpointer:
-        checkpointer = Checkpointer(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout)
-        checkpointer.runs, checkpointer.corrupt = self._runs, self._corrupt
-        for other in self._checkpointers.values():
-            if other.path == checkpointer.path:
-                checkpointer.base = other.base
-        return checkpointer
+    ) -> RunDirectory:
+        directory = RunDirectory(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout)
+        directory.runs, directory.corrupt = self._runs, self._corrupt
+        for other in self._directories.values():
+            if other.path == directory.path:
+                directory.base = other.base
+        return directory
 
     def clear(self) -> None:
-        """Forget all checkpointers, and the runs and corrupt checkpoints that they have recorded."""
-        self._checkpointers, self._runs, self._corrupt = {}, set(), set()
+        """Forget all run directories, and the runs and corrupt checkpoints that they have recorded."""
+        self._directories, self._runs, self._corrupt = {}, set(), set()
 
 
-_defaults = _DefaultCheckpointers()
+_defaults = _DefaultDirectories()
 
 
 def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users know
@@ -181,8 +181,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         RankTimeoutError: A rank did not arrive in time.
         StorageError: The file system reported an error.
     """
-    checkpointer = _defaults.get_checkpointer((local_path(path), max_shard_size, timeout, process_group))
-    return checkpointer.save(
+    directory = _defaults.get_directory((local_path(path), max_shard_size, timeout, process_group))
+    return directory.save(
         tag,
         model,
         optimizer,
@@ -243,7 +243,7 @@ def load_checkpoint(
     Raises:
         NoCheckpointError: As in :func:`restore`, like all other errors.
     """
-    return _defaults.get_checkpointer((local_path(path), SHARD_SIZE, timeout, process_group)).load(
+    return _defaults.get_directory((local_path(path), SHARD_SIZE, timeout, process_group)).load(
         tag, model, optimizer, scheduler, **options
     )
 
@@ -257,7 +257,7 @@ def restore(
     *,
     dataloader: Any = None,
     stateful: Mapping[str, Any] | None = None,
-    strict: bool = True,
+    strict: bool | Mapping[str, bool] = True,
     allow_missing: Collection[str] = (),
     verify: bool = True,
     on_corruption: str = "fall_back",
@@ -286,10 +286,12 @@ def restore(
             ranks the object needs a method ``load_state_dicts``, as :class:`ResumableLoader` has.
         stateful: A dict of objects whose ``load_state_dict`` is called.
         strict: Whether names must match. If ``False``, matching names are loaded, and all others are left unchanged
-            and reported. An optimizer's parameters are matched by name; those without a saved state get no state.
+            and reported. An optimizer's parameters are matched by name; those without a saved state get no state. A
+            dict such as ``{"model": False}`` is for single components; all others are strict.
         allow_missing: The components that may be missing although ``strict`` is set: ``"dataloader"``, ``"rng"``,
-            ``"scheduler"``, ``"stateful"``, ``"model"``, ``"optimizer"``. ``per_rank_content`` may always be missing,
-            with a warning if training is resumed.
+            ``"scheduler"``, ``"stateful"``, ``"model"``, ``"optimizer"``, or one of several, such as
+            ``"stateful/scaler"`` or ``"model/generator"``. ``per_rank_content`` may always be missing, with a warning
+            if training is resumed.
         verify: Whether to check every byte that is read against its CRC.
         on_corruption: What to do if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``: load the
             newest intact checkpoint, with a warning. ``"raise"``: raise ``CorruptCheckpointError``.
@@ -320,8 +322,8 @@ def restore(
         RankTimeoutError: As in :func:`save_checkpoint`.
         StorageError: As in :func:`save_checkpoint`.
     """
-    checkpointer = _defaults.get_checkpointer((local_path(path), SHARD_SIZE, timeout, process_group))
-    return checkpointer.restore(
+    directory = _defaults.get_directory((local_path(path), SHARD_SIZE, timeout, process_group))
+    return directory.restore(
         tag,
         model,
         optimizer,

@@ -1,74 +1,70 @@
-"""The ``Checkpointer``: saves into and loads from one run directory, with settings that are given once."""
+"""The ``Checkpointer``: it is given the objects of a training once, and decides when to save them and when to stop.
+
+A :class:`~holdfast.run_directory.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
+the only source of the tag, of the step in the manifest and of the step in events.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import logging
+import signal
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
-import torch.distributed as dist
+import torch
 
-from holdfast.engine.comm.session import RankGroup, current_process_group
-from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.data.preemption import Preemption, preemption
+from holdfast.errors import EmptyRunError, InvalidArgumentError, StateError
 from holdfast.load.result import RestoreResult
-from holdfast.observe.events import OnEvent, ignore_event
-from holdfast.observe.reporter import with_progress_bar
-from holdfast.observe.warning import warn_caller
-from holdfast.ondisk.files import SHARD_SIZE
-from holdfast.ondisk.validation import check_choice
-from holdfast.run.catalog import list_checkpoints
-from holdfast.run.corruption import CorruptRecord
-from holdfast.run.retention import Retention, as_policy
+from holdfast.ondisk.validation import check_tag
 from holdfast.run.scan import CheckpointInfo
-from holdfast.save.background import background_saves
-from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
-from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
+from holdfast.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
 from holdfast.save.handle import SaveHandle
-from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
-from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
-from holdfast.storage.posix import local_path
+from holdfast.state.restore import COMPONENTS
+from holdfast.state.stateful import check_stateful_object
+
+_log = logging.getLogger("holdfast")
+
+#: The arguments that are settings of the run directory; all others are options of each save.
+_SETTINGS = frozenset(RunSettings.__annotations__)
 
 
-class RestoreOptions(TypedDict, total=False):
-    """The optional arguments of a load. :func:`holdfast.restore` documents each of them."""
-
-    dataloader: Any
-    stateful: Mapping[str, Any] | None
-    strict: bool
-    allow_missing: Collection[str]
-    verify: bool
-    rng: bool | None
-    cast_dtype: bool
-    share_reads: str
-    on_corruption: str
-    keys: Mapping[str, str] | None
-    on_event: OnEvent | None
+class CheckpointerOptions(RunSettings, SaveOptions, total=False):
+    """The optional arguments of a :class:`Checkpointer`. :func:`holdfast.save_checkpoint` documents each of them."""
 
 
 class Checkpointer:
-    """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
+    """Saves and resumes one training. All ranks must make the same calls in the same order.
 
-    A ``Checkpointer`` is a context manager; at the end of the ``with`` block it waits for its background saves.
+    ::
+
+        with holdfast.Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=1000) as checkpointer:
+            for step in range(checkpointer.resume() + 1, 10_001):
+                ...
+                if checkpointer.step(step):
+                    break
+
+    At the end of the ``with`` block it saves the last step if that was not saved, waits for all background saves, and
+    raises the error of one that failed. If an exception ends the block, it only waits.
 
     Args:
         path: The run directory, on a file system that all ranks share.
-        keep: The number of checkpoints to keep, or a retention policy (see :mod:`holdfast.run.retention`). A save
-            removes only checkpoints of its own run: the run that was loaded from, or a new one.
-        async_save: The default of ``async_save`` in :meth:`save`.
-        staging: The default of ``staging`` in :meth:`save`.
-        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
-            ``"1GB"``.
-        incremental: The default of ``incremental`` in :meth:`save`.
-        keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
-        frozen: The default of ``frozen`` in :meth:`save`.
-        process_group: The ranks that save and load together. By default the default process group, or this process
-            alone if there is none.
-        timeout: The number of seconds that ranks wait for each other before all of them fail.
-        on_event: A function that is called with each event (see :mod:`holdfast.observe.events`).
+        model: A module, or a dict of modules.
+        optimizer: A ``torch.optim.Optimizer``, or a dict of them.
+        scheduler: An object with ``state_dict`` and ``load_state_dict``, or a dict of them.
+        dataloader: As in :func:`holdfast.save_checkpoint`.
+        stateful: Further objects with ``state_dict`` and ``load_state_dict``, by name. :meth:`register` adds others.
+        save_every: :meth:`step` saves each step that is a multiple of this number. By default it saves none of them:
+            then checkpoints come from :meth:`save`, from signals, and from the end of the ``with`` block.
+        signals: The signals at which :meth:`step` saves and returns ``True`` on all ranks. Without any, no signal
+            handler is installed.
+        options: Settings of the run directory and of each save, with the names and the meaning that they have in
+            :func:`holdfast.save_checkpoint`: ``keep``, ``async_save``, ``staging``, ``max_shard_size``,
+            ``incremental``, ``keep_full_every``, ``frozen``, ``process_group``, ``timeout``, ``on_event``,
+            ``staging_check``, ``replica_check``, ``rng``, ``state_dict_hooks``, ``adapter_only``.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -78,224 +74,189 @@ class Checkpointer:
         self,
         path: str | PathLike[str],
         *,
-        keep: Retention | int | None = None,
-        async_save: bool = False,
-        staging: str = "eager",
-        max_shard_size: int | str = SHARD_SIZE,
-        incremental: bool = True,
-        keep_full_every: int = FULL_EVERY,
-        frozen: str = "together",
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
-        on_event: OnEvent | None = None,
-    ) -> None:
-        self.path = local_path(path)
-        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
-        self.runs: set[str] = set()
-        #: The checkpoints that loads found corrupt. A save may take their tags.
-        self.corrupt: set[CorruptRecord] = set()
-        #: The checkpoint with which the next save may share files.
-        self.base = Base()
-        self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
-        self._process_group, self._timeout = process_group, timeout
-        check_choice("staging", staging, STAGING)
-        self._async_save, self._staging = async_save, staging
-        check_choice("frozen", frozen, FROZEN)
-        check_sharing(incremental, keep_full_every)
-        self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
-        self._on_event = on_event or ignore_event
-        self._plans = SavePlanCache()
-        self._ranks: RankGroup | None = None
-
-    def save(
-        self,
-        tag: str,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        user_content: Any = None,
-        *,
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
-        per_rank_content: Any = None,
-        step: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        overwrite: bool = False,
-        num_kept_ckpts: int | None = None,
-        keep: Retention | int | None = None,
-        async_save: bool | None = None,
-        staging: str | None = None,
-        staging_check: str = "sampled",
-        replica_check: str = "sampled",
-        incremental: bool | None = None,
-        keep_full_every: int | None = None,
-        frozen: str | None = None,
-        rng: bool = True,
-        state_dict_hooks: bool = True,
-        adapter_only: bool = False,
-        on_event: OnEvent | None = None,
-    ) -> SaveHandle[CheckpointInfo]:
-        """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
+        save_every: int | None = None,
+        signals: Collection[int] = (signal.SIGTERM,),
+        **options: Unpack[CheckpointerOptions],
+    ) -> None:
+        if save_every is not None:
+            _check_step("save_every", save_every, smallest=1)
+        settings: Any = {name: value for name, value in options.items() if name in _SETTINGS}
+        self._directory = RunDirectory(path, **settings)
+        self._options: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+        self._components = {
+            name: given
+            for name, given in (
+                ("model", model),
+                ("optimizer", optimizer),
+                ("scheduler", scheduler),
+                ("dataloader", dataloader),
+            )
+            if given is not None
+        }
+        self._registered: dict[str, Any] = {}
+        for name, candidate in (stateful or {}).items():
+            self.register(name, candidate)
+        self._save_every, self._signals = save_every, tuple(signals)
+        self._process_group, self._timeout = options.get("process_group"), options.get("timeout")
+        self._stop: Preemption | None = None
+        self._is_stopping = False
+        #: The last completed step, and the last one of which this object knows a checkpoint.
+        self._last, self._saved = 0, 0
+        #: What the last call of :meth:`step` wants to be saved with it.
+        self._pending: dict[str, Any] = {}
+        #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
+        self.restored: RestoreResult | None = None
 
-        The arguments, the result and the errors are those of :func:`holdfast.save_checkpoint`. An argument that is
-        ``None`` gets the value that was passed to the constructor.
-        """
-        began = time.perf_counter()
-        frozen = self._frozen if frozen is None else frozen
-        training = TrainingObjects(
-            model,
-            optimizer,
-            scheduler,
-            user_content,
-            per_rank_content,
-            stateful,
-            dataloader,
-            rng,
-            state_dict_hooks=state_dict_hooks,
-            frozen_apart=frozen == "apart",
-            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
-        )
-        uses_default = num_kept_ckpts is None and keep is None
-        policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
-        request = SaveRequest(
-            path=self.path,
-            tag=tag,
-            training=training,
-            max_shard_size=self._max_shard_size,
-            step=step,
-            metrics=metrics or {},
-            overwrite=overwrite,
-            keep=policy,
-            async_save=self._async_save if async_save is None else async_save,
-            staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
-            replica_check=replica_check,
-            incremental=self._incremental if incremental is None else incremental,
-            keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
-            frozen=frozen,
-            on_event=on_event or self._on_event,
-            began=began,
-        )
-        with background_saves.path_turn(self.path, self._process_group):
-            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
-            if request.async_save:
-                return self._run_save(request)
-            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
-                return self._run_save(replace(request, on_event=listener))
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._directory.path
 
-    def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
-        try:
-            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
-        finally:
-            if save.run_id:
-                self.runs.add(save.run_id)
+    @property
+    def last_step(self) -> int:
+        """The last step that was passed to :meth:`step` or resumed from; 0 at the beginning."""
+        return self._last
 
-    def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
-        """Return the event listener, on the coordinator combined with a progress bar."""
-        return (
-            with_progress_bar(label, on_event)
-            if self._current_ranks().rank == COORDINATOR_RANK
-            else nullcontext(on_event)
-        )
+    def register(self, name: str, stateful_object: Any) -> None:
+        """Add an object to what is saved and resumed: an average of weights, a loss scaler, anything with a state.
 
-    def finalize(self) -> None:
-        """Wait for the background saves of this path.
+        Args:
+            name: Its name in checkpoints.
+            stateful_object: An object with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            Exception: The error of the first save that failed. Each error is raised once.
+            InvalidArgumentError: The name is taken or is that of a component, or the object has no state.
         """
-        background_saves.finalize(self.path)
+        check_tag(name)
+        if name in COMPONENTS:
+            raise InvalidArgumentError(f"{name!r} is the name of a component: pass {name}= to Checkpointer")
+        if name in self._registered:
+            raise InvalidArgumentError(f"an object is already registered as {name!r}")
+        self._registered[name] = check_stateful_object(stateful_object, f"stateful object {name!r}")
 
-    def load(
-        self,
-        tag: str | None = None,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        **options: Unpack[RestoreOptions],
-    ) -> Any:
-        """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
+    def resume(self, tag: str | None = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]) -> int:
+        """Load the latest checkpoint, if there is one, into the objects of the training.
 
-        The arguments and errors are those of :func:`holdfast.load_checkpoint`.
+        :attr:`restored` then has the user content, and the report of what was loaded.
+
+        Args:
+            tag: The checkpoint to load; the latest by default.
+            new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
+                lack because they are new. They keep their state, with a warning.
+            options: The other arguments of :func:`holdfast.restore`, such as ``strict={"model": False}``.
+
+        Returns:
+            The last step that was completed, or 0 if the run directory has no checkpoint. The next step is one more.
+
+        Raises:
+            InvalidArgumentError: ``new_ok`` has an unknown name.
+            StateError: The checkpoint has no step.
+            NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
+                of :func:`holdfast.restore`.
         """
-        restored = self.restore(tag, model, optimizer, scheduler, **options)
-        if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
-            warn_caller(
-                f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
-            )
-        return restored.user_content
+        arguments: dict[str, Any] = {**self._components, "stateful": self._registered or None, **options}
+        arguments["allow_missing"] = {*_as_names(options.get("allow_missing", ())), *self._find_components(new_ok)}
+        self._watch_signals()
+        try:
+            self.restored = self._directory.restore(tag, **arguments)
+        except EmptyRunError:
+            level = logging.DEBUG if self._directory.rank else logging.INFO
+            _log.log(level, "there is no checkpoint in %s: training begins at step 1", self.path)
+            return 0
+        self._last = self._saved = _step_of(self.restored)
+        self._pending = {}
+        return self._last
 
-    def restore(
+    def step(
         self,
-        tag: str | None = None,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
         *,
-        dataloader: Any = None,
-        stateful: Mapping[str, Any] | None = None,
-        strict: bool = True,
-        allow_missing: Collection[str] = (),
-        verify: bool = True,
-        rng: bool | None = None,
-        cast_dtype: bool = False,
-        share_reads: str = "auto",
-        on_corruption: str = "fall_back",
-        keys: Mapping[str, str] | None = None,
-        on_event: OnEvent | None = None,
-    ) -> RestoreResult:
-        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+        user_content: Any = None,
+        per_rank_content: Any = None,
+    ) -> bool:
+        """Note that a step is complete. Save it if it is due, or if a rank got a signal to stop.
 
-        The arguments, the result and the errors are those of :func:`holdfast.restore`.
+        Args:
+            step: The number of the step; it must increase from call to call.
+            metrics: Numbers by name, or tensors of one element, which are read only if the step is saved.
+            user_content: See :func:`holdfast.save_checkpoint`; used if the step is saved.
+            per_rank_content: See :func:`holdfast.save_checkpoint`; used if the step is saved.
+
+        Returns:
+            Whether to leave the training loop: on all ranks at the same step, after a signal.
+
+        Raises:
+            InvalidArgumentError: ``step`` is no integer above that of the call before.
+            Exception: The errors of :func:`holdfast.save_checkpoint` and of :meth:`holdfast.Preemption.requested`.
         """
-        # Imported here, as a job that only saves needs none of it, and no reader of another format.
-        from holdfast.load.fallback import load_with_fallback  # noqa: PLC0415
-        from holdfast.load.request import LoadRequest  # noqa: PLC0415
-        from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
-
-        policy = RestorePolicy(
-            strict=strict,
-            cast_dtype=cast_dtype,
-            rng=optimizer is not None if rng is None else rng,
-            per_rank_content=_is_resume_call(optimizer, dataloader),
-            # Components that were not requested explicitly may be missing, but a warning says so.
-            allow_missing=_as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
-        )
-        request = LoadRequest(
-            path=self.path,
-            tag=tag,
-            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
-            policy=policy,
-            verify=verify,
-            share_reads=share_reads,
-            on_corruption=on_corruption,
-            keys=keys or {},
-            on_event=on_event or self._on_event,
-        )
-        with self._with_progress_bar(f"loading {tag or self.path.name}", request.on_event) as listener:
-            restored = load_with_fallback(
-                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt
+        _check_step("step", step, smallest=0)
+        if step <= self._last and (step or self._last or self._pending):
+            raise InvalidArgumentError(
+                f"step {step} comes after step {self._last}: steps must increase; the first one is resume() + 1"
             )
-        if restored.run:
-            self.runs.add(restored.run)
-        self.base.checkpoint = self._find_base(restored)
-        return restored
+        self._last = step
+        kept = {name: _without_graph(value) for name, value in (metrics or {}).items()}
+        self._pending = {"metrics": kept, "user_content": user_content, "per_rank_content": per_rank_content}
+        if self._is_stopping:
+            _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
+        self._is_stopping = self._is_stop_requested() or self._is_stopping
+        if self._is_stopping or (self._save_every is not None and step and step % self._save_every == 0):
+            self.save()
+        return self._is_stopping
 
-    def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
-        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
-        if not restored.id or restored.path is None or restored.path.parent != self.path:
-            return None
-        return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
+    def save(self, tag: str | None = None, *, overwrite: bool = False) -> SaveHandle[CheckpointInfo]:
+        """Save now, with the step, the metrics and the content that were last passed to :meth:`step`.
+
+        Args:
+            tag: The name of the checkpoint; ``step_N`` by default.
+            overwrite: Whether to replace a checkpoint of this name.
+
+        Returns:
+            The handle of the save, as of :func:`holdfast.save_checkpoint`.
+
+        Raises:
+            TagExistsError: There is a checkpoint of this name; and all other errors of
+                :func:`holdfast.save_checkpoint`.
+        """
+        pending = dict(self._pending)
+        metrics = {name: _read_number(value) for name, value in pending.pop("metrics", {}).items()}
+        handle = self._directory.save(
+            f"step_{self._last}" if tag is None else tag,
+            **self._components,
+            stateful=self._registered or None,
+            step=self._last,
+            metrics=metrics,
+            overwrite=overwrite,
+            **pending,
+            **self._options,
+        )
+        if tag is None:
+            self._saved = self._last
+        return handle
 
     def list(self) -> list[CheckpointInfo]:
         """Return the checkpoints in the run directory, oldest first. See :func:`holdfast.list_checkpoints`."""
-        return list_checkpoints(self.path)
+        return self._directory.list()
 
-    def _current_ranks(self) -> RankGroup:
-        if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
-            self._ranks = RankGroup(self._process_group)
-            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
-        return self._ranks
+    def finalize(self) -> None:
+        """Wait for the background saves. See :func:`holdfast.finalize`."""
+        self._directory.finalize()
+
+    def close(self) -> None:
+        """Restore the previous signal handlers. The end of a ``with`` block does it."""
+        if self._stop is not None:
+            self._stop.close()
+            self._stop = None
+
+    def __repr__(self) -> str:
+        names = ", ".join([*self._components, *self._registered]) or "nothing"
+        return f"<Checkpointer of {names} in {str(self.path)!r}, step {self._last}>"
 
     def __enter__(self) -> Self:
         return self
@@ -303,13 +264,67 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finalize()
+        try:
+            if error is None:
+                if self._last > self._saved:
+                    self.save()
+                self.finalize()
+            else:
+                self._finalize_after(error)
+        finally:
+            self.close()
+
+    def _finalize_after(self, error: BaseException) -> None:
+        """Wait for the background saves after an error, which is what the caller must see."""
+        try:
+            self.finalize()
+        except Exception as failure:  # noqa: BLE001 - the error that ended the block is raised, and names this one
+            error.add_note(f"a background save into {self.path} has failed, too: {failure!r}")
+
+    def _watch_signals(self) -> None:
+        if self._signals and self._stop is None:
+            timeout = {} if self._timeout is None else {"timeout": self._timeout}
+            self._stop = preemption(*self._signals, process_group=self._process_group, **timeout)
+
+    def _is_stop_requested(self) -> bool:
+        self._watch_signals()
+        return self._stop is not None and not self._is_stopping and self._stop.requested()
+
+    def _find_components(self, new_ok: Collection[str]) -> Iterable[str]:
+        """Yield the components that ``new_ok`` names. Raises ``InvalidArgumentError``."""
+        for name in _as_names(new_ok):
+            if name in self._registered:
+                yield f"stateful/{name}"
+            elif name.partition("/")[0] in self._components:
+                yield name
+            else:
+                known = ", ".join([*self._registered, *self._components]) or "nothing"
+                raise InvalidArgumentError(f"new_ok has {name!r}, but this Checkpointer saves {known}")
 
 
-def _as_components(names: Collection[str]) -> frozenset[str]:
-    return frozenset({names} if isinstance(names, str) else names)
+def _as_names(names: Collection[str]) -> Collection[str]:
+    return {names} if isinstance(names, str) else names
 
 
-def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
-    """Return whether a load resumes training, and so must restore the per-rank content."""
-    return optimizer is not None or dataloader is not None
+def _check_step(argument: str, value: object, *, smallest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
+
+
+def _step_of(restored: RestoreResult) -> int:
+    step = restored.step
+    if step is None or step != int(step):
+        raise StateError(
+            f"the checkpoint {restored.tag!r} has {'no step' if step is None else f'the step {step}'}, so it is not "
+            "known where to resume: save with step=, or load it with restore()"
+        )
+    return int(step)
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a metric that keeps no activations in memory."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _read_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,10 @@ class NoCheckpointError(HoldfastError, FileNotFoundError):
     """There is no checkpoint at the path, or none with the tag."""
 
 
+class EmptyRunError(NoCheckpointError):
+    """The path has no checkpoint at all, not even one that cannot be read: a training begins there."""
+
+
 class CheckpointReplacedError(NoCheckpointError):
     """Another process replaced or removed the checkpoint while it was read."""
 

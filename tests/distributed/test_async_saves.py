@@ -82,7 +82,7 @@ def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_
 
 
 def test_a_context_manager_waits(tmp_path: Path) -> None:
-    with slow_down_writes(0.2), holdfast.Checkpointer(tmp_path, async_save=True) as checkpointer:
+    with slow_down_writes(0.2), holdfast.RunDirectory(tmp_path, async_save=True) as checkpointer:
         checkpointer.save("s", {"w": torch.ones(1)})
     assert holdfast.has_checkpoint(tmp_path)
 
@@ -94,7 +94,7 @@ def test_the_arena_is_used_again(tmp_path: Path) -> None:
     made = []
     make = staging_memory.aligned_buffer
     with mock.patch.object(staging_memory, "aligned_buffer", lambda size: made.append(size) or make(size)):
-        checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
+        checkpointer = holdfast.RunDirectory(tmp_path, async_save=True)
         for number in range(4):
             checkpointer.save(f"s{number}", {"w": torch.ones(1000)}).wait()
     assert len(made) == 1
@@ -112,9 +112,9 @@ def test_saves_of_different_paths_use_the_same_memory_and_finalize_frees_it(tmp_
     with slow_down_writes(0.3):
         for number in range(5):  # these overlap, and each needs memory of its own
             holdfast.save_checkpoint(tmp_path / f"o{number}", "s", {"w": torch.ones(2**18)}, async_save=True)
-    holdfast.Checkpointer(tmp_path / "o4").finalize()
+    holdfast.RunDirectory(tmp_path / "o4").finalize()
     for number in range(4):
-        holdfast.Checkpointer(tmp_path / f"o{number}").finalize()
+        holdfast.RunDirectory(tmp_path / f"o{number}").finalize()
     assert len(memory._idle) <= 2
     holdfast.finalize()
     assert memory._idle == []
@@ -233,7 +233,7 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
 def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path: Path) -> None:
     """Interrupted while it waited; the arena must not be used again before."""
     model = {"w": torch.ones(1000)}
-    checkpointer = holdfast.Checkpointer(tmp_path, async_save=True)
+    checkpointer = holdfast.RunDirectory(tmp_path, async_save=True)
     with slow_down_writes(0.5):
         checkpointer.save("a", model)
         model["w"].fill_(2)
@@ -296,7 +296,7 @@ def fail_and_look_for_the_group(path: str) -> bool:
 
     group = dist.new_group([0, 1])
     alive, model = weakref.ref(group), torch.nn.Linear(2, 2)
-    run = holdfast.Checkpointer(path, process_group=group, async_save=True)
+    run = holdfast.RunDirectory(path, process_group=group, async_save=True)
     with mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
         run.save("s", model)
         while background_saves._flights[-1].thread.is_alive():

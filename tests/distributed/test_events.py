@@ -50,7 +50,7 @@ class TestSaves:
 
     def test_of_an_asynchronous_one_the_caller_waits_for_a_part(self, tmp_path: Path) -> None:
         events: list[Any] = []
-        checkpointer = holdfast.Checkpointer(tmp_path, on_event=events.append, async_save=True)
+        checkpointer = holdfast.RunDirectory(tmp_path, on_event=events.append, async_save=True)
         handle = checkpointer.save("a", state())
         handle.wait()
         (saved,) = of(holdfast.Saved, events)

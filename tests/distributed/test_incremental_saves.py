@@ -115,8 +115,8 @@ def run_session(path: str, full: str, session: Session, first: int) -> list[set[
 def save_steps(path: str, full: str, session: Session, first: int) -> list[set[str]]:
     """Do the work of :func:`run_session`."""
     state, shared = State(session.layouts), []
-    incremental = holdfast.Checkpointer(path, max_shard_size=LIMIT)
-    whole = holdfast.Checkpointer(full, max_shard_size=LIMIT, incremental=False)
+    incremental = holdfast.RunDirectory(path, max_shard_size=LIMIT)
+    whole = holdfast.RunDirectory(full, max_shard_size=LIMIT, incremental=False)
     if first:
         incremental.restore(model=state.tensors)
         content = holdfast.open(path).values["user_content"]
@@ -190,7 +190,7 @@ def test_an_incremental_save_has_the_bytes_of_a_full_one(
 
 def save_changing(path: str, **options: Any) -> None:
     state = State(dict.fromkeys(SHAPES, "rows"))
-    checkpointer = holdfast.Checkpointer(path, max_shard_size=LIMIT, **options)
+    checkpointer = holdfast.RunDirectory(path, max_shard_size=LIMIT, **options)
     for number in range(6):
         state.update(frozenset("a"))
         checkpointer.save(f"s{number:03d}", model=state.tensors)

@@ -246,7 +246,7 @@ def load_by_other_settings(model: nn.Module, optimizer: torch.optim.Optimizer, f
 
 
 def load_by_another_checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    holdfast.Checkpointer(folder).load("old", model, optimizer)
+    holdfast.RunDirectory(folder).load("old", model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_every_load_of_the_process_waits_for_the_copy(tmp_path: Path, load: Any,
     holdfast.save_optimizer(optimizer, tmp_path / "optimizer", shard=True, model=model)
     step(model, optimizer)
     before = expected(model, optimizer)
-    save = holdfast.Checkpointer(tmp_path / "new").save
+    save = holdfast.RunDirectory(tmp_path / "new").save
     if saved_by == "function":
         save = lambda *arguments, **options: holdfast.save_checkpoint(tmp_path / "new", *arguments, **options)  # noqa: E731
     with slow():
@@ -278,7 +278,7 @@ def test_a_step_waits_for_the_copies_of_all_saves_of_the_process(tmp_path: Path)
     before = [expected(*each) for each in models]
     with slow():
         for number, (model, optimizer) in enumerate(models):
-            run = holdfast.Checkpointer(tmp_path / str(number))
+            run = holdfast.RunDirectory(tmp_path / str(number))
             run.save("s", model, optimizer, async_save=True, staging="overlapped")
         for model, optimizer in models:
             step(model, optimizer)
@@ -322,7 +322,7 @@ def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
             with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} must be one of"):
                 holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
     with pytest.raises(InvalidArgumentError, match="staging must be one of eager, overlapped; got 'foo'"):
-        holdfast.Checkpointer(tmp_path, staging="foo")
+        holdfast.RunDirectory(tmp_path, staging="foo")
     assert not list(tmp_path.iterdir())
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import holdfast
 from campaigns.side_by_side.actions import check_state
 from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scenario
-from holdfast import Checkpointer, api
+from holdfast import RunDirectory, api
 from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
 from holdfast.load.read_plan import ReadPlan
@@ -72,14 +72,14 @@ def saver_and_loaders(path: str) -> int:
     own, others = dist.new_group([0]), dist.new_group([1, 2, 3])
     done = Path(path).parent / "done"
     if dist.get_rank() == 0:
-        run, step = Checkpointer(path, process_group=own), 0
+        run, step = RunDirectory(path, process_group=own), 0
         while not done.exists():
             step += 1
             run.save(f"step_{step % 2}", {"w": torch.full((999,), float(step))}, overwrite=True, num_kept_ckpts=1)
             dist.barrier() if step == 1 else time.sleep(0.03)
         return step
     dist.barrier()
-    run = Checkpointer(path, process_group=others)
+    run = RunDirectory(path, process_group=others)
     for number in range(15):
         model = {"w": torch.zeros(999)}
         assert not run.restore(model=model, verify=number % 3 > 0).skipped_checkpoints
@@ -281,7 +281,7 @@ def test_ranks_that_see_two_checkpoints_of_one_name_look_again(ranks: Ranks, tmp
 
 
 def test_a_job_that_has_not_loaded_from_a_run_removes_nothing_of_it(tmp_path: Path) -> None:
-    first, other = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path, keep=1)
+    first, other = RunDirectory(tmp_path, keep=1), RunDirectory(tmp_path, keep=1)
     for step in range(2):
         first.save(f"first_{step}", {"w": torch.ones(1)})
         other.save(f"other_{step}", {"w": torch.ones(1)})
@@ -293,10 +293,10 @@ def test_a_job_that_has_not_loaded_from_a_run_removes_nothing_of_it(tmp_path: Pa
 
 @pytest.mark.parametrize("by", ["the run", "the checkpoint"])
 def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) -> None:
-    Checkpointer(tmp_path).save("a", {"w": torch.ones(1)})
-    Checkpointer(tmp_path).save("of another run", {"w": torch.ones(1)})
+    RunDirectory(tmp_path).save("a", {"w": torch.ones(1)})
+    RunDirectory(tmp_path).save("of another run", {"w": torch.ones(1)})
     where = (tmp_path, "a") if by == "the run" else (tmp_path / "a", None)
-    with mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):  # as a process that begins
+    with mock.patch.object(api, "_defaults", api._DefaultDirectories()):  # as a process that begins
         holdfast.load_checkpoint(*where, model={"w": torch.zeros(1)})
         holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, num_kept_ckpts=1, max_shard_size="1GB")
     assert tags(tmp_path) == ["of another run", "b"]

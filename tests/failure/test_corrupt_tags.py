@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast import Checkpointer, api
+from holdfast import RunDirectory, api
 from holdfast.cli.main import app
 from holdfast.errors import StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import parse_hidden_name
@@ -33,7 +33,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 @contextmanager
 def process() -> Iterator[None]:
     """What the functions remember of earlier loads and saves is gone, as in a new process."""
-    with mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+    with mock.patch.object(api, "_defaults", api._DefaultDirectories()):
         yield
 
 
@@ -115,7 +115,7 @@ def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path) -> None:
 def test_only_who_fell_back_may_do_so(tmp_path: Path) -> None:
     train(tmp_path, 3)
     corrupt_model_of_step(tmp_path, 2)
-    fell_back, other = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    fell_back, other = RunDirectory(tmp_path), RunDirectory(tmp_path)
     fell_back.load(model=weights(0.0))
     other.load("step_1", model=weights(0.0))
     with pytest.raises(TagExistsError, match="step_2"):
@@ -131,7 +131,7 @@ def test_a_sound_one_is_never_moved(tmp_path: Path) -> None:
     file = tmp_path / "step_2/model/model.safetensors"
     sound = file.read_bytes()
     corrupt_model_of_step(tmp_path, 2)
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     file.write_bytes(sound)
     with pytest.raises(TagExistsError, match="step_2"):
@@ -148,13 +148,13 @@ def test_a_sound_one_is_never_moved(tmp_path: Path) -> None:
 def test_what_another_job_saves_meanwhile_keeps_the_name(tmp_path: Path, exchanging: None) -> None:
     train(tmp_path, 3)
     corrupt_model_of_step(tmp_path, 2)
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     replace = directories.exchange_directories
 
     def others_first(*paths: Path) -> None:
         with mock.patch.object(directories, "exchange_directories", replace):
-            Checkpointer(tmp_path).save("step_2", weights(7.0), overwrite=True)
+            RunDirectory(tmp_path).save("step_2", weights(7.0), overwrite=True)
         replace(*paths)
 
     with (
@@ -178,7 +178,7 @@ def test_renamed_and_copied_ones_stay(tmp_path: Path) -> None:
 def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     train(tmp_path, 3)
     corrupt_model_of_step(tmp_path, 2)
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
         mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),

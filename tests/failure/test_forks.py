@@ -145,7 +145,7 @@ def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_wai
 
 
 def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
-    checkpointer = holdfast.Checkpointer(tmp_path / "run", async_save=True)
+    checkpointer = holdfast.RunDirectory(tmp_path / "run", async_save=True)
 
     def save() -> list[str]:
         checkpointer.save("forked", {"w": torch.zeros(3)}).wait()

@@ -144,10 +144,10 @@ def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_o
     for folder in (living, of_a_run, writing):
         make_older(folder, 1e6)
     os.utime(writing / "model/model.safetensors")  # a rank of another host has just written
-    with closing(lock_staging(living)), mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+    with closing(lock_staging(living)), mock.patch.object(api, "_defaults", api._DefaultDirectories()):
         save_step(tmp_path, 1)
     assert [folder.exists() for folder in (living, of_a_run, writing)] == [True, True, True]
-    with mock.patch.object(api, "_defaults", api._DefaultCheckpointers()):
+    with mock.patch.object(api, "_defaults", api._DefaultDirectories()):
         save_step(tmp_path, 2)
     assert [folder.exists() for folder in (living, of_a_run, writing)] == [False, True, True]
 

@@ -54,8 +54,8 @@ def train(model: Tuned) -> None:
         model.adapter.weight.add_(1)
 
 
-def open_run(path: Path, **options: Any) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(path, frozen="apart", **options)
+def open_run(path: Path, **options: Any) -> holdfast.RunDirectory:
+    return holdfast.RunDirectory(path, frozen="apart", **options)
 
 
 def base_file(path: Path, tag: str) -> Path:
@@ -79,7 +79,7 @@ def assert_holds(path: Path, tag: str, model: Tuned) -> None:
     assert bytes(tensors["base.weight"].data) == model.base.weight.detach().numpy().tobytes()
 
 
-def save_twice(path: Path, **options: Any) -> tuple[holdfast.Checkpointer, Tuned]:
+def save_twice(path: Path, **options: Any) -> tuple[holdfast.RunDirectory, Tuned]:
     checkpointer, model = open_run(path, **options), build_model()
     for tag in ("s0", "s1"):
         train(model)
@@ -344,7 +344,7 @@ def save_columns(path: str, columns: int, changed_rank: int | None) -> list[bool
     whole = torch.arange(512.0 * columns).view(512, columns)
     tensor = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
     model = nn.ParameterDict({"f": nn.Parameter(tensor, requires_grad=False)})
-    checkpointer = holdfast.Checkpointer(path, frozen="apart", async_save=True, staging="overlapped")
+    checkpointer = holdfast.RunDirectory(path, frozen="apart", async_save=True, staging="overlapped")
     checkpointer.save("a", model).wait()
     if dist.get_rank() == changed_rank:
         model["f"].data._local_tensor[200, 3] += 1
@@ -474,7 +474,7 @@ def save_with_wrong_argument(path: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize("options", [{"frozen": "bogus"}, {"incremental": None}, {"keep_full_every": 0}], ids=str)
 def test_the_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(options))):
-        holdfast.Checkpointer(tmp_path, **options)
+        holdfast.RunDirectory(tmp_path, **options)
 
 
 def save_frozen_on(path: str, frozen_ranks: tuple[int, ...]) -> None:

@@ -114,7 +114,7 @@ def test_what_others_have_given_up_is_not_committed(ranks: Ranks, tmp_path: Path
 
 def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_path: Path) -> None:
     def save(value: float) -> None:
-        holdfast.Checkpointer(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
+        holdfast.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
 
     move = ShardWriter.write
 
@@ -132,7 +132,7 @@ def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_
 
 def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exchanging: None) -> None:
     def save(value: float) -> None:
-        holdfast.Checkpointer(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True)
+        holdfast.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True)
 
     replace = directories.exchange_directories
 
@@ -157,7 +157,7 @@ def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path:
 
     def stopped(self: ShardWriter, *arguments: Any) -> Any:
         with mock.patch.object(ShardWriter, "write", move):
-            holdfast.Checkpointer(tmp_path).save("new", {"w": torch.ones(4)})
+            holdfast.RunDirectory(tmp_path).save("new", {"w": torch.ones(4)})
         return move(self, *arguments)
 
     holdfast.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})

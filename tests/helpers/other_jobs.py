@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast import Checkpointer
+from holdfast import RunDirectory
 
 
 def save_as_other_job(path: Path, tag: str, value: float, **options: Any) -> None:
     """As another job does, which resumes the run."""
-    run = Checkpointer(path)
+    run = RunDirectory(path)
     run.runs = {info.run for info in holdfast.list_checkpoints(path)}
     run.save(tag, {"w": torch.full((64,), value)}, user_content=value, **options)

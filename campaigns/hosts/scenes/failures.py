@@ -26,6 +26,9 @@ from campaigns.hosts.workers import RemoteError, Worker
 #: promised, and two more because each call takes several times as long here as on real hosts.
 _TIMEOUT, _GRACE = 20.0, 4.0
 
+#: The seconds after the server is back in which clients still wait: its grace period, and the pauses of their retries.
+_RECOVERY = 60.0
+
 #: The steps of the saves: one with imports and the first plan, one whose duration is measured, and the one that fails.
 _FIRST, _MEASURED, _DISTURBED, _CONTINUED = 1, 2, 3, 4
 
@@ -41,11 +44,16 @@ class Job(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happens during a save. ``dead`` are the ranks that it kills. ``begin`` returns what ends the event."""
+    """What happens during a save. ``dead`` are the ranks that it kills. ``begin`` returns what ends the event.
+
+    For ``recovery`` seconds after the event, calls of living ranks may still wait in the kernel, where no timeout can
+    end them.
+    """
 
     name: str
     begin: Callable[[Testbed, Job], Callable[[], None]]
     dead: tuple[int, ...] = ()
+    recovery: float = 0.0
 
 
 def kill_process(pid: int) -> None:
@@ -96,10 +104,10 @@ EVENTS = (
     Event("rank 0 killed", _kill_rank(0), (0,)),
     Event("host of rank 1 killed", _kill_host(1), (1,)),
     Event("host of rank 0 killed", _kill_host(0), (0,)),
-    Event("server restarted", _restart_server),
+    Event("server restarted", _restart_server, recovery=_RECOVERY),
     Event("host of rank 1 cut off for 5 s", _cut_off(1, 5.0)),
     Event("host of rank 0 cut off for 5 s", _cut_off(0, 5.0)),
-    Event("host of rank 1 cut off for 60 s", _cut_off(1, 60.0)),
+    Event("host of rank 1 cut off for 60 s", _cut_off(1, 60.0), recovery=_RECOVERY),
 )
 
 
@@ -130,11 +138,12 @@ def _try_event(testbed: Testbed, kind: str, event: Event, moment: float) -> str:
         time.sleep(moment * (started - began))
         finish = event.begin(testbed, job)
         event_seconds = time.monotonic() - started
-        answers = _await_answers(job, event, started + max(_TIMEOUT, event_seconds) + _GRACE)
+        answers = _await_answers(job, event, started + max(_TIMEOUT, event_seconds + event.recovery) + _GRACE)
+        seconds = time.monotonic() - started
     finish()
     problem = _find_problem(testbed, run, answers)
     kinds = sorted({answer.partition(":")[0] for answer in answers})
-    return f"WRONG: {problem} ({'; '.join(answers)})" if problem else ", ".join(kinds)
+    return f"WRONG: {problem} ({'; '.join(answers)})" if problem else f"{', '.join(kinds)} after {seconds:.0f} s"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,17 +12,25 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.placeholders import PlaceholderCodec
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError
+from holdfast.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    StorageError,
+)
 from holdfast.formats.detect import is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import CheckpointValues, Reader, detect_replacement
 from holdfast.formats.sharded.inspect import inspect_shards
 from holdfast.ondisk.files import TensorInfo
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import NAME, Manifest
 from holdfast.run.catalog import is_run_directory, list_checkpoints
 from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest, resolve_checkpoint_path
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage import posix
+from holdfast.storage.file_memo import sign_file
+from holdfast.storage.filesystems import forget_names
 
 #: The option ``--tag`` of commands that read one checkpoint of a run.
 Tag = Annotated[
@@ -126,9 +135,32 @@ def inspect_path(path: Path) -> InspectedCheckpoint:
 
 
 def inspect_exact_path(path: Path) -> InspectedCheckpoint:
-    """Read the metadata of a checkpoint, also if its folder contains other checkpoints."""
-    notes = _inspect_files(path)
-    return _make_inspected(open_reader(resolve_checkpoint_path(path)), notes)
+    """Read the metadata of a checkpoint, also if its folder contains other checkpoints.
+
+    Raises the errors of :func:`inspect_path`, and ``CheckpointReplacedError``.
+    """
+    with _detect_removal(path):
+        notes = _inspect_files(path)
+        return _make_inspected(open_reader(resolve_checkpoint_path(path)), notes)
+
+
+@contextmanager
+def _detect_removal(path: Path) -> Iterator[None]:
+    """Raise ``CheckpointReplacedError`` if files cannot be read because a holdfast checkpoint was replaced or removed.
+
+    A client of a network file system lists a directory that it remembers, but its server no longer has.
+    """
+    manifest = str(path / NAME)
+    signature = sign_file(manifest)
+    try:
+        yield
+    except (CorruptCheckpointError, StorageError) as error:
+        if signature is None:
+            raise
+        forget_names(path.parent)
+        if sign_file(manifest) == signature:
+            raise
+        raise CheckpointReplacedError(f"{path} was replaced or removed while it was read") from error
 
 
 def _inspect_files(path: Path) -> tuple[str, ...]:

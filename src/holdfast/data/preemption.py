@@ -103,6 +103,8 @@ class Preemption(ClosingMixin):
         if number == signal.SIGINT and number in self._received and callable(previous):
             previous(number, frame)
         self._received.add(number)
+        if isinstance(getattr(previous, "__self__", None), Preemption):  # each of several watchers learns of the signal
+            previous(number, frame)
 
     def _watch_store(self, consensus: StepConsensus) -> None:
         """Announce a signal to the other ranks, watch for theirs, and agree with them on a step."""

@@ -26,6 +26,7 @@ from holdfast.ondisk.param_order import restore_order
 from holdfast.ondisk.strict_json import parse_json
 from holdfast.ondisk.values import ArrayCodec
 from holdfast.storage import posix
+from holdfast.storage.filesystems import forget_names
 
 #: The key of the optimizers in the values.
 OPTIMIZER = "optimizer"
@@ -97,6 +98,7 @@ def claims_to_be_native(path: Path) -> bool:
 
 def holds_checkpoint(path: Path, identity: str) -> bool:
     """Return whether a folder holds the checkpoint with the id ``identity``; also if its manifest cannot be read."""
+    forget_names(path.parent)
     try:
         return read_manifest(path).id == identity
     except NoCheckpointError:

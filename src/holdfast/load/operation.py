@@ -307,7 +307,7 @@ class LoadOperation:
             step=manifest.step if manifest else None,
             verified=verified,
             missing=tuple(targets.report.missing),
-            unexpected=tuple(targets.report.unexpected),
+            unexpected=tuple(name for _, name in targets.report.unexpected),
             exact=tuple(exact),
             reconstructed=tuple(reconstructed),
             skipped_checkpoints=tuple(record.tag for record in self.selected.corrupt),

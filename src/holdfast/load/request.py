@@ -52,6 +52,7 @@ class LoadRequest:
             "on_corruption": self.on_corruption,
             "keys": repr(sorted(self.keys.items())),
             "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
+            "strict": f"{self.policy.strict}, but not for {', '.join(sorted(self.policy.lenient)) or 'nothing'}",
             "the adapter of the checkpoint's reader": self.reader_adapter_text,
         }
         return CallDescription("load", arguments)
@@ -62,5 +63,10 @@ class LoadRequest:
             check_tag(self.tag)
         check_choice("share_reads", self.share_reads, SHARE_READS)
         check_choice("on_corruption", self.on_corruption, ON_CORRUPTION)
-        for component in self.policy.allow_missing:
-            check_choice("each of allow_missing", component, COMPONENTS)
+        named = {*self.training.component_names(), *(f"stateful/{name}" for name in self.training.stateful or ())}
+        for argument, components in (
+            ("each of allow_missing", self.policy.allow_missing),
+            ("each key of strict", self.policy.lenient),
+        ):
+            for component in components:
+                check_choice(argument, component, (*COMPONENTS, *(name for name in named if "/" in name)))

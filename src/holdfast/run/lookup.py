@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
+from holdfast.errors import CheckpointReplacedError, EmptyRunError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import describe_contents, is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
@@ -20,14 +20,14 @@ _ATTEMPTS = 100
 
 
 def latest_checkpoint(path: Path) -> CheckpointInfo:
-    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if there is none."""
+    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if none can be read."""
     infos = cached_checkpoints(path)
     complete = [info for info in infos if info.status == "complete"]
     if complete:
         return complete[-1]
     if infos:
         raise NoCheckpointError(f"none of the {len(infos)} checkpoint(s) in {path} can be read: {infos[-1].problem}")
-    raise NoCheckpointError(f"there is no checkpoint in {path}{describe_contents(path)}")
+    raise EmptyRunError(f"there is no checkpoint in {path}{describe_contents(path)}")
 
 
 def describe_ignored_files(path: Path) -> str | None:

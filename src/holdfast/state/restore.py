@@ -56,8 +56,9 @@ class RestorePolicy:
     """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
 
     ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
-    ``allow_missing`` are the kinds of components, of :data:`COMPONENTS`, that may be missing, wholly or partly, even if
-    ``strict``.
+    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
+    those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
+    ``"stateful/scaler"``.
     """
 
     strict: bool
@@ -65,22 +66,32 @@ class RestorePolicy:
     rng: bool
     per_rank_content: bool = False
     allow_missing: frozenset[str] = frozenset()
+    lenient: frozenset[str] = frozenset()
+
+    def is_strict(self, component: str) -> bool:
+        """Return whether all names of a component, such as ``"model"`` or ``"model/generator"``, must match."""
+        return self.strict and not _is_selected(component, self.lenient)
 
     def may_be_missing(self, component: str) -> bool:
-        """Return whether names of a component, such as ``"model"`` or ``"model/generator"``, may be missing."""
-        return not self.strict or component.partition("/")[0] in self.allow_missing
+        """Return whether names of a component may be missing in the checkpoint."""
+        return not self.is_strict(component) or _is_selected(component, self.allow_missing)
+
+
+def _is_selected(component: str, selected: frozenset[str]) -> bool:
+    return component in selected or component.partition("/")[0] in selected
 
 
 @dataclass
 class MismatchReport:
     """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
 
-    ``reasons`` has, for each missing thing that was requested, its component and a message. ``incomplete`` are the
-    components (``"model"``, …) that have such names, ``cast`` those with tensors whose dtype differs.
+    ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
+    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` those
+    with tensors whose dtype differs.
     """
 
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    unexpected: list[tuple[str, str]] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     reasons: list[tuple[str, str]] = field(default_factory=list)
     incomplete: set[str] = field(default_factory=set)
@@ -94,13 +105,16 @@ class MismatchReport:
 
     def add_unexpected(self, component: str, name: str) -> None:
         """Add a name that is only in the checkpoint."""
-        self.unexpected.append(name)
+        self.unexpected.append((component, name))
         self.incomplete.add(component)
 
     def refused_components(self, policy: RestorePolicy) -> list[str]:
-        """Return the kinds of components of which something is missing that must not be."""
-        parts = (component for component, _ in self.reasons if not policy.may_be_missing(component))
-        return list(dict.fromkeys(component.partition("/")[0] for component in parts))
+        """Return the components of which something is missing that must not be."""
+        return list(dict.fromkeys(component for component, _ in self.reasons if not policy.may_be_missing(component)))
+
+    def refused_names(self, policy: RestorePolicy) -> list[str]:
+        """Return the names that are only in the checkpoint and must not be."""
+        return [name for component, name in self.unexpected if policy.is_strict(component)]
 
     def tolerated_reasons(self, policy: RestorePolicy) -> list[str]:
         """Return messages about requested things that are missing and may be: as many as are shown."""
@@ -108,12 +122,11 @@ class MismatchReport:
 
     def raise_if_any(self, policy: RestorePolicy, source: str) -> None:
         """Raise a ``MismatchError`` that names all mismatches which the policy does not allow."""
-        refused = self.refused_components(policy)
+        refused, unexpected = self.refused_components(policy), self.refused_names(policy)
         lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]
-        if policy.strict:
-            lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
+        lines += [f"only in the checkpoint: {name}" for name in unexpected]
         if lines:
-            arguments = _suggest_arguments(refused, self.unexpected)
+            arguments = _suggest_arguments(refused, unexpected)
             advice = "" if self.different or not policy.strict else f"\nPass {arguments}."
             raise MismatchError(
                 f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}{advice}"
@@ -123,7 +136,7 @@ class MismatchReport:
 def _suggest_arguments(refused: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return the arguments that let the rest be loaded; the narrower one if no names of tensors are concerned."""
     not_strict = "strict=False to load what matches"
-    if unexpected or {*refused} & {"model", "optimizer"}:
+    if unexpected or {component.partition("/")[0] for component in refused} & {"model", "optimizer"}:
         return not_strict
     return f"allow_missing={tuple(refused)!r} to load the rest without, or {not_strict}"
 
@@ -193,7 +206,8 @@ class LoadTargets:
         requested = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
         for name in requested:
             if name not in saved:
-                self.report.add_missing("stateful", f"stateful object {name!r}")
+                self.report.add_missing(f"stateful/{name}", f"stateful object {name!r}")
+                self.report.incomplete.add("stateful")
 
     def _match_rank_state(self) -> None:
         """Match the state that belongs to this rank alone."""
@@ -311,8 +325,8 @@ class LoadTargets:
             self.report.different.append(str(error))
 
     def _has_mismatches(self) -> bool:
-        unexpected = self._policy.strict and self.report.unexpected
-        return bool(self.report.different or unexpected or self.report.refused_components(self._policy))
+        report, policy = self.report, self._policy
+        return bool(report.different or report.refused_names(policy) or report.refused_components(policy))
 
     def _match_model(self, slot: str, parts: Sequence[object]) -> None:
         for part in parts:
@@ -391,7 +405,7 @@ class LoadTargets:
         """Report load hooks that cannot run under FSDP1 as a difference or, if not strict, as missing."""
         for loader in view.loaders:
             problem = loader.explain_fsdp1_conflict() if fsdp1.uses_fsdp1(loader.module) else None
-            if problem is not None and self._policy.strict:
+            if problem is not None and self._policy.is_strict(_component_of(slot)):
                 self.report.different.append(problem)
             elif problem is not None:
                 self.report.add_missing(slot, f"load hooks: {problem}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from holdfast.storage.posix import wrap_os_errors
+from holdfast.errors import StorageError
+from holdfast.storage.posix import list_names, wrap_os_errors
 
 #: File systems of one host: all its processes see each lock. Other hosts can only use them through one of another kind,
 #: such as NFS (<linux/magic.h>).
@@ -45,6 +47,17 @@ def filesystem_magic(path: Path) -> int:
 def is_local(path: Path) -> bool:
     """Return whether the kind of a directory's file system is known to belong to one host only."""
     return filesystem_magic(path) in _LOCAL
+
+
+def forget_names(path: Path) -> None:
+    """Make this host ask the file server what the names in a directory stand for.
+
+    A client of a network file system remembers names for up to half a minute: which ones were missing, and which file
+    or directory had the others. It asks again if the directory is listed.
+    """
+    with suppress(StorageError):  # there is no such directory
+        if not is_local(path):
+            list_names(path)
 
 
 def shares_locks(path: Path) -> bool | None:

@@ -149,7 +149,7 @@ def own_bytes(path: Path) -> int:
     """
     total = 0
     shared: int | None = 0
-    for file in (path, *path.rglob("*")):
+    for file in (path, *_walk(path)):
         with suppress(OSError):  # another process removes it
             status = file.lstat()
             if status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
@@ -160,6 +160,12 @@ def own_bytes(path: Path) -> int:
                 shared = _count_shared_bytes(file)
                 total -= min(size, shared or 0)
     return total
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """Yield what is below a directory, as far as it can be listed: another process may remove it."""
+    for folder, subfolders, files in os.walk(path):
+        yield from (Path(folder, name) for name in (*subfolders, *files))
 
 
 def _count_shared_bytes(path: Path) -> int | None:

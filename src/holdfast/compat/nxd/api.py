@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from holdfast import api
-from holdfast.checkpointer import RestoreOptions
 from holdfast.compat.nxd.format import step_dirs
 from holdfast.compat.nxd.format.nxd_reader import OPTIMIZER, WEIGHTS
 from holdfast.compat.nxd.model_sharding import sharding_of
@@ -18,6 +17,7 @@ from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import is_native
 from holdfast.formats.registry import LAYOUT
+from holdfast.run_directory import RestoreOptions
 from holdfast.storage.posix import local_path
 
 #: The value of ``num_kept_ckpts`` that keeps all checkpoints, besides ``None``.

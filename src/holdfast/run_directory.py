@@ -1,0 +1,357 @@
+"""The ``RunDirectory``: saves into and loads from one run directory, with settings that are given once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import torch.distributed as dist
+
+from holdfast.engine.comm.session import RankGroup, current_process_group
+from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.errors import InvalidArgumentError
+from holdfast.load.result import RestoreResult
+from holdfast.observe.events import OnEvent, ignore_event
+from holdfast.observe.reporter import with_progress_bar
+from holdfast.observe.warning import warn_caller
+from holdfast.ondisk.files import SHARD_SIZE
+from holdfast.ondisk.validation import check_choice
+from holdfast.run.catalog import list_checkpoints
+from holdfast.run.corruption import CorruptRecord
+from holdfast.run.retention import Retention, as_policy
+from holdfast.run.scan import CheckpointInfo
+from holdfast.save.background import background_saves
+from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
+from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
+from holdfast.save.handle import SaveHandle
+from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
+from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
+from holdfast.storage.posix import local_path
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The optional arguments of a load. :func:`holdfast.restore` documents each of them."""
+
+    dataloader: Any
+    stateful: Mapping[str, Any] | None
+    strict: bool | Mapping[str, bool]
+    allow_missing: Collection[str]
+    verify: bool
+    rng: bool | None
+    cast_dtype: bool
+    share_reads: str
+    on_corruption: str
+    keys: Mapping[str, str] | None
+    on_event: OnEvent | None
+
+
+class RunSettings(TypedDict, total=False):
+    """The optional arguments of a :class:`RunDirectory`, which documents each of them."""
+
+    keep: Retention | int | None
+    async_save: bool
+    staging: str
+    max_shard_size: int | str
+    incremental: bool
+    keep_full_every: int
+    frozen: str
+    process_group: dist.ProcessGroup | None
+    timeout: float
+    on_event: OnEvent | None
+
+
+class SaveOptions(TypedDict, total=False):
+    """Further optional arguments of a save. :func:`holdfast.save_checkpoint` documents each of them."""
+
+    staging_check: str
+    replica_check: str
+    rng: bool
+    state_dict_hooks: bool
+    adapter_only: bool
+
+
+class RunDirectory:
+    """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
+
+    The objects to save are arguments of each call; a :class:`holdfast.Checkpointer` is given them once. A
+    ``RunDirectory`` is a context manager; at the end of the ``with`` block it waits for its background saves.
+
+    Args:
+        path: The run directory, on a file system that all ranks share.
+        keep: The number of checkpoints to keep, or a retention policy (see :mod:`holdfast.run.retention`). A save
+            removes only checkpoints of its own run: the run that was loaded from, or a new one.
+        async_save: The default of ``async_save`` in :meth:`save`.
+        staging: The default of ``staging`` in :meth:`save`.
+        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
+            ``"1GB"``.
+        incremental: The default of ``incremental`` in :meth:`save`.
+        keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
+        frozen: The default of ``frozen`` in :meth:`save`.
+        process_group: The ranks that save and load together. By default the default process group, or this process
+            alone if there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        on_event: A function that is called with each event (see :mod:`holdfast.observe.events`).
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        keep: Retention | int | None = None,
+        async_save: bool = False,
+        staging: str = "eager",
+        max_shard_size: int | str = SHARD_SIZE,
+        incremental: bool = True,
+        keep_full_every: int = FULL_EVERY,
+        frozen: str = "together",
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.path = local_path(path)
+        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
+        self.runs: set[str] = set()
+        #: The checkpoints that loads found corrupt. A save may take their tags.
+        self.corrupt: set[CorruptRecord] = set()
+        #: The checkpoint with which the next save may share files.
+        self.base = Base()
+        self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
+        self._process_group, self._timeout = process_group, timeout
+        check_choice("staging", staging, STAGING)
+        self._async_save, self._staging = async_save, staging
+        check_choice("frozen", frozen, FROZEN)
+        check_sharing(incremental, keep_full_every)
+        self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
+        self._on_event = on_event or ignore_event
+        self._plans = SavePlanCache()
+        self._ranks: RankGroup | None = None
+
+    def save(
+        self,
+        tag: str,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        user_content: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        per_rank_content: Any = None,
+        step: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        num_kept_ckpts: int | None = None,
+        keep: Retention | int | None = None,
+        async_save: bool | None = None,
+        staging: str | None = None,
+        staging_check: str = "sampled",
+        replica_check: str = "sampled",
+        incremental: bool | None = None,
+        keep_full_every: int | None = None,
+        frozen: str | None = None,
+        rng: bool = True,
+        state_dict_hooks: bool = True,
+        adapter_only: bool = False,
+        on_event: OnEvent | None = None,
+    ) -> SaveHandle[CheckpointInfo]:
+        """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
+
+        The arguments, the result and the errors are those of :func:`holdfast.save_checkpoint`. An argument that is
+        ``None`` gets the value that was passed to the constructor.
+        """
+        began = time.perf_counter()
+        frozen = self._frozen if frozen is None else frozen
+        training = TrainingObjects(
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            per_rank_content,
+            stateful,
+            dataloader,
+            rng,
+            state_dict_hooks=state_dict_hooks,
+            frozen_apart=frozen == "apart",
+            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
+        )
+        uses_default = num_kept_ckpts is None and keep is None
+        policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
+        request = SaveRequest(
+            path=self.path,
+            tag=tag,
+            training=training,
+            max_shard_size=self._max_shard_size,
+            step=step,
+            metrics=metrics or {},
+            overwrite=overwrite,
+            keep=policy,
+            async_save=self._async_save if async_save is None else async_save,
+            staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
+            replica_check=replica_check,
+            incremental=self._incremental if incremental is None else incremental,
+            keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
+            frozen=frozen,
+            on_event=on_event or self._on_event,
+            began=began,
+        )
+        with background_saves.path_turn(self.path, self._process_group):
+            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            if request.async_save:
+                return self._run_save(request)
+            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
+                return self._run_save(replace(request, on_event=listener))
+
+    def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+        save = CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+        try:
+            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
+        finally:
+            if save.run_id:
+                self.runs.add(save.run_id)
+
+    def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """Return the event listener, on the coordinator combined with a progress bar."""
+        return (
+            with_progress_bar(label, on_event)
+            if self._current_ranks().rank == COORDINATOR_RANK
+            else nullcontext(on_event)
+        )
+
+    def finalize(self) -> None:
+        """Wait for the background saves of this path.
+
+        Raises:
+            Exception: The error of the first save that failed. Each error is raised once.
+        """
+        background_saves.finalize(self.path)
+
+    def load(
+        self,
+        tag: str | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        **options: Unpack[RestoreOptions],
+    ) -> Any:
+        """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
+
+        The arguments and errors are those of :func:`holdfast.load_checkpoint`.
+        """
+        restored = self.restore(tag, model, optimizer, scheduler, **options)
+        if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
+            warn_caller(
+                f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
+            )
+        return restored.user_content
+
+    def restore(
+        self,
+        tag: str | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        strict: bool | Mapping[str, bool] = True,
+        allow_missing: Collection[str] = (),
+        verify: bool = True,
+        rng: bool | None = None,
+        cast_dtype: bool = False,
+        share_reads: str = "auto",
+        on_corruption: str = "fall_back",
+        keys: Mapping[str, str] | None = None,
+        on_event: OnEvent | None = None,
+    ) -> RestoreResult:
+        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+
+        The arguments, the result and the errors are those of :func:`holdfast.restore`.
+        """
+        # Imported here, as a job that only saves needs none of it, and no reader of another format.
+        from holdfast.load.fallback import load_with_fallback  # noqa: PLC0415
+        from holdfast.load.request import LoadRequest  # noqa: PLC0415
+        from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
+
+        policy = RestorePolicy(
+            strict=strict if isinstance(strict, bool) else True,
+            lenient=_lenient_components(strict),
+            cast_dtype=cast_dtype,
+            rng=optimizer is not None if rng is None else rng,
+            per_rank_content=_is_resume_call(optimizer, dataloader),
+            # Components that were not requested explicitly may be missing, but a warning says so.
+            allow_missing=_as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
+        )
+        request = LoadRequest(
+            path=self.path,
+            tag=tag,
+            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+            policy=policy,
+            verify=verify,
+            share_reads=share_reads,
+            on_corruption=on_corruption,
+            keys=keys or {},
+            on_event=on_event or self._on_event,
+        )
+        with self._with_progress_bar(f"loading {tag or self.path.name}", request.on_event) as listener:
+            restored = load_with_fallback(
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt
+            )
+        if restored.run:
+            self.runs.add(restored.run)
+        self.base.checkpoint = self._find_base(restored)
+        return restored
+
+    def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
+        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
+        if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among those that save and load together."""
+        return self._current_ranks().rank
+
+    def list(self) -> list[CheckpointInfo]:
+        """Return the checkpoints in the run directory, oldest first. See :func:`holdfast.list_checkpoints`."""
+        return list_checkpoints(self.path)
+
+    def _current_ranks(self) -> RankGroup:
+        if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
+            self._ranks = RankGroup(self._process_group)
+            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
+        return self._ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finalize()
+
+
+def _as_components(names: Collection[str]) -> frozenset[str]:
+    return frozenset({names} if isinstance(names, str) else names)
+
+
+def _lenient_components(strict: object) -> frozenset[str]:
+    """Return the components that ``strict`` excludes by name. Raises ``InvalidArgumentError`` for any other type."""
+    if isinstance(strict, bool):
+        return frozenset()
+    if not isinstance(strict, Mapping) or not all(isinstance(value, bool) for value in strict.values()):
+        raise InvalidArgumentError(f"strict must be a bool, or a dict such as {{'model': False}}; got {strict!r}")
+    return frozenset(name for name, value in strict.items() if not value)
+
+
+def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
+    """Return whether a load resumes training, and so must restore the per-rank content."""
+    return optimizer is not None or dataloader is not None

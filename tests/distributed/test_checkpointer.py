@@ -1,0 +1,87 @@
+"""Tests of the checkpointer on several ranks: all stop at one step, and another number of ranks goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast.errors import EmptyRunError, NoCheckpointError, RankMismatchError
+from tests.helpers.pool import Ranks
+
+_SAMPLES, _BATCH, _STEPS = 48, 6, 8
+
+
+def train(path: str, signal_at: int = 0) -> tuple[int, int, list[int], list[float]]:
+    """Train on all ranks. Return the steps before and after, the samples of this rank, and the whole weights.
+
+    The last rank gets a signal at a step. After it steps take so long that it is noticed before the last one.
+    """
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(5, 3), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = holdfast.ResumableLoader(list(range(_SAMPLES)), batch_size=_BATCH // dist.get_world_size(), seed=3)
+    samples = []
+    with holdfast.Checkpointer(
+        path, model=model, optimizer=optimizer, dataloader=loader, save_every=100, async_save=True
+    ) as checkpointer:
+        start = checkpointer.resume()
+        for step, batch in enumerate(loader, start + 1):
+            samples += batch.tolist()
+            model(batch.float().outer(torch.ones(5)) / _SAMPLES).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == signal_at and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.step(step):
+                break
+            time.sleep(0.5 if signal_at else 0.0)
+    return start, checkpointer.last_step, samples, model.weight.full_tensor().flatten().tolist()
+
+
+def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(2, train, str(tmp_path / "a"), 1)
+    ((_, stopped),) = {outcome[:2] for outcome in first}
+    assert [info.step for info in holdfast.list_checkpoints(tmp_path / "a")] == [stopped]
+    second = ranks(3, train, str(tmp_path / "a"))
+    assert {outcome[:2] for outcome in second} == {(stopped, _STEPS)}
+    assert sorted(sample for outcome in (*first, *second) for sample in outcome[2]) == list(range(_SAMPLES))
+    uninterrupted = ranks(1, train, str(tmp_path / "b"))
+    torch.testing.assert_close(torch.tensor(second[0][3]), torch.tensor(uninterrupted[0][3]))
+
+
+def resume_nothing(path: str) -> int:
+    return holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume()
+
+
+def test_all_ranks_begin_at_the_first_step_if_there_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3, resume_nothing, str(tmp_path / "none")) == [0, 0, 0]
+
+
+def load_nothing(path: str) -> None:
+    holdfast.load_checkpoint(path, model={"w": torch.zeros(2)})
+
+
+def test_all_ranks_learn_that_a_run_directory_is_empty(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.outcomes(2, load_nothing, str(tmp_path / "none")):
+        assert type(error) is EmptyRunError
+        assert isinstance(error, NoCheckpointError)
+
+
+def resume_differently(path: str) -> None:
+    strict = {"model": dist.get_rank() == 0}
+    holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume(strict=strict)
+
+
+def test_ranks_must_be_equally_strict(ranks: Ranks, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, step=1)
+    for error in ranks.outcomes(2, resume_differently, str(tmp_path)):
+        assert isinstance(error, RankMismatchError)
+        assert "strict" in str(error)
