@@ -83,6 +83,17 @@ def read_view(run: holdfast.RunDirectory, _: int) -> None:
         check_state({name: view[name] for name in view}, step)
 
 
+def read_pinned(run: holdfast.RunDirectory, number: int) -> None:
+    """Read a pinned checkpoint in all ways: no other job may remove it."""
+    with holdfast.pin(run.path) as view:
+        step = view.values["user_content"]
+        for _ in range(2):
+            check_state({name: view[name] for name in view}, step)
+        tensors = build_state(0)
+        require(run.load(view.tag, model=tensors, verify=number % 2 == 0) == step, "another checkpoint was loaded")
+        check_state(tensors, step)
+
+
 def list_checkpoints(run: holdfast.RunDirectory, _: int) -> None:
     """List the checkpoints: there is always one, and none is reported corrupt."""
     require(holdfast.has_checkpoint(run.path), "has_checkpoint tells of none")

@@ -22,6 +22,7 @@ from campaigns.side_by_side.actions import (
     overwrite_keeping_one,
     overwrite_tag,
     read_in_turn,
+    read_pinned,
     require,
     save_keeping_one,
     save_under_shared_tag,
@@ -41,6 +42,7 @@ class Scenario:
 
 SCENARIOS = {
     "one keeps one checkpoint, others read": Scenario((save_keeping_one, load_latest, read_in_turn)),
+    "one keeps one checkpoint, others pin it": Scenario((save_keeping_one, read_pinned, read_pinned)),
     "one overwrites, others read": Scenario((overwrite_tag, load_tag, read_in_turn)),
     "one does both, others read": Scenario((overwrite_keeping_one, load_latest, read_in_turn)),
     "one overwrites in two steps": Scenario((overwrite_tag, read_in_turn, load_tag), two_steps=True),
@@ -97,4 +99,5 @@ def check_outcome(path: Path, name: str, seen: list[Counter[str]]) -> None:
     for rank, action in enumerate(scenario.actions):
         if action is save_keeping_one:
             tags = [folder.name for folder in folders if folder.name.startswith(f"{rank}_")]
-            require(len(tags) == 1, f"one of {tags} should be left")
+            pinned = scenario.actions.count(read_pinned)
+            require(1 <= len(tags) <= 1 + pinned, f"one of {tags} should be left, and {pinned} that were pinned")

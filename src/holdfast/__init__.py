@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         UnsupportedTensorError,
         UnsupportedValueError,
     )
+    from holdfast.evaluation import iterate_new, pin, wait_for_new
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
@@ -102,6 +103,7 @@ _MODULES = {
     "convert": "holdfast.conversion.convert",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
+    "iterate_new": "holdfast.evaluation",
     "list_checkpoints": "holdfast.api",
     "load_checkpoint": "holdfast.api",
     "load_lr_scheduler": "holdfast.components.api",
@@ -109,6 +111,7 @@ _MODULES = {
     "load_optimizer": "holdfast.components.api",
     "merge_adapters": "holdfast.components.merged_export",
     "open": "holdfast.view",
+    "pin": "holdfast.evaluation",
     "preemption": "holdfast.data.preemption",
     "restore": "holdfast.api",
     "save_checkpoint": "holdfast.api",
@@ -116,6 +119,7 @@ _MODULES = {
     "save_model": "holdfast.components.api",
     "save_optimizer": "holdfast.components.api",
     "shield_worker": "holdfast.data.workers",
+    "wait_for_new": "holdfast.evaluation",
 }
 
 __all__ = [
@@ -164,6 +168,7 @@ __all__ = [
     "convert",
     "finalize",
     "has_checkpoint",
+    "iterate_new",
     "list_checkpoints",
     "load_checkpoint",
     "load_lr_scheduler",
@@ -171,6 +176,7 @@ __all__ = [
     "load_optimizer",
     "merge_adapters",
     "open",
+    "pin",
     "preemption",
     "restore",
     "save_checkpoint",
@@ -178,6 +184,7 @@ __all__ = [
     "save_model",
     "save_optimizer",
     "shield_worker",
+    "wait_for_new",
 ]
 
 

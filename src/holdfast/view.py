@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,14 @@ from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, Inv
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader, check_read, detect_replacement
 from holdfast.load.verification import CheckpointVerification, VerificationResult
+from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.blocks import BLOCK_BYTES
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.validation import check_keys
+from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.tensors import DTYPES
@@ -30,6 +34,10 @@ from holdfast.storage.posix import local_path
 
 #: The groups of tensors that belong to values, and are read through these.
 _VALUE_GROUPS = frozenset({"state", "ranks"})
+
+
+#: How similar a name must be to a mistyped one to be suggested, of 1.
+_SIMILARITY = 0.8
 
 
 class _ByteRange(NamedTuple):
@@ -67,9 +75,38 @@ class Checkpoint:
         """The name of the checkpoint's format."""
         return self._reader.format
 
+    @property
+    def identity(self) -> CheckpointIdentity | None:
+        """The sequence number, the run id and the id of a checkpoint of holdfast; ``None`` for other formats."""
+        manifest = self._manifest
+        return None if manifest is None else CheckpointIdentity(manifest.sequence, manifest.run, manifest.id)
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint's directory or file."""
+        return self._reader.path.name
+
+    @property
+    def step(self) -> float | None:
+        """The training step; ``None`` if none was saved, or if the format is not that of holdfast."""
+        return None if self._manifest is None else self._manifest.step
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The metrics by name; ``None`` for values that are not finite."""
+        return {} if self._manifest is None else dict(self._manifest.metrics)
+
+    @property
+    def _manifest(self) -> Manifest | None:
+        return self._reader.manifest if isinstance(self._reader, NativeReader) else None
+
     def keys(self) -> list[str]:
         """Return the names of the tensors of models and optimizers. A tied tensor is listed under one name only."""
         return [f"{group}/{name}" for group, name in self._stored if group not in _VALUE_GROUPS]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the tensor of each of :meth:`keys`. One tensor at a time is read into CPU memory."""
+        return ((name, self[name]) for name in self.keys())
 
     def info(self, name: str) -> TensorInfo:
         """Return the dtype (by its safetensors name), shape and size in bytes of a tensor.
@@ -137,6 +174,11 @@ class Checkpoint:
         self._read_ranges({_ByteRange(self._tensor_number(name), 0, info.nbytes): tensor})
         return tensor
 
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        size = format_size(sum(info.nbytes for infos in self._reader.groups.values() for info in infos.values()))
+        return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {len(self)} tensors, {size}>"
+
     def __contains__(self, name: object) -> bool:
         return name in self._number
 
@@ -202,8 +244,10 @@ class Checkpoint:
     def _tensor_number(self, name: str) -> int:
         if name not in self._number:
             check_read(self._reader, lambda note: f"{note.group}/{note.name}" == name)
-            close = [key for key in self._number if name in key][:3]
-            raise KeyError(f"{name!r} is not in {self.path}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+            keys = [key for key in self._number if key.partition("/")[0] not in _VALUE_GROUPS]
+            close = [key for key in keys if name in key] or get_close_matches(name, keys, cutoff=_SIMILARITY)
+            hint = f"; did you mean {', '.join(close[:3])}?" if close else ""
+            raise KeyError(f"{name!r} is not in {self.path}{hint}")
         return self._number[name]
 
     def _tensor_info(self, number: int) -> TensorInfo:

@@ -190,7 +190,7 @@ def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path
     for step in (1, 2):
         save_step(tmp_path, step)
     expired, full = holdfast.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("holdfast.run.staging_lock.write_fully", side_effect=full):
+    with mock.patch("holdfast.run.owned_lock.write_fully", side_effect=full):
         assert list(delete_checkpoints(expired)) == expired
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
 
@@ -262,7 +262,7 @@ def owner(tmp_path: Path) -> Iterator[StagingDirectory]:
 
 def test_a_host_that_sees_the_lock_says_so_in_the_file(owner: StagingDirectory, tmp_path: Path) -> None:
     before = lock_path(tmp_path, owner.name).read_text().split()
-    with mock.patch("holdfast.run.staging_lock.host_id", return_value=OTHER_HOST):
+    with mock.patch("holdfast.run.owned_lock.host_id", return_value=OTHER_HOST):
         confirm_lock(tmp_path, owner.name)
     assert lock_path(tmp_path, owner.name).read_text().split() == [*before, OTHER_HOST]
     assert before == [posix.host_id()]
@@ -288,7 +288,7 @@ def save_from_two_hosts(path: str) -> str | None:
 
     with (
         mock.patch("holdfast.save.negotiation.host_id", return_value=host),
-        mock.patch("holdfast.run.staging_lock.host_id", return_value=host),
+        mock.patch("holdfast.run.owned_lock.host_id", return_value=host),
         mock.patch.object(StagingDirectory, "publish", look_and_publish),
     ):
         for number in range(2):

@@ -418,7 +418,7 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     where = (
         "holdfast.conversion.pipeline.carry_values"
         if when == "reading the metadata"
-        else "holdfast.run.staging_lock.FileLock"
+        else "holdfast.run.owned_lock.FileLock"
     )
     with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from holdfast.observe.terminal import escape_control_characters, terminal_consol
 from holdfast.observe.units import format_size
 from holdfast.run.catalog import StaleDirectory, list_stale_directories
 from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from holdfast.run.pin import is_pinned
 from holdfast.run.retention import KeepLast
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.posix import local_path, path_exists
@@ -47,7 +49,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run, or leftovers of interrupted saves in its folder.
 
-    The newest complete checkpoint is never removed, and neither are files of a running save.
+    The newest complete checkpoint is never removed, and neither are checkpoints that a process has pinned, and files of
+    a running save.
     """
     path = local_path(run)
     check_run(path)
@@ -59,15 +62,17 @@ def prune(
         raise InvalidArgumentError(
             f"--keep must be a number above 0; got {keep}: the newest checkpoint is never removed"
         )
+    expired = expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else []
+    pinned = [info for info in expired if is_pinned(info)]
     removable = _Removable(
-        expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else [],
+        [info for info in expired if info not in pinned],
         list_stale_directories(path) if remains else [],
     )
     if not dry_run:
         removable = _remove_all(path, removable)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
-        kept = [leftover.name for leftover in removable.kept]
+        kept = [*(info.tag for info in pinned), *(leftover.name for leftover in removable.kept)]
         print_json(
             {
                 "checkpoints": names[0],
@@ -78,7 +83,7 @@ def prune(
             }
         )
     else:
-        _print_removed(removable, "would remove" if dry_run else "removed")
+        _print_removed(removable, pinned, "would remove" if dry_run else "removed")
 
 
 def _remove_all(path: Path, removable: _Removable) -> _Removable:
@@ -92,10 +97,12 @@ def _remove_all(path: Path, removable: _Removable) -> _Removable:
     )
 
 
-def _print_removed(removable: _Removable, action: str) -> None:
+def _print_removed(removable: _Removable, pinned: Sequence[CheckpointInfo], action: str) -> None:
     out = terminal_console()
     for name in (*(info.tag for info in removable.checkpoints), *(leftover.name for leftover in removable.leftovers)):
         out.print(f"{action} {escape_control_characters(name)}")
+    for info in pinned:
+        out.print(f"kept {escape_control_characters(info.tag)}: a process has pinned it")
     for leftover in removable.kept:
         name = escape_control_characters(leftover.name)
         out.print(f"kept {name}: a process uses it or may use it, or it cannot be locked or removed")

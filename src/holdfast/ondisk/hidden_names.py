@@ -1,4 +1,4 @@
-"""Names of hidden directories and lock files in a run. They are no checkpoints; their name says what they are."""
+"""Names of hidden directories, lock files and pins in a run. They are no checkpoints; their name says what they are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple
 
 #: ``partial``: a save in progress, or an interrupted one. ``replaced``: a checkpoint that another save replaced.
 #: ``removed``: a checkpoint that is being deleted. ``corrupt``: one that a load found corrupt, kept for inspection.
-#: ``lock``: no directory, but the lock file of the ``partial`` one.
-State = Literal["partial", "replaced", "removed", "corrupt", "lock"]
+#: ``lock``: no directory, but the lock file of the ``partial`` one. ``pin``: a file too, of a process that needs the
+#: checkpoint; its id is that of the pin.
+State = Literal["partial", "replaced", "removed", "corrupt", "lock", "pin"]
 
 _NAME = re.compile(
-    r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt|lock)"
+    r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt|lock|pin)"
 )
 
 

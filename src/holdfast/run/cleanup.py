@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
+from holdfast.run.pin import is_pinned, remove_dead_pin
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.staging_lock import StagingLock, acquire_lock
@@ -36,6 +37,9 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
     for hidden in names:
         if hidden.state == "lock":
             _remove_lock_file(path, hidden, names)
+            continue
+        if hidden.state == "pin":
+            remove_dead_pin(path / hidden.name)
             continue
         if run not in {None, hidden.run} or tag not in {None, hidden.tag}:
             continue
@@ -128,10 +132,13 @@ def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[
 
 
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
-    """Remove checkpoints, and yield each one after its removal. Skip those that another process removed or replaced."""
+    """Remove checkpoints, and yield each one after its removal.
+
+    Skip those that another process has pinned, removed or replaced.
+    """
     for info in checkpoints:
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
-        if holds_checkpoint(info.path, info.id):
+        if holds_checkpoint(info.path, info.id) and not is_pinned(info):
             with _lock_removal(info.path.parent, name):
                 is_removed = _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
@@ -150,14 +157,17 @@ def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[obje
 
 
 def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
-    """Remove a checkpoint by way of a hidden name. Return false if another process removed or replaced it."""
+    """Remove a checkpoint by way of a hidden name.
+
+    Return false if another process has pinned, removed or replaced it.
+    """
     try:
         rename_path(info.path, hidden)
     except StorageError:
         if path_exists(info.path):
             raise
         return False
-    if not holds_checkpoint(hidden, info.id):
+    if not holds_checkpoint(hidden, info.id) or is_pinned(info):
         _restore_name(hidden, info.path)
         return False
     remove_tree(hidden)

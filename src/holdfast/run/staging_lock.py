@@ -1,38 +1,23 @@
-"""The lock of a staging directory, and the proof that its owner is dead.
+"""The lock of a staging directory.
 
 No process may remove the staging directory of a living save, and each may remove that of a dead one. The owner locks
-``.TAG.RUN.ID.lock``, next to the directory and older than it. The kernel releases the lock however the owner ends. That
-others can take the lock is a proof only if they would see it while the owner lives. That is so
-
-- on the owner's host, which the file names;
-- on file systems whose hosts are known to see each other's locks (:func:`~holdfast.storage.filesystems.shares_locks`);
-- on file systems of which that is not known, if another host of the owner's job has seen the lock, and has written so
-  into the file.
-
-In all other cases the owner counts as dead if nothing in the directory has changed for a day, by the clock of the file
-system: clocks of hosts may differ.
+``.TAG.RUN.ID.lock``, next to the directory and older than it (:class:`~holdfast.run.owned_lock.OwnedLock`).
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.storage.file_lock import FileLock
-from holdfast.storage.filesystems import shares_locks
-from holdfast.storage.posix import host_id, last_change_time, path_exists, wrap_os_errors, write_fully
-
-#: Seconds without a change after which the owner counts as dead if its lock may be invisible.
-_ABANDONED_SECONDS = 86_400.0
-
-#: Bytes of the file for the owner's host; behind them is the host that has seen the lock.
-_HOST_BYTES = 64
+from holdfast.run import owned_lock
+from holdfast.run.owned_lock import OwnedLock
+from holdfast.storage.posix import last_change_time, path_exists, wrap_os_errors
 
 #: How often :func:`acquire_lock` tries again while other processes look at the file, and the seconds between.
 _MAX_ATTEMPTS, _RETRY_SECONDS = 100, 0.005
@@ -46,36 +31,18 @@ class StagingLock:
     def __init__(self, parent: Path, name: HiddenName) -> None:
         """Take the lock. Raises ``BlockingIOError`` if another process has it, and other errors as ``OSError``."""
         self._partial = parent / name.with_state("partial").name
-        self._lock, self._is_owner = FileLock(lock_path(parent, name)), False
+        self._lock = OwnedLock(lock_path(parent, name))
 
     def become_owner(self) -> None:
         """Write into the file that this process creates the staging directory."""
-        self._is_owner = True
-        write_fully(self._lock.fd, host_id().encode().ljust(_HOST_BYTES), 0)
+        self._lock.become_owner()
 
     def has_dead_owner(self, folder: Path, seconds: float = 0.0) -> bool:
         """Return whether the owner is dead, and nothing in ``folder`` has changed for at least ``seconds``.
 
         Raises ``StorageError`` if the directory is missing.
         """
-        if not self._lock.held:
-            return False
-        required = seconds if self._proves_death() else _ABANDONED_SECONDS
-        return required <= 0 or self._now() - last_change_time(folder) > required
-
-    def _proves_death(self) -> bool:
-        """Return whether this process would not have got the lock if the owner were alive."""
-        raw = os.pread(self._lock.fd, 2 * _HOST_BYTES, 0)
-        if raw[:_HOST_BYTES].strip() == host_id().encode():
-            return True
-        is_shared, was_seen_elsewhere = shares_locks(self._partial.parent), len(raw) > _HOST_BYTES
-        return was_seen_elsewhere if is_shared is None else is_shared
-
-    def _now(self) -> float:
-        """Return the time of the file system's clock."""
-        with wrap_os_errors("update", self._lock.path):
-            os.utime(self._lock.fd)
-            return os.fstat(self._lock.fd).st_mtime
+        return self._lock.has_dead_owner(partial(last_change_time, folder), seconds)
 
     def close(self) -> None:
         """Release the lock. The owner, or a process that has removed the staging directory, removes the lock file.
@@ -83,7 +50,7 @@ class StagingLock:
         Later calls do nothing.
         """
         with suppress(StorageError):  # if the directory cannot be looked at, the file stays
-            if self._is_owner or not path_exists(self._partial):
+            if self._lock.is_owner or not path_exists(self._partial):
                 self._lock.remove()
         self._lock.close()
 
@@ -119,25 +86,5 @@ def confirm_lock(parent: Path, name: HiddenName) -> None:
 
     If it does not see it, leftovers of killed jobs stay for a day, which is logged. No failure matters to the save.
     """
-    path = lock_path(parent, name)
-    try:
-        FileLock(path, create=False).close()
-    except BlockingIOError:
-        with suppress(OSError):
-            _record_witness(path)
-    except OSError:
-        return
-    else:
-        if path_exists(path):
-            _log.warning(
-                "hosts do not see each other's locks in %s: leftovers of killed jobs stay for a day",
-                parent,
-            )
-
-
-def _record_witness(path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_fully(fd, host_id().encode().ljust(_HOST_BYTES), _HOST_BYTES)
-    finally:
-        os.close(fd)
+    if not owned_lock.confirm_lock(lock_path(parent, name)):
+        _log.warning("hosts do not see each other's locks in %s: leftovers of killed jobs stay for a day", parent)

@@ -1,0 +1,69 @@
+"""Pins: as long as a process holds one, no process removes the checkpoint to save space.
+
+A pin is a locked file ``.TAG.RUN.ID.pin`` in the run directory, with an id of its own. The lock ends with the process.
+
+*No removal is missed*: who pins creates the file first, and looks for the checkpoint after that. Who removes renames
+the checkpoint first, and looks for pins after that; if there is one, it renames the checkpoint back. So at least one of
+both sees the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from holdfast.errors import StorageError
+from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.run.owned_lock import ABANDONED_SECONDS, OwnedLock
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.posix import last_change_time, list_names, wrap_os_errors
+
+
+@contextmanager
+def held_pin(parent: Path, tag: str, run: str) -> Iterator[None]:
+    """Hold a pin of the checkpoint ``tag`` of a run. Whether the checkpoint is still there is not checked.
+
+    Raises ``StorageError`` if the pin cannot be created.
+    """
+    path = parent / HiddenName(tag, run, secrets.token_hex(8), "pin").name
+    with wrap_os_errors("create the pin", path):
+        lock = OwnedLock(path)
+        try:
+            lock.become_owner()
+        except BaseException:
+            lock.remove()
+            raise
+    try:
+        yield
+    finally:
+        lock.remove()
+
+
+def is_pinned(info: CheckpointInfo) -> bool:
+    """Return whether a living process has pinned a checkpoint. Pins of dead processes are removed."""
+    names = map(parse_hidden_name, list_names(info.path.parent))
+    pins = [pin for pin in names if pin and (pin.tag, pin.run, pin.state) == (info.tag, info.run, "pin")]
+    return not all(remove_dead_pin(info.path.parent / pin.name) for pin in pins)
+
+
+def remove_dead_pin(path: Path) -> bool:
+    """Remove a pin if its holder is known to be dead. Return whether it is removed, now or before."""
+    try:
+        with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
+            is_dead = lock.proves_death() or _is_abandoned(path)
+            if is_dead:
+                lock.remove()
+            return is_dead
+    except StorageError as error:
+        return error.errno == errno.ENOENT or (error.errno != errno.EWOULDBLOCK and _is_abandoned(path))
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a pin is a day old. This counts if its lock proves nothing, or belongs to another user."""
+    with suppress(StorageError):
+        return time.time() - last_change_time(path) > ABANDONED_SECONDS
+    return False
