@@ -27,7 +27,7 @@ from campaigns.side_by_side.actions import (
     save_keeping_one,
     save_under_shared_tag,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, TagExistsError
 from holdfast.storage import directories
 from tests.golden import reader
 
@@ -72,8 +72,10 @@ def _repeat_action(run: holdfast.RunDirectory, action: Action, ends: float) -> I
         number += 1
         try:
             action(run, number)
+        except TagExistsError:
+            yield "TagExistsError"
         except HoldfastError as error:
-            yield type(error).__name__
+            yield f"{type(error).__name__}: {error}"
         else:
             yield "well"
 

@@ -14,7 +14,7 @@ from holdfast.formats.native import holds_checkpoint
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.pin import held_pin
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import local_path
+from holdfast.storage.posix import list_names, local_path
 from holdfast.view import Checkpoint
 
 #: How often :func:`pin` tries again if the checkpoint is removed meanwhile, and the seconds between: a process that
@@ -54,7 +54,8 @@ def _open_pinned(path: str | PathLike[str], tag: str | None, stack: ExitStack) -
             raise InvalidArgumentError(f"{checkpoint.path} is no checkpoint of holdfast: open it without a pin")
         with ExitStack() as attempt:
             attempt.enter_context(held_pin(checkpoint.path.parent, checkpoint.path.name, identity.run))
-            if holds_checkpoint(checkpoint.path, identity.id):
+            is_listed = checkpoint.path.name in list_names(checkpoint.path.parent)
+            if is_listed and holds_checkpoint(checkpoint.path, identity.id):
                 stack.push(attempt.pop_all())
                 return checkpoint
         time.sleep(_RETRY_SECONDS)

@@ -28,7 +28,7 @@ from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
 from holdfast.load.read_plan import ReadPlan
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import catalog, staging_dir, staging_lock
+from holdfast.run import catalog, owned_lock, staging_dir
 from holdfast.run.cleanup import clean_up
 from holdfast.run.staging_lock import StagingLock
 from holdfast.storage import directories, file_lock
@@ -366,7 +366,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
     assert value_of(tmp_path) == 1.0
     with (
         mock.patch.object(file_lock, "_try_lock", side_effect=BlockingIOError),
-        mock.patch.object(staging_lock, "_MAX_ATTEMPTS", 3),
+        mock.patch.object(owned_lock, "_MAX_ATTEMPTS", 3),
         pytest.raises(StorageError, match=r"\.lock is locked"),
     ):
         save_as_other_job(tmp_path, "b", 1.0)

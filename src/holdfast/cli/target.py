@@ -15,6 +15,7 @@ from holdfast.cli.placeholders import PlaceholderCodec
 from holdfast.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
+    FormatError,
     InvalidArgumentError,
     NoCheckpointError,
     StorageError,
@@ -154,9 +155,7 @@ def _detect_removal(path: Path) -> Iterator[None]:
     signature = sign_file(manifest)
     try:
         yield
-    except (CorruptCheckpointError, StorageError) as error:
-        if signature is None:
-            raise
+    except (CorruptCheckpointError, FormatError, StorageError) as error:
         forget_names(path.parent)
         if sign_file(manifest) == signature:
             raise

@@ -14,17 +14,24 @@ hosts may differ.
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from holdfast.errors import StorageError
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import shares_locks
 from holdfast.storage.posix import host_id, path_exists, wrap_os_errors, write_fully
 
 #: Seconds without a change after which the owner counts as dead if its lock may be invisible.
 ABANDONED_SECONDS = 86_400.0
+
+#: How often :func:`acquire_as_owner` tries again, and the seconds between.
+_MAX_ATTEMPTS, _RETRY_SECONDS = 100, 0.005
 
 #: Bytes of the file for the owner's host; behind them is the host that has seen the lock.
 _HOST_BYTES = 64
@@ -35,12 +42,12 @@ class OwnedLock:
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         """Take the lock. Raises ``BlockingIOError`` if another process has it, and other errors as ``OSError``."""
-        self.path, self.is_owner = path, False
+        self.path, self._is_owner = path, False
         self._lock = FileLock(path, create=create)
 
     def become_owner(self) -> None:
         """Write into the file that this process owns it."""
-        self.is_owner = True
+        self._is_owner = True
         write_fully(self._lock.fd, host_id().encode().ljust(_HOST_BYTES), 0)
 
     def has_dead_owner(self, last_change: Callable[[], float], seconds: float = 0.0) -> bool:
@@ -74,8 +81,37 @@ class OwnedLock:
         self._lock.remove()
 
     def close(self) -> None:
-        """Release the lock. Later calls do nothing."""
+        """Release the lock. The owner removes the file. Later calls do nothing."""
+        if self._is_owner:
+            self._lock.remove()
         self._lock.close()
+
+
+class _Ownable(Protocol):
+    def become_owner(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Lock = TypeVar("Lock", bound=_Ownable)
+
+
+def acquire_as_owner(path: Path, take_lock: Callable[[], Lock]) -> Lock:
+    """Take the lock on a new file, and become its owner.
+
+    A process that asks whether the owner is dead may hold it for a moment, and remove the file. Raises ``StorageError``
+    if the lock is taken again and again.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        with wrap_os_errors("lock", path), suppress(BlockingIOError):
+            lock = take_lock()
+            try:
+                lock.become_owner()
+            except BaseException:
+                lock.close()
+                raise
+            return lock
+        time.sleep(_RETRY_SECONDS)
+    raise StorageError(errno.EBUSY, f"{path} is locked: another process uses what it protects, or removes it")
 
 
 def confirm_lock(path: Path) -> bool:

@@ -4,7 +4,8 @@ A pin is a locked file ``.TAG.RUN.ID.pin`` in the run directory, with an id of i
 
 *No removal is missed*: who pins creates the file first, and looks for the checkpoint after that. Who removes renames
 the checkpoint first, and looks for pins after that; if there is one, it renames the checkpoint back. So at least one of
-both sees the other.
+both sees the other. Both look by listing the directory that they have just changed. A client of a network file system
+then asks the server, while it may remember single names wrongly if the times of the directory are too coarse.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
-from holdfast.run.owned_lock import ABANDONED_SECONDS, OwnedLock
+from holdfast.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.posix import last_change_time, list_names, wrap_os_errors
 
@@ -30,17 +31,8 @@ def held_pin(parent: Path, tag: str, run: str) -> Iterator[None]:
     Raises ``StorageError`` if the pin cannot be created.
     """
     path = parent / HiddenName(tag, run, secrets.token_hex(8), "pin").name
-    with wrap_os_errors("create the pin", path):
-        lock = OwnedLock(path)
-        try:
-            lock.become_owner()
-        except BaseException:
-            lock.remove()
-            raise
-    try:
+    with closing(acquire_as_owner(path, lambda: OwnedLock(path))):
         yield
-    finally:
-        lock.remove()
 
 
 def is_pinned(info: CheckpointInfo) -> bool:

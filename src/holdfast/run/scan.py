@@ -18,6 +18,7 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.ondisk.manifest import NAME, Manifest
 from holdfast.storage import posix
 from holdfast.storage.file_memo import FileMemo, sign_file
+from holdfast.storage.filesystems import is_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
 
     Raises ``CheckpointReplacedError`` if it is removed meanwhile, and ``StorageError`` if it cannot be read.
     """
-    if posix.is_directory_without(folder, NAME):
+    if _is_other_directory(folder):
         return None
     file = str(folder / NAME)
     signature = sign_file(file)
@@ -146,6 +147,20 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
     if len(info.metrics) <= _MAX_CACHED_METRICS:
         _MEMO.remember(file, signature, info)
     return info
+
+
+def _is_other_directory(folder: Path) -> bool:
+    """Return whether there is a directory that is no checkpoint.
+
+    A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
+    left. Then it asks again.
+    """
+    if not posix.is_directory_without(folder, NAME):
+        return False
+    if is_local(folder.parent):
+        return True
+    posix.list_names(folder.parent)
+    return posix.is_directory_without(folder, NAME)
 
 
 def is_holdfast_checkpoint(info: CheckpointInfo) -> bool:

@@ -6,9 +6,7 @@ No process may remove the staging directory of a living save, and each may remov
 
 from __future__ import annotations
 
-import errno
 import logging
-import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,11 +14,8 @@ from pathlib import Path
 from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run import owned_lock
-from holdfast.run.owned_lock import OwnedLock
-from holdfast.storage.posix import last_change_time, path_exists, wrap_os_errors
-
-#: How often :func:`acquire_lock` tries again while other processes look at the file, and the seconds between.
-_MAX_ATTEMPTS, _RETRY_SECONDS = 100, 0.005
+from holdfast.run.owned_lock import OwnedLock, acquire_as_owner
+from holdfast.storage.posix import last_change_time, path_exists
 
 _log = logging.getLogger("holdfast")
 
@@ -50,7 +45,7 @@ class StagingLock:
         Later calls do nothing.
         """
         with suppress(StorageError):  # if the directory cannot be looked at, the file stays
-            if self._lock.is_owner or not path_exists(self._partial):
+            if not path_exists(self._partial):
                 self._lock.remove()
         self._lock.close()
 
@@ -63,22 +58,9 @@ def lock_path(parent: Path, name: HiddenName) -> Path:
 def acquire_lock(parent: Path, name: HiddenName) -> StagingLock:
     """Take the lock of a staging directory that does not exist yet.
 
-    A process that cleans up may hold it for a moment, and remove its file. Raises ``StorageError`` if the lock is taken
-    again and again.
+    Raises ``StorageError`` if other processes take the lock again and again.
     """
-    for _ in range(_MAX_ATTEMPTS):
-        with wrap_os_errors("lock", lock_path(parent, name)), suppress(BlockingIOError):
-            lock = StagingLock(parent, name)
-            try:
-                lock.become_owner()
-            except BaseException:
-                lock.close()
-                raise
-            return lock
-        time.sleep(_RETRY_SECONDS)
-    raise StorageError(
-        errno.EBUSY, f"{lock_path(parent, name)} is locked: another process uses the staging directory, or removes it"
-    )
+    return acquire_as_owner(lock_path(parent, name), lambda: StagingLock(parent, name))
 
 
 def confirm_lock(parent: Path, name: HiddenName) -> None:
