@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast._version import __version__
-    from holdfast.api import finalize, has_checkpoint, list_checkpoints, load_checkpoint, restore, save_checkpoint
+    from holdfast.api import (
+        finalize,
+        has_checkpoint,
+        list_aliases,
+        list_checkpoints,
+        load_checkpoint,
+        remove_alias,
+        restore,
+        save_checkpoint,
+        set_alias,
+    )
     from holdfast.checkpointer import Checkpointer
     from holdfast.components.api import (
         load_lr_scheduler,
@@ -52,6 +62,7 @@ if TYPE_CHECKING:
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.run.scan import CheckpointInfo
+    from holdfast.run.tags import LATEST, best
     from holdfast.run_directory import RunDirectory
     from holdfast.save.handle import SaveHandle
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
@@ -74,6 +85,7 @@ _MODULES = {
     "KeepLast": "holdfast.run.retention",
     "KeepNewerThan": "holdfast.run.retention",
     "KeepTags": "holdfast.run.retention",
+    "LATEST": "holdfast.run.tags",
     "Loaded": "holdfast.observe.events",
     "MismatchError": "holdfast.errors",
     "NoCheckpointError": "holdfast.errors",
@@ -100,10 +112,12 @@ _MODULES = {
     "UnsupportedTensorError": "holdfast.errors",
     "UnsupportedValueError": "holdfast.errors",
     "__version__": "holdfast._version",
+    "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
     "iterate_new": "holdfast.evaluation",
+    "list_aliases": "holdfast.api",
     "list_checkpoints": "holdfast.api",
     "load_checkpoint": "holdfast.api",
     "load_lr_scheduler": "holdfast.components.api",
@@ -113,16 +127,19 @@ _MODULES = {
     "open": "holdfast.view",
     "pin": "holdfast.evaluation",
     "preemption": "holdfast.data.preemption",
+    "remove_alias": "holdfast.api",
     "restore": "holdfast.api",
     "save_checkpoint": "holdfast.api",
     "save_lr_scheduler": "holdfast.components.api",
     "save_model": "holdfast.components.api",
     "save_optimizer": "holdfast.components.api",
+    "set_alias": "holdfast.api",
     "shield_worker": "holdfast.data.workers",
     "wait_for_new": "holdfast.evaluation",
 }
 
 __all__ = [
+    "LATEST",
     "Checkpoint",
     "CheckpointInfo",
     "CheckpointReplacedError",
@@ -165,10 +182,12 @@ __all__ = [
     "UnsupportedTensorError",
     "UnsupportedValueError",
     "__version__",
+    "best",
     "convert",
     "finalize",
     "has_checkpoint",
     "iterate_new",
+    "list_aliases",
     "list_checkpoints",
     "load_checkpoint",
     "load_lr_scheduler",
@@ -178,11 +197,13 @@ __all__ = [
     "open",
     "pin",
     "preemption",
+    "remove_alias",
     "restore",
     "save_checkpoint",
     "save_lr_scheduler",
     "save_model",
     "save_optimizer",
+    "set_alias",
     "shield_worker",
     "wait_for_new",
 ]

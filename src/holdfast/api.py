@@ -9,13 +9,16 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
+from holdfast.errors import NoCheckpointError, TagExistsError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
 from holdfast.ondisk.files import SHARD_SIZE
-from holdfast.run import catalog
+from holdfast.run import aliases, catalog
+from holdfast.run.aliases import delete_alias, write_alias
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
+from holdfast.run.tags import TagArgument, check_tag_argument, resolve_tag
 from holdfast.run_directory import RestoreOptions, RunDirectory
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
@@ -212,7 +215,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
 
 def load_checkpoint(
     path: str | PathLike[str],
-    tag: str | None = None,
+    tag: TagArgument = None,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -228,7 +231,8 @@ def load_checkpoint(
 
     Args:
         path: A run directory, or one checkpoint of any format that holdfast reads.
-        tag: The checkpoint of the run to load; the latest by default.
+        tag: The checkpoint of the run to load: its tag or an alias, :func:`holdfast.best`, or :data:`holdfast.LATEST`,
+            which is the default.
         model: A module or a state dict whose tensors are filled in place.
         optimizer: A ``torch.optim.Optimizer`` to restore.
         scheduler: An object whose ``load_state_dict`` is called.
@@ -250,7 +254,7 @@ def load_checkpoint(
 
 def restore(
     path: str | PathLike[str],
-    tag: str | None = None,
+    tag: TagArgument = None,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -278,7 +282,8 @@ def restore(
     Args:
         path: A run directory, or one checkpoint of any format that holdfast reads. A directory that contains holdfast
             checkpoints is treated as a run directory, whatever else it contains.
-        tag: The checkpoint of the run to load; the latest by default.
+        tag: The checkpoint of the run to load: its tag or an alias, :func:`holdfast.best`, or :data:`holdfast.LATEST`,
+            which is the default.
         model: A module or a state dict whose tensors are filled in place.
         optimizer: A ``torch.optim.Optimizer``. If it has never stepped, its state is created without a step.
         scheduler: An object whose ``load_state_dict`` is called.
@@ -378,3 +383,62 @@ def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
         come before all others.
     """
     return catalog.list_checkpoints(local_path(path))
+
+
+def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) -> CheckpointInfo:
+    """Give a checkpoint a further name, under which it can be loaded and opened. Call it on one rank.
+
+    Retention does not remove a checkpoint that has an alias. If another process replaces the checkpoint, loads by the
+    alias fail until it is set again. A checkpoint whose tag is the alias is preferred to it.
+
+    Args:
+        path: The run directory.
+        alias: The name, such as ``"production"``. If it is an alias already, it then means the other checkpoint.
+        tag: The checkpoint, as in :func:`restore`; the latest by default.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        NoCheckpointError: There is no such checkpoint.
+        TagExistsError: There is a checkpoint whose tag is the alias.
+        InvalidArgumentError: The alias cannot be the name of a checkpoint.
+        StorageError: The file system reported an error.
+    """
+    run, selected = local_path(path), check_tag_argument(tag)
+    complete = [info for info in catalog.list_checkpoints_strictly(run) if info.status == "complete"]
+    if any(info.tag == alias for info in complete):
+        raise TagExistsError(f"there is a checkpoint {alias!r} in {run}: choose another alias")
+    wanted = None if selected is None else resolve_tag(run, selected)
+    matches = [info for info in complete if wanted in {None, info.tag}]
+    if not matches and wanted is not None:
+        catalog.find_checkpoint(run, wanted)  # raises an error that names the existing ones
+    if not matches:
+        raise NoCheckpointError(f"there is no checkpoint {wanted or ''} in {run} that can be read")
+    write_alias(run, alias, matches[-1])
+    return matches[-1]
+
+
+def remove_alias(path: str | PathLike[str], alias: str) -> None:
+    """Remove an alias. The checkpoint stays. Call it on one rank.
+
+    Args:
+        path: The run directory.
+        alias: The alias.
+
+    Raises:
+        NoCheckpointError: There is no such alias.
+    """
+    delete_alias(local_path(path), alias)
+
+
+def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
+    """Return the aliases in a run directory with the tags of their checkpoints, which may have been removed since.
+
+    Args:
+        path: The run directory.
+
+    Returns:
+        The tags by alias.
+    """
+    return {name: alias.tag for name, alias in aliases.list_aliases(local_path(path)).items()}

@@ -21,6 +21,7 @@ from holdfast.errors import EmptyRunError, InvalidArgumentError, StateError
 from holdfast.load.result import RestoreResult
 from holdfast.ondisk.validation import check_tag
 from holdfast.run.scan import CheckpointInfo
+from holdfast.run.tags import TagArgument
 from holdfast.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
 from holdfast.save.handle import SaveHandle
 from holdfast.state.restore import COMPONENTS
@@ -139,13 +140,15 @@ class Checkpointer:
             raise InvalidArgumentError(f"an object is already registered as {name!r}")
         self._registered[name] = check_stateful_object(stateful_object, f"stateful object {name!r}")
 
-    def resume(self, tag: str | None = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]) -> int:
+    def resume(
+        self, tag: TagArgument = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]
+    ) -> int:
         """Load the latest checkpoint, if there is one, into the objects of the training.
 
         :attr:`restored` then has the user content, and the report of what was loaded.
 
         Args:
-            tag: The checkpoint to load; the latest by default.
+            tag: The checkpoint to load, as in :func:`holdfast.restore`; the latest by default.
             new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
                 lack because they are new. They keep their state, with a warning.
             options: The other arguments of :func:`holdfast.restore`, such as ``strict={"model": False}``.

@@ -14,6 +14,7 @@ from holdfast.formats.native import holds_checkpoint
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.pin import held_pin
 from holdfast.run.scan import CheckpointInfo
+from holdfast.run.tags import TagArgument
 from holdfast.storage.posix import list_names, local_path
 from holdfast.view import Checkpoint
 
@@ -23,7 +24,7 @@ _ATTEMPTS, _RETRY_SECONDS = 40, 0.05
 
 
 @contextmanager
-def pin(path: str | PathLike[str], tag: str | None = None) -> Iterator[Checkpoint]:
+def pin(path: str | PathLike[str], tag: TagArgument = None) -> Iterator[Checkpoint]:
     """Open a checkpoint, and keep retention from removing it until the end of the ``with`` block.
 
     Retention of any job and ``holdfast prune`` leave it, also on other hosts of a shared file system. A save with
@@ -31,7 +32,7 @@ def pin(path: str | PathLike[str], tag: str | None = None) -> Iterator[Checkpoin
 
     Args:
         path: A run directory, or a checkpoint in one.
-        tag: The checkpoint of the run; the latest by default.
+        tag: As in :func:`holdfast.open`.
 
     Yields:
         The open checkpoint. ``path`` of it can be passed to :func:`holdfast.load_checkpoint`.
@@ -46,7 +47,7 @@ def pin(path: str | PathLike[str], tag: str | None = None) -> Iterator[Checkpoin
         yield _open_pinned(path, tag, stack)
 
 
-def _open_pinned(path: str | PathLike[str], tag: str | None, stack: ExitStack) -> Checkpoint:
+def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) -> Checkpoint:
     for _ in range(_ATTEMPTS):
         checkpoint = view.open(path, tag)
         identity = checkpoint.identity

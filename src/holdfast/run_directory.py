@@ -25,6 +25,7 @@ from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
 from holdfast.run.scan import CheckpointInfo
+from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.save.background import background_saves
 from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
@@ -235,7 +236,7 @@ class RunDirectory:
 
     def load(
         self,
-        tag: str | None = None,
+        tag: TagArgument = None,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -254,7 +255,7 @@ class RunDirectory:
 
     def restore(
         self,
-        tag: str | None = None,
+        tag: TagArgument = None,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -280,6 +281,7 @@ class RunDirectory:
         from holdfast.load.request import LoadRequest  # noqa: PLC0415
         from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
 
+        selected = check_tag_argument(tag)
         policy = RestorePolicy(
             strict=strict if isinstance(strict, bool) else True,
             lenient=_lenient_components(strict),
@@ -291,7 +293,7 @@ class RunDirectory:
         )
         request = LoadRequest(
             path=self.path,
-            tag=tag,
+            tag=selected,
             training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
             policy=policy,
             verify=verify,
@@ -300,7 +302,7 @@ class RunDirectory:
             keys=keys or {},
             on_event=on_event or self._on_event,
         )
-        with self._with_progress_bar(f"loading {tag or self.path.name}", request.on_event) as listener:
+        with self._with_progress_bar(f"loading {selected or self.path.name}", request.on_event) as listener:
             restored = load_with_fallback(
                 replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt
             )

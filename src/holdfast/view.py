@@ -28,6 +28,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.validation import check_keys
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest
+from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.posix import local_path
@@ -176,8 +177,8 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        size = format_size(sum(info.nbytes for infos in self._reader.groups.values() for info in infos.values()))
-        return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {len(self)} tensors, {size}>"
+        count, size = len(self), format_size(sum(self.info(name).nbytes for name in self.keys()))
+        return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {count} tensor{'s' * (count != 1)}, {size}>"
 
     def __contains__(self, name: object) -> bool:
         return name in self._number
@@ -272,13 +273,14 @@ class Checkpoint:
 
 
 def open(  # noqa: A001 - the public name
-    path: str | PathLike[str], tag: str | None = None, *, keys: Mapping[str, str] | None = None
+    path: str | PathLike[str], tag: TagArgument = None, *, keys: Mapping[str, str] | None = None
 ) -> Checkpoint:
     """Open a checkpoint of any format for reading.
 
     Args:
         path: A checkpoint, or a run directory.
-        tag: The checkpoint of the run to open; the latest by default.
+        tag: The checkpoint of the run to open: its tag or an alias, :func:`holdfast.best`, or :data:`holdfast.LATEST`,
+            which is the default.
         keys: The keys at which a checkpoint of another system has its components, if holdfast does not find them by
             their names: ``{"model": "app.net"}``.
 
@@ -296,7 +298,8 @@ def open(  # noqa: A001 - the public name
     """
     check_keys(keys)
     root = local_path(path)
-    checkpoint = Checkpoint(open_latest(root if tag is None else checkpoint_path(root, tag), keys))
-    if tag is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):
+    selected = check_tag_argument(tag)
+    checkpoint = Checkpoint(open_latest(root if selected is None else checkpoint_path(root, selected), keys))
+    if selected is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):
         warn_caller(ignored)
     return checkpoint

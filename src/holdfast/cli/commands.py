@@ -49,6 +49,9 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "holdfast nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
         "--convert_to_sharded --dp_size 4",
     ),
+    "alias": CommandSpec(
+        "holdfast.cli.alias", "Give a checkpoint a further name.", "holdfast alias runs/a production step_1000"
+    ),
     "prune": CommandSpec(
         "holdfast.cli.prune",
         "Remove old checkpoints and leftovers of interrupted saves.",

@@ -31,6 +31,18 @@ def format_time(seconds: float) -> str:
         return str(seconds)
 
 
+#: The units of ages, the smallest first, with their seconds.
+_AGES = (("s", 1), ("m", 60), ("h", 3_600), ("d", 86_400))
+
+
+def format_age(seconds: float) -> str:
+    """Format the age of a checkpoint: ``5m``. It is empty if the clock of the host that saved it is ahead."""
+    if seconds < 0:
+        return ""
+    unit, size = next(entry for entry in reversed(_AGES) if seconds >= 2 * entry[1] or entry[1] == 1)
+    return f"{seconds // size:,.0f}{unit}"
+
+
 def format_count(n: int, noun: str) -> str:
     """Format a count with a noun: ``1 file``, ``2,000 files``."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +15,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.observe.units import format_size
 from holdfast.run.catalog import StaleDirectory, list_stale_directories
-from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
-from holdfast.run.pin import is_pinned
+from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection
 from holdfast.run.retention import KeepLast
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.posix import local_path, path_exists
@@ -49,8 +48,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run, or leftovers of interrupted saves in its folder.
 
-    The newest complete checkpoint is never removed, and neither are checkpoints that a process has pinned, and files of
-    a running save.
+    The newest complete checkpoint is never removed. Neither are checkpoints that have an alias, or that a process has
+    pinned, and files of a running save.
     """
     path = local_path(run)
     check_run(path)
@@ -63,16 +62,16 @@ def prune(
             f"--keep must be a number above 0; got {keep}: the newest checkpoint is never removed"
         )
     expired = expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else []
-    pinned = [info for info in expired if is_pinned(info)]
+    protected = {info.tag: reason for info in expired if (reason := find_protection(info))}
     removable = _Removable(
-        [info for info in expired if info not in pinned],
+        [info for info in expired if info.tag not in protected],
         list_stale_directories(path) if remains else [],
     )
     if not dry_run:
         removable = _remove_all(path, removable)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
-        kept = [*(info.tag for info in pinned), *(leftover.name for leftover in removable.kept)]
+        kept = [*protected, *(leftover.name for leftover in removable.kept)]
         print_json(
             {
                 "checkpoints": names[0],
@@ -83,7 +82,7 @@ def prune(
             }
         )
     else:
-        _print_removed(removable, pinned, "would remove" if dry_run else "removed")
+        _print_removed(removable, protected, "would remove" if dry_run else "removed")
 
 
 def _remove_all(path: Path, removable: _Removable) -> _Removable:
@@ -97,12 +96,12 @@ def _remove_all(path: Path, removable: _Removable) -> _Removable:
     )
 
 
-def _print_removed(removable: _Removable, pinned: Sequence[CheckpointInfo], action: str) -> None:
+def _print_removed(removable: _Removable, protected: Mapping[str, str], action: str) -> None:
     out = terminal_console()
     for name in (*(info.tag for info in removable.checkpoints), *(leftover.name for leftover in removable.leftovers)):
         out.print(f"{action} {escape_control_characters(name)}")
-    for info in pinned:
-        out.print(f"kept {escape_control_characters(info.tag)}: a process has pinned it")
+    for tag, reason in protected.items():
+        out.print(f"kept {escape_control_characters(tag)}: {reason}")
     for leftover in removable.kept:
         name = escape_control_characters(leftover.name)
         out.print(f"kept {name}: a process uses it or may use it, or it cannot be locked or removed")

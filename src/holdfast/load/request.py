@@ -11,6 +11,7 @@ from holdfast.engine.comm.call_check import CallDescription
 from holdfast.formats.reader import Reader
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk.validation import check_choice, check_tag
+from holdfast.run.tags import Best
 from holdfast.state.restore import COMPONENTS, RestorePolicy
 from holdfast.state.training import TrainingObjects
 
@@ -30,7 +31,7 @@ class LoadRequest:
     """
 
     path: Path
-    tag: str | None
+    tag: str | Best | None
     training: TrainingObjects
     policy: RestorePolicy
     verify: bool
@@ -59,7 +60,7 @@ class LoadRequest:
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid."""
-        if self.tag is not None:
+        if isinstance(self.tag, str):
             check_tag(self.tag)
         check_choice("share_reads", self.share_reads, SHARE_READS)
         check_choice("on_corruption", self.on_corruption, ON_CORRUPTION)

@@ -27,6 +27,7 @@ from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
+from holdfast.run.tags import resolve_tag
 
 #: The maximum number of tags that a message names.
 _MAX_SHOWN = 5
@@ -185,6 +186,7 @@ class CheckpointSelector:
         """
         path, tag = self._request.path, self._request.tag
         if tag is not None:
+            tag = resolve_tag(path, tag)
             return _select_folder(find_checkpoint(path, tag), tag)
         infos = list_checkpoints_strictly(path)
         if not any(map(is_holdfast_checkpoint, infos)):

@@ -14,6 +14,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.run.aliases import has_alias
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.pin import is_pinned, remove_dead_pin
 from holdfast.run.retention import Retention
@@ -131,14 +132,22 @@ def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[
     return [info for info in complete[:-1] if info.id not in kept]
 
 
+def find_protection(info: CheckpointInfo) -> str | None:
+    """Return why a checkpoint must not be removed to save space; ``None`` if nothing is against it."""
+    names = list_names(info.path.parent)
+    if is_pinned(info, names):
+        return "a process has pinned it"
+    return "it has an alias" if has_alias(info, names) else None
+
+
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
     """Remove checkpoints, and yield each one after its removal.
 
-    Skip those that another process has pinned, removed or replaced.
+    Skip those that have an alias, and those that another process has pinned, removed or replaced.
     """
     for info in checkpoints:
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
-        if holds_checkpoint(info.path, info.id) and not is_pinned(info):
+        if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):
                 is_removed = _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
@@ -159,7 +168,7 @@ def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[obje
 def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
     """Remove a checkpoint by way of a hidden name.
 
-    Return false if another process has pinned, removed or replaced it.
+    Return false if it is protected now, or another process has removed or replaced it.
     """
     try:
         rename_path(info.path, hidden)
@@ -167,7 +176,7 @@ def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
         if path_exists(info.path):
             raise
         return False
-    if not holds_checkpoint(hidden, info.id) or is_pinned(info):
+    if not holds_checkpoint(hidden, info.id) or find_protection(info) is not None:
         _restore_name(hidden, info.path)
         return False
     remove_tree(hidden)

@@ -10,9 +10,9 @@ from holdfast.errors import CheckpointReplacedError, EmptyRunError, InvalidArgum
 from holdfast.formats.detect import describe_contents, is_checkpoint, open_reader
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
-from holdfast.ondisk.validation import check_tag
 from holdfast.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
+from holdfast.run.tags import Best, resolve_tag
 from holdfast.storage import posix
 
 #: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
@@ -71,13 +71,14 @@ def resolve_checkpoint_path(path: Path) -> Path:
     return next(displaced, path)
 
 
-def checkpoint_path(path: Path, tag: str) -> Path:
+def checkpoint_path(path: Path, tag: str | Best) -> Path:
     """Return the path of the checkpoint ``tag`` in a run directory. It may be in any format.
 
-    Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if the tag is invalid or
-    ``path`` is a checkpoint itself.
+    ``tag`` may be an alias. Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if
+    the tag is invalid or ``path`` is a checkpoint itself.
     """
-    tagged = path / check_tag(tag)
+    tag = resolve_tag(path, tag)
+    tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
         return tagged
     if is_checkpoint(path) and not list_checkpoints(path):

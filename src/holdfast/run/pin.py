@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import last_change_time, list_names, wrap_os_errors
+from holdfast.storage.posix import last_change_time, wrap_os_errors
 
 
 @contextmanager
@@ -35,10 +35,16 @@ def held_pin(parent: Path, tag: str, run: str) -> Iterator[None]:
         yield
 
 
-def is_pinned(info: CheckpointInfo) -> bool:
-    """Return whether a living process has pinned a checkpoint. Pins of dead processes are removed."""
-    names = map(parse_hidden_name, list_names(info.path.parent))
-    pins = [pin for pin in names if pin and (pin.tag, pin.run, pin.state) == (info.tag, info.run, "pin")]
+def is_pinned(info: CheckpointInfo, names: Collection[str]) -> bool:
+    """Return whether a living process has pinned a checkpoint. Pins of dead processes are removed.
+
+    ``names`` are those in the run directory.
+    """
+    pins = [
+        pin
+        for pin in map(parse_hidden_name, names)
+        if pin and (pin.tag, pin.run, pin.state) == (info.tag, info.run, "pin")
+    ]
     return not all(remove_dead_pin(info.path.parent / pin.name) for pin in pins)
 
 

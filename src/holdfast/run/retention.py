@@ -104,13 +104,7 @@ class KeepBest(Retention):
     def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        sign = 1 if self.mode == "min" else -1
-        measured = [
-            (sign * value, -position, info.id)
-            for position, info in enumerate(checkpoints)
-            if (value := info.metrics.get(self.metric)) is not None and math.isfinite(value)
-        ]
-        return {identity for _, _, identity in sorted(measured)[: self.number]}
+        return {info.id for info in sort_by_metric(checkpoints, self.metric, self.mode)[: self.number]}
 
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
@@ -133,6 +127,20 @@ class KeepNewerThan(Retention):
         """See :class:`Retention`."""
         oldest = now - _DAY_SECONDS * (self.days + self.hours / 24)
         return {info.id for info in checkpoints if info.time >= oldest}
+
+
+def sort_by_metric(checkpoints: Sequence[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
+    """Return the checkpoints that have a finite value of a metric, the best one first, of equal ones the newest.
+
+    ``checkpoints`` are sorted from the oldest to the newest. ``mode`` is ``"min"`` or ``"max"``.
+    """
+    sign = 1 if mode == "min" else -1
+    measured = [
+        (sign * value, -position, info)
+        for position, info in enumerate(checkpoints)
+        if (value := info.metrics.get(metric)) is not None and math.isfinite(value)
+    ]
+    return [info for *_, info in sorted(measured, key=lambda entry: entry[:2])]
 
 
 class KeepTags(Retention):

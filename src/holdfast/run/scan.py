@@ -39,6 +39,7 @@ class CheckpointInfo:
         run: The id of the training run that saved the checkpoint.
         id: The id of the checkpoint.
         saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
+        world_size: The number of ranks that saved it; 0 if that is unknown, as after a conversion.
     """
 
     tag: str
@@ -53,6 +54,7 @@ class CheckpointInfo:
     run: str = ""
     id: str = ""
     saved_as: str = ""
+    world_size: int = 0
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> CheckpointInfo:
@@ -68,6 +70,7 @@ class CheckpointInfo:
             run=manifest.run,
             id=manifest.id,
             saved_as=manifest.tag,
+            world_size=manifest.provenance.world_size,
         )
 
     @property

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
 from tests.helpers.file_contents import size_on_disk
+from tests.helpers.pool import Ranks
 
 
 def unshared_size(checkpoint: Path) -> int:
@@ -34,12 +40,13 @@ class TestLs:
             "step_3",
             "3",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
+            "AGE",
             f"{size_on_disk(made / 'step_3') / 1000:.1f} kB",
             f"{unshared_size(made / 'step_3') / 1000:.1f} kB",
             "complete (latest)",
             "val_loss=-0.5 bleu=n/a",
         ]
-        assert re.split("  +", row) == shown
+        assert [re.sub(r"^\d+[smhd]$", "AGE", cell) for cell in re.split("  +", row)] == shown
 
     def test_json_has_the_numbers_of_the_files(self, made: Path) -> None:
         report = invoke_json("ls", made)
@@ -70,8 +77,11 @@ class TestLs:
             "problem": "",
             "step": None,
             "metrics": {},
+            "aliases": [],
             "sequence": None,
             "time": None,
+            "run": None,
+            "world_size": None,
             "bytes": None,
             "own_bytes": None,
         }
@@ -109,3 +119,53 @@ class TestLs:
 
     def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
         assert "holdfast show" in invoke("ls", made / "step_1", code=2).stderr
+
+    def test_columns_appear_if_they_tell_checkpoints_apart(self, tmp_path: Path, ranks: Ranks) -> None:
+        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, metrics={"loss": 1.0})
+        assert invoke("ls", tmp_path).stdout.split("\n")[0].split() == [
+            "tag",
+            "step",
+            "saved",
+            "age",
+            "size",
+            "status",
+            "metrics",
+        ]
+        ranks(2, save_on_ranks, str(tmp_path))
+        holdfast.set_alias(tmp_path, "good", "a")
+        lines = [line.split() for line in invoke("ls", tmp_path, "--best", "loss").stdout.splitlines()]
+        assert lines[0] == ["tag", "alias", "step", "saved", "age", "ranks", "run", "size", "status", "metrics"]
+        assert [line.count("2") for line in lines] == [0, 0, 1]
+        records = invoke_json("ls", tmp_path, "--best", "loss:max")["checkpoints"]
+        assert [record["world_size"] for record in records] == [1, 2]
+        assert len({record["run"] for record in records}) == 2
+
+    @pytest.mark.parametrize(("option", "best"), [("loss", "b"), ("loss:min", "b"), ("loss:max", "a"), ("other", None)])
+    def test_marks_the_best(self, tmp_path: Path, option: str, best: str | None) -> None:
+        for tag, loss in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+            holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, metrics={"loss": loss})
+        assert invoke_json("ls", tmp_path, "--best", option)["best"] == best
+        marked = [
+            line.split()[0] for line in invoke("ls", tmp_path, "--best", option).stdout.splitlines() if "best" in line
+        ]
+        assert marked == ([best] if best else [])
+
+    def test_a_wrong_mode_is_named(self, made: Path) -> None:
+        assert "METRIC:max" in invoke("ls", made, "--best", "loss:most", code=2).stderr
+
+    def test_watching_shows_new_checkpoints(self, tmp_path: Path) -> None:
+        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
+        command = [sys.executable, "-u", "-m", "holdfast", "ls", str(tmp_path), "--watch"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert [process.stdout.readline().split()[0] for _ in range(2)] == ["tag", "a"]
+            holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(2)})
+            while not process.stdout.readline().startswith("b "):
+                pass
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 130
+        assert "--watch and --json" in invoke("ls", tmp_path, "--watch", "--json", code=2).stderr
+
+
+def save_on_ranks(path: str) -> None:
+    holdfast.save_checkpoint(path, "b", {"w": torch.ones(2)}, metrics={"loss": 2.0})

@@ -1,0 +1,55 @@
+"""``holdfast alias``: gives a checkpoint a further name, lists these names, or removes one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.completion import complete_checkpoints
+from holdfast.cli.output import print_json
+from holdfast.cli.process import leave_on_interrupt
+from holdfast.cli.table import Column, Table
+from holdfast.cli.target import check_run
+from holdfast.errors import InvalidArgumentError
+from holdfast.observe.terminal import escape_control_characters, terminal_console
+from holdfast.run.aliases import list_aliases
+from holdfast.storage.posix import local_path
+
+
+def alias(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete_checkpoints)],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The alias. Without it all aliases are listed.")
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Argument(metavar="TAG", help="The checkpoint; default: the latest of the run.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias; the checkpoint stays.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Give a checkpoint a further name, such as "production", for --tag and for Python.
+
+    Retention and prune do not remove a checkpoint that has an alias.
+    """
+    path = local_path(run)
+    check_run(path)
+    if remove and (name is None or tag is not None):
+        raise InvalidArgumentError("--remove needs the name of an alias, and no tag")
+    out = terminal_console()
+    with leave_on_interrupt():
+        from holdfast.api import remove_alias, set_alias  # noqa: PLC0415 - torch is slow to import
+    if name is not None and remove:
+        remove_alias(path, name)
+    elif name is not None:
+        tag = set_alias(path, name, tag).tag
+    aliases = {known: escape_control_characters(meant.tag) for known, meant in list_aliases(path).items()}
+    if as_json:
+        print_json({"aliases": aliases})
+    elif name is None:
+        rows = [(escape_control_characters(known), meant) for known, meant in aliases.items()]
+        out.print(Table([Column("alias"), Column("checkpoint")], rows), end="")
+    elif remove:
+        out.print(f"removed the alias {escape_control_characters(name)}")
+    else:
+        out.print(f"{escape_control_characters(name)} means {tag}")

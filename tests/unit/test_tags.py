@@ -1,0 +1,179 @@
+"""Tests of what may be passed as the tag of an existing checkpoint: tags, aliases, the best and the latest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    TagExistsError,
+)
+from holdfast.run.retention import sort_by_metric
+from holdfast.run.scan import CheckpointInfo
+from tests.helpers.commands import invoke, invoke_json
+from tests.helpers.corruption import cut_file
+
+LOSSES = {"a": 3.0, "b": 1.0, "c": 1.0, "d": float("nan"), "e": 2.0}
+
+
+def save(path: Path, tag: str, loss: float | None = None, **options: Any) -> None:
+    metrics = {} if loss is None else {"loss": loss}
+    holdfast.save_checkpoint(path, tag, {"w": torch.ones(2)}, user_content=tag, metrics=metrics, **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for tag, loss in LOSSES.items():
+        save(tmp_path, tag, loss)
+    save(tmp_path, "f")
+    return tmp_path
+
+
+def open_by(run: Path, tag: Any) -> str:
+    return str(holdfast.open(run, tag).values["user_content"])
+
+
+def load_by(run: Path, tag: Any) -> str:
+    return str(holdfast.load_checkpoint(run, tag))
+
+
+def restore_by(run: Path, tag: Any) -> str:
+    return holdfast.restore(run, tag).tag
+
+
+def pin_by(run: Path, tag: Any) -> str:
+    with holdfast.pin(run, tag) as checkpoint:
+        return checkpoint.tag
+
+
+WAYS = pytest.mark.parametrize("select", [open_by, load_by, restore_by, pin_by])
+
+
+@WAYS
+def test_each_kind_of_tag(run: Path, select: Callable[[Path, Any], str]) -> None:
+    holdfast.set_alias(run, "production", "b")
+    tags = [None, holdfast.LATEST, "c", holdfast.best("loss"), holdfast.best("loss", "max"), "production"]
+    assert [select(run, tag) for tag in tags] == ["f", "f", "c", "c", "a", "b"]
+
+
+@WAYS
+@pytest.mark.parametrize("tag", [holdfast.best("accuracy"), "g"])
+def test_what_is_not_there(run: Path, select: Callable[[Path, Any], str], tag: Any) -> None:
+    with pytest.raises(NoCheckpointError, match="their metrics are loss" if tag != "g" else "no checkpoint 'g'"):
+        select(run, tag)
+
+
+@pytest.mark.parametrize("tag", [3, b"a", ["a"], "", "a/b"])
+def test_what_is_no_tag(run: Path, tag: Any) -> None:
+    for select in (open_by, load_by, pin_by):
+        with pytest.raises(InvalidArgumentError, match="tag"):
+            select(run, tag)
+    with pytest.raises(InvalidArgumentError, match="mode must be one of min, max"):
+        holdfast.best("loss", "least")  # type: ignore[arg-type]
+
+
+@given(values=st.lists(st.none() | st.floats(), max_size=8), mode=st.sampled_from(["min", "max"]))
+@settings(max_examples=100, deadline=None)
+def test_the_best_is_first_and_of_equal_ones_the_newest(values: list[float | None], mode: str) -> None:
+    infos = [CheckpointInfo(str(n), Path(str(n)), metrics={"m": value}, id=str(n)) for n, value in enumerate(values)]
+    finite = [(value, n) for n, value in enumerate(values) if value is not None and abs(value) < float("inf")]
+    expected = sorted(finite, key=lambda entry: (entry[0] if mode == "min" else -entry[0], -entry[1]))
+    assert [info.tag for info in sort_by_metric(infos, "m", mode)] == [str(n) for _, n in expected]
+
+
+def test_an_alias_is_set_moved_listed_and_removed(run: Path) -> None:
+    assert holdfast.set_alias(run, "production").tag == "f"
+    assert holdfast.set_alias(run, "production", holdfast.best("loss")).tag == "c"
+    holdfast.set_alias(run, "old", "a")
+    assert holdfast.list_aliases(run) == {"old": "a", "production": "c"}
+    holdfast.remove_alias(run, "old")
+    assert holdfast.list_aliases(run) == {"production": "c"}
+    with pytest.raises(NoCheckpointError, match="no alias 'old'"):
+        holdfast.remove_alias(run, "old")
+    assert not holdfast.list_aliases(run / "nothing")
+
+
+def test_aliases_are_not_checkpoints(run: Path) -> None:
+    before = [info.tag for info in holdfast.list_checkpoints(run)]
+    holdfast.set_alias(run, "production", "a")
+    assert [info.tag for info in holdfast.list_checkpoints(run)] == before
+    assert invoke("verify", run, "--all").exit_code == 0
+
+
+@WAYS
+def test_a_stale_alias_names_both(run: Path, select: Callable[[Path, Any], str]) -> None:
+    holdfast.set_alias(run, "production", "b")
+    save(run, "b", 0.0, overwrite=True)
+    with pytest.raises(NoCheckpointError, match=r"the alias 'production' in .* means the checkpoint 'b', which was"):
+        select(run, "production")
+
+
+def test_a_checkpoint_with_this_very_tag_is_preferred(run: Path) -> None:
+    holdfast.set_alias(run, "production", "b")
+    save(run, "production")
+    assert open_by(run, "production") == load_by(run, "production") == "production"
+    with pytest.raises(TagExistsError, match="choose another alias"):
+        holdfast.set_alias(run, "production", "b")
+
+
+def test_an_alias_whose_file_is_corrupt_is_an_error_only_for_who_uses_it(run: Path) -> None:
+    holdfast.set_alias(run, "production", "b")
+    holdfast.set_alias(run, "old", "a")
+    for content in (b"", b"{}", b'{"tag": 3, "id": ""}', b"[" * 9000):
+        (run / ".production.alias").write_bytes(content)
+        with pytest.raises(CorruptCheckpointError, match=r"production\.alias is corrupt: set the alias"):
+            open_by(run, "production")
+        assert holdfast.list_aliases(run) == {"old": "a"}
+    holdfast.set_alias(run, "production", "c")
+    assert open_by(run, "production") == "c"
+
+
+@pytest.mark.parametrize("alias", ["", "a/b", ".hidden", "x" * 300])
+def test_names_that_no_alias_can_have(run: Path, alias: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        holdfast.set_alias(run, alias, "a")
+
+
+def test_a_corrupt_checkpoint_gets_no_alias(run: Path) -> None:
+    cut_file(run / "b/manifest.json")
+    with pytest.raises(NoCheckpointError, match=r"no checkpoint b in .* that can be read"):
+        holdfast.set_alias(run, "production", "b")
+
+
+def test_retention_leaves_what_has_an_alias(run: Path) -> None:
+    holdfast.set_alias(run, "production", "b")
+    save(run, "g", num_kept_ckpts=1)
+    save(run, "h", num_kept_ckpts=1)
+    assert [info.tag for info in holdfast.list_checkpoints(run)] == ["b", "h"]
+    assert "kept b: it has an alias" in invoke("prune", run, "--keep", "1").stdout
+    holdfast.remove_alias(run, "production")
+    save(run, "i", num_kept_ckpts=1)
+    assert [info.tag for info in holdfast.list_checkpoints(run)] == ["i"]
+
+
+def test_the_command_alias(run: Path) -> None:
+    assert invoke("alias", run, "production", "b").stdout == "production means b\n"
+    assert invoke("alias", run, "last").stdout == "last means f\n"
+    assert invoke_json("alias", run) == {"aliases": {"last": "f", "production": "b"}}
+    assert invoke("alias", run).stdout.splitlines()[1:] == ["last        f", "production  b"]
+    assert re_split(invoke("ls", run).stdout.splitlines()[2])[:2] == ["b", "production"]
+    assert invoke_json("ls", run)["checkpoints"][5]["aliases"] == ["last"]
+    assert "removed the alias last" in invoke("alias", run, "last", "--remove").stdout
+    assert invoke_json("alias", run) == {"aliases": {"production": "b"}}
+    assert invoke("show", run, "--tag", "production").exit_code == 0
+    for arguments in (["last", "--remove"], ["x", "nothing"], ["--remove"], ["a", "b", "--remove"]):
+        assert invoke("alias", run, *arguments, code=2).stdout == ""
+
+
+def re_split(row: str) -> list[str]:
+    return [cell for cell in row.split("  ") if cell.strip()]
