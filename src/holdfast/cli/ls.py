@@ -47,7 +47,7 @@ _RUN_CHARACTERS = 6
 
 @dataclass(frozen=True)
 class _Listing:
-    """What a run directory contains: ``own`` has the disk space of each checkpoint by itself, by tag.
+    """The contents of a run directory: ``own`` has the disk space of each checkpoint by itself, by tag.
 
     ``best`` is the tag of the best checkpoint, if one was asked for.
     """

@@ -1,4 +1,4 @@
-"""What a caller may pass as the tag of an existing checkpoint: its tag, an alias, the best one, or the latest one."""
+"""Arguments that select an existing checkpoint of a run: a tag, an alias, the best one by a metric, or the latest."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
     """Return the tag of the checkpoint in a run directory that is meant.
 
     A checkpoint with this very tag is preferred to an alias. Raises ``NoCheckpointError`` if there is no checkpoint
-    with the metric, or if the one that an alias means is gone.
+    with the metric, or if the one that an alias means no longer exists.
     """
     if isinstance(tag, Best):
         return _find_best(path, tag)
@@ -77,7 +77,7 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
         return tag
     if not any((info.tag, info.id) == (alias.tag, alias.id) for info in complete):
         raise NoCheckpointError(
-            f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which was removed or replaced: set the "
+            f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which no longer exists: set the "
             "alias again"
         )
     return alias.tag

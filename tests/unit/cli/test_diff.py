@@ -166,6 +166,16 @@ class TestTensors:
         assert "model/x  F32 [2]     absent\n" in text
         assert "3 of 4 tensors differ" in text
 
+    def test_the_largest_change_is_first(self, tmp_path: Path) -> None:
+        changes = {"a": 0.1, "b": 3.0, "c": 0.0, "d": 0.5}
+        for step, scale in ((1, 0.0), (2, 1.0)):
+            model = {name: torch.tensor([1.0 + scale * change]) for name, change in changes.items()}
+            holdfast.save_checkpoint(tmp_path, f"s{step}", model, step=step, rng=False)
+        lines = call(tmp_path / "s1", tmp_path / "s2", code=1).stdout.splitlines()
+        assert lines[0] == "3 of 4 tensors differ: model by at most 3; step 1 to 2"
+        assert [line.split()[0] for line in lines[2:5]] == ["model/b", "model/d", "model/a"]
+        assert lines[-1] == "4 tensors compared, 1 equal by its checksums"
+
     def test_one_differs_and_several_differ(self, tmp_path: Path) -> None:
         for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):
             content = {"lr": lr, "batch": lr}
@@ -173,11 +183,11 @@ class TestTensors:
             holdfast.save_checkpoint(tmp_path, tag, model, user_content=content, rng=False)
             holdfast.save_checkpoint(tmp_path, f"{tag}1", {"w": model["w"]}, user_content={"lr": lr}, rng=False)
         ends = [("a", "b"), ("a1", "b1"), ("a1", "c1")]
-        said = [call(tmp_path / left, tmp_path / other, code=1).stdout.splitlines()[-1].strip() for left, other in ends]
+        said = [call(tmp_path / left, tmp_path / other, code=1).stdout.splitlines()[0] for left, other in ends]
         assert said == [
-            "1 of 2 tensors differs, 1 equal by its checksums, 2 values differ",
-            "1 of 1 tensor differs, 1 value differs",
-            "1 tensor, 1 equal by its checksums, 1 value differs",
+            "1 of 2 tensors differs: model by at most 1; 2 values differ",
+            "1 of 1 tensor differs: model by at most 1; 1 value differs",
+            "1 value differs",
         ]
 
     def test_another_dtype_is_a_difference_even_of_the_same_numbers(self, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def diff(
 
 def _print_comparison(comparison: CheckpointComparison) -> None:
     out = terminal_console()
+    if not comparison.is_equal:
+        out.print(report.comparison_headline(comparison), style="bold")
     for table in report.comparison_tables(comparison):
         out.print(table)
     if comparison.is_equal:

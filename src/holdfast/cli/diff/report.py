@@ -32,9 +32,8 @@ def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
             Column("max rel", right=True),
             Column("dtypes" if _has_casts(comparison) else ""),
         ]
-        yield Table(
-            columns, [_difference_row(comparison, pair, difference) for pair, difference in comparison.differing]
-        )
+        largest_first = sorted(comparison.differing, key=lambda entry: (-entry[1].relative, -entry[1].absolute))
+        yield Table(columns, [_difference_row(comparison, pair, difference) for pair, difference in largest_first])
     if comparison.values:
         columns = [Column("value", elastic="middle"), Column("a", elastic="end"), Column("b", elastic="end")]
         yield Table(
@@ -47,6 +46,27 @@ def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
                 for leaf in comparison.values
             ],
         )
+
+
+def comparison_headline(comparison: CheckpointComparison) -> str:
+    """Return a sentence on what differs, by how much at most, and between which steps."""
+    differ = len(comparison.apart) + len(comparison.differing)
+    clauses = [f"{differ:,} of {format_count(comparison.compared, 'tensor')} {_differ_verb(differ)}"] if differ else []
+    largest: dict[str, float] = {}
+    for pair, difference in comparison.differing:
+        group = pair.name.partition("/")[0] if "/" in pair.name else "values"
+        largest[group] = max(largest.get(group, 0.0), difference.absolute)
+    if largest:
+        clauses[0] += ": " + ", ".join(f"{group} by at most {number:.3g}" for group, number in largest.items())
+    if comparison.apart:
+        clauses.append(f"{format_count(len(comparison.apart), 'tensor')} of other shapes, or on one side only")
+    if comparison.values:
+        count = len(comparison.values)
+        clauses.append(f"{format_count(count, 'value')} {_differ_verb(count)}")
+    left, right = (target.manifest.step if target.manifest else None for target in (comparison.left, comparison.right))
+    if left is not None and right is not None and left != right:
+        clauses.append(f"step {left} to {right}")
+    return escape_control_characters("; ".join(clauses))
 
 
 def _apart_row(comparison: CheckpointComparison, pair: TensorPair) -> tuple[str, str, str]:
@@ -86,15 +106,10 @@ def _has_casts(comparison: CheckpointComparison) -> bool:
 
 
 def comparison_summary(comparison: CheckpointComparison) -> str:
-    """Return a line with the number of tensors that were compared, that differ, and that were not read."""
-    differ = len(comparison.apart) + len(comparison.differing)
-    compared = format_count(comparison.compared, "tensor")
-    parts = [f"{differ:,} of {compared} {_differ_verb(differ)}" if differ else compared]
+    """Return a line with the number of tensors that were compared, and of those that were not read."""
+    parts = [f"{format_count(comparison.compared, 'tensor')} compared"]
     if comparison.unread:
         parts.append(f"{comparison.unread:,} equal by {'its' if comparison.unread == 1 else 'their'} checksums")
-    if comparison.values:
-        n_values = len(comparison.values)
-        parts.append(f"{format_count(n_values, 'value')} {_differ_verb(n_values)}")
     return ", ".join(parts)
 
 

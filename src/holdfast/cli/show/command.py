@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -12,14 +12,14 @@ from holdfast.cli.format_values import as_plain_value
 from holdfast.cli.name_patterns import match_names
 from holdfast.cli.output import print_error, print_json
 from holdfast.cli.show import sections
-from holdfast.cli.show.modules import INSIDE, summarize_modules
+from holdfast.cli.show.modules import INSIDE, fold_modules, summarize_modules
 from holdfast.cli.target import InspectedCheckpoint
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.ondisk.files import TensorInfo
 from holdfast.storage.posix import local_path
 
 
-def show(
+def show(  # noqa: PLR0917 - options of the command
     checkpoint: Annotated[
         str,
         typer.Argument(
@@ -32,11 +32,18 @@ def show(
         str | None, typer.Argument(metavar="PATTERN", help="Show only these tensors: a glob, or part of a name.")
     ] = None,
     tag: target.Tag = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", "-a", help="Show each tensor in a line of its own, also those of equal layers.")
+    ] = False,
+    depth: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Show modules down to this depth of their names.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Show the tensors of a checkpoint, the size of each module, and the values.
+    """Show the size of each module of a checkpoint, its tensors, and the values.
 
-    No tensor is read. With a PATTERN only tensors are shown, and the exit code is 1 if none matches.
+    Equal layers share a line: "layers.{0..31}.mlp.weight". No tensor is read. With a PATTERN only tensors are shown,
+    each in a line of its own, and the exit code is 1 if none matches.
     """
     inspected = target.inspect_path(target.resolve_path(checkpoint, tag))
     tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
@@ -45,9 +52,9 @@ def show(
         print_error(f"no tensor of {inspected.path} matches {pattern!r}", _pattern_hint(checkpoint, pattern))
         raise typer.Exit(1)
     if as_json:
-        print_json(_json_record(inspected, tensors, tied))
+        print_json(_json_record(inspected, tensors, tied, depth))
     else:
-        _print_sections(inspected, tensors, tied, whole=pattern is None)
+        _print_sections(inspected, tensors, tied, _Layout(pattern is None, pattern is None and not show_all, depth))
 
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:
@@ -57,18 +64,26 @@ def _pattern_hint(checkpoint: str, pattern: str) -> str:
     return "Without a pattern all tensors are shown."
 
 
+class _Layout(NamedTuple):
+    """The extent of the output: the ``whole`` checkpoint, equal layers ``folded``, modules down to ``depth``."""
+
+    whole: bool
+    folded: bool
+    depth: int | None
+
+
 def _print_sections(
-    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], *, whole: bool
+    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], layout: _Layout
 ) -> None:
     out = terminal_console()
     tables = [sections.header_section(inspected)]
+    if layout.whole:
+        modules = summarize_modules(inspected.reader.groups, layout.depth)
+        tables += [sections.summary_section(fold_modules(modules) if layout.folded else modules)]
     if tensors or tied:
-        tables += [sections.tensor_section(tensors, tied)]
-    if whole:
-        tables += [
-            sections.summary_section(summarize_modules(inspected.reader.groups)),
-            *sections.value_section(inspected.read_values()),
-        ]
+        tables += [sections.tensor_section(tensors, tied, folded=layout.folded)]
+    if layout.whole:
+        tables += sections.value_section(inspected.read_values())
     for i, table in enumerate(table for table in tables if table.rows):
         out.print(*[""] * bool(i), table)
     for note in inspected.notes:
@@ -85,7 +100,7 @@ def _ties_by_name(inspected: InspectedCheckpoint) -> dict[str, str]:
 
 
 def _json_record(
-    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str]
+    inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], depth: int | None
 ) -> dict[str, object]:
     manifest, files = inspected.manifest, inspected.file_sizes()
     return {
@@ -107,7 +122,7 @@ def _json_record(
         "notes": list(inspected.notes),
         "modules": [
             {"group": module.group, "module": module.name or None, "tensors": module.tensors, "bytes": module.nbytes}
-            for module in summarize_modules(inspected.reader.groups)
+            for module in summarize_modules(inspected.reader.groups, depth)
         ],
         "values": as_plain_value(inspected.read_values().shared),
     }

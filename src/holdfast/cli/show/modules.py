@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.cli.show.folding import fold_names, name_pattern
 from holdfast.ondisk.files import TensorInfo
 
 #: Groups of tensors that are inside values.
@@ -27,20 +28,44 @@ class ModuleSummary:
     nbytes: int
 
 
-def summarize_modules(groups: Mapping[str, Mapping[str, TensorInfo]]) -> list[ModuleSummary]:
-    """Summarize each group as a whole, followed by its top-level modules, the largest first."""
+def summarize_modules(groups: Mapping[str, Mapping[str, TensorInfo]], depth: int | None = None) -> list[ModuleSummary]:
+    """Summarize each group as a whole, followed by its modules, the largest first.
+
+    Modules are those whose names have ``depth`` components, or fewer; by default the top-level ones, or those inside of
+    one that has almost everything.
+    """
     summaries = []
     for group, infos in sorted(groups.items()):
         sizes = [(_module_path(group, name), info.nbytes) for name, info in infos.items()]
-        modules = _split_modules(group, sizes, 1)
+        modules = _split_modules(group, sizes, 1) if depth is None else _modules_at(group, sizes, depth)
         summaries.append(_summarize_tensors(group, "", sizes))
         summaries += sorted(modules, key=lambda module: (-module.nbytes, module.name)) if group not in INSIDE else []
     return summaries
 
 
+def fold_modules(modules: Sequence[ModuleSummary]) -> list[ModuleSummary]:
+    """Replace modules of equal sizes whose names differ only in numbers by one that stands for all of them."""
+    rows: dict[tuple[str, str, int, int], list[ModuleSummary]] = {}
+    for module in modules:
+        rows.setdefault((module.group, name_pattern(module.name), module.tensors, module.nbytes), []).append(module)
+    folded = []
+    for (group, _, tensors, nbytes), row in rows.items():
+        name = fold_names([module.name for module in row])
+        together = ModuleSummary(group, name or "", tensors * len(row), nbytes * len(row))
+        folded += row if name is None else [together]
+    return folded
+
+
 def _module_path(group: str, name: str) -> tuple[str, ...]:
     """Return the module path of a tensor. Optimizer tensors are named ``parameter/state``."""
     return tuple((name.rpartition("/")[0] if group.startswith("optimizer") else name).split("."))
+
+
+def _modules_at(group: str, sizes: list[tuple[tuple[str, ...], int]], depth: int) -> list[ModuleSummary]:
+    inside: dict[str, list[tuple[tuple[str, ...], int]]] = {}
+    for path, nbytes in sizes if depth else []:
+        inside.setdefault(".".join(path[:depth]), []).append((path, nbytes))
+    return [_summarize_tensors(group, name, tensors) for name, tensors in inside.items()]
 
 
 def _split_modules(group: str, sizes: list[tuple[tuple[str, ...], int]], depth: int) -> list[ModuleSummary]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from textwrap import wrap
@@ -9,6 +11,7 @@ from typing import Any
 
 from holdfast.cli.format_values import format_brief, format_lines
 from holdfast.cli.output import format_count, format_metrics, format_time
+from holdfast.cli.show.folding import FoldedTensors, fold_tensors
 from holdfast.cli.show.modules import INSIDE, ModuleSummary
 from holdfast.cli.table import Column, Table
 from holdfast.cli.target import InspectedCheckpoint
@@ -21,6 +24,12 @@ from holdfast.ondisk.manifest import Provenance
 #: The maximum number of lines per value.
 _MAX_LINES = 30
 
+#: The groups of models and adapters.
+_MODEL_GROUPS = frozenset({"model", "adapter"})
+
+#: From this many millions on, no fraction of a million is shown.
+_LARGE = 1_000
+
 #: The width of optimizer settings, metrics and versions, in characters.
 _TEXT_WIDTH = 66
 
@@ -29,6 +38,8 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
     """Return a table of the checkpoint's path, format, size and provenance."""
     files = inspected.file_sizes()
     rows = [("path", str(inspected.path)), ("format", inspected.reader.format)]
+    if parameters := _format_parameters(inspected.reader.groups):
+        rows += [("model", parameters)]
     if inspected.manifest:
         manifest, provenance = inspected.manifest, inspected.manifest.provenance
         rows += [
@@ -59,16 +70,44 @@ def _format_versions(provenance: Provenance) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
-def tensor_section(tensors: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Table:
-    """Return a table of the tensors, followed by the tied names and the total."""
+def tensor_section(tensors: Mapping[str, TensorInfo], tied: Mapping[str, str], *, folded: bool) -> Table:
+    """Return a table of the tensors, followed by the tied names and the total. Equal layers may be folded."""
+    entries = list(fold_tensors(tensors)) if folded else [FoldedTensors(*entry, 1) for entry in tensors.items()]
     columns = [Column("tensor", elastic="middle"), Column("dtype"), Column("shape"), Column("bytes", right=True)]
     rows = [
-        (escape_control_characters(name), info.dtype, str(list(info.shape)), format_size(info.nbytes))
-        for name, info in tensors.items()
+        [
+            escape_control_characters(entry.name),
+            entry.info.dtype,
+            str(list(entry.info.shape)) + (f" x {entry.count:,}" if entry.count > 1 else ""),
+            format_size(entry.nbytes),
+        ]
+        for entry in entries
     ]
-    rows += [(escape_control_characters(f"{alias} = {name}"), "", "", "tied") for alias, name in tied.items()]
+    rows += [[escape_control_characters(f"{alias} = {name}"), "", "", "tied"] for alias, name in tied.items()]
     total = (format_count(len(tensors), "tensor"), "", "", format_size(sum(info.nbytes for info in tensors.values())))
     return Table(columns, [*rows, [(text, "bold") for text in total]])
+
+
+def _format_parameters(groups: Mapping[str, Mapping[str, TensorInfo]]) -> str:
+    """Return the number of elements of the models, in all and by dtype: ``1,236 M elements in BF16``."""
+    counts: Counter[str] = Counter()
+    for group, infos in groups.items():
+        if group.partition("/")[0] in _MODEL_GROUPS:
+            for info in infos.values():
+                counts[info.dtype] += math.prod(info.shape)
+    if not counts:
+        return ""
+    dtypes = [f"{_format_number(count)} in {dtype}" for dtype, count in counts.most_common()]
+    total = f"{_format_number(counts.total())} elements"
+    return f"{total} in {counts.popitem()[0]}" if len(dtypes) == 1 else f"{total}: {', '.join(dtypes)}"
+
+
+def _format_number(number: int) -> str:
+    """Format a number of elements with three digits or more: ``35,232``, ``1,236 M``, ``70.6 B``."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= 10 * size:
+            return f"{number / size:,.1f} {unit}" if number < _LARGE * size else f"{number / size:,.0f} {unit}"
+    return f"{number:,}"
 
 
 def summary_section(modules: Sequence[ModuleSummary]) -> Table:
