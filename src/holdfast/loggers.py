@@ -1,0 +1,132 @@
+"""Listeners that send the figures of saves and loads to TensorBoard, Weights & Biases and MLflow.
+
+Pass one as ``on_event`` on every rank: only the first rank sends. An asynchronous save is reported when it is durable,
+some steps after it began, and under its own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.errors import InvalidArgumentError
+from holdfast.observe.events import Event, Loaded, OnEvent, Saved, SaveFailed
+
+#: The prefix of the names of all figures.
+_PREFIX = "checkpoint"
+
+#: Sends figures by name that belong to a step.
+_Send = Callable[[Mapping[str, float], int], None]
+
+
+def log_to_tensorboard(writer: Any) -> OnEvent:
+    """Return a listener that writes the figures of saves and loads as scalars.
+
+    Args:
+        writer: A ``torch.utils.tensorboard.SummaryWriter``; on other ranks than the first it may be ``None``.
+
+    Returns:
+        The listener, for ``on_event``.
+    """
+
+    def send(figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(name, value, step)
+
+    return _Listener(send)
+
+
+def log_to_wandb(run: Any = None) -> OnEvent:
+    """Return a listener that logs the figures of saves and loads, over the axis ``checkpoint/step``.
+
+    Args:
+        run: A run of ``wandb.init``; by default the current one, when the first event is logged.
+
+    Returns:
+        The listener, for ``on_event``.
+    """
+    runs: list[Any] = []
+
+    def send(figures: Mapping[str, float], step: int) -> None:
+        if not runs:
+            runs.append(_current_wandb_run() if run is None else run)
+            # Steps of checkpoints come later than those of the training, and wandb wants them in order.
+            runs[0].define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
+        runs[0].log({**figures, f"{_PREFIX}/step": step})
+
+    return _Listener(send)
+
+
+def log_to_mlflow(run_id: str | None = None) -> OnEvent:
+    """Return a listener that logs the figures of saves and loads as metrics.
+
+    Args:
+        run_id: The id of a run; by default that of the active run of this thread, when this function is called.
+
+    Returns:
+        The listener, for ``on_event``.
+
+    Raises:
+        InvalidArgumentError: There is no active run, and none was passed. On other ranks than the first this is no
+            error.
+    """
+    import mlflow  # noqa: PLC0415 - an optional package
+
+    active = mlflow.active_run()
+    wanted: Any = active.info.run_id if run_id is None and active is not None else run_id
+    if wanted is None and _is_first_rank():
+        raise InvalidArgumentError("there is no active run of MLflow: call mlflow.start_run() first, or pass run_id=")
+    client = mlflow.MlflowClient()
+
+    def send(figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            client.log_metric(wanted, name, value, step=step)
+
+    return _Listener(send)
+
+
+class _Listener:
+    """A listener that turns events into figures. Events without a step get that of the event before."""
+
+    def __init__(self, send: _Send) -> None:
+        self._send = send
+        self._step = self._failures = 0
+
+    def __call__(self, event: Event) -> None:
+        """Send the figures of an event."""
+        if not _is_first_rank():
+            return
+        if isinstance(event, Saved | Loaded) and event.step is not None:
+            self._step = int(event.step)
+        if isinstance(event, SaveFailed):
+            self._failures += 1
+        if figures := self._figures_of(event):
+            self._send({f"{_PREFIX}/{name}": value for name, value in figures.items()}, self._step)
+
+    def _figures_of(self, event: Event) -> dict[str, float]:
+        if isinstance(event, Saved):
+            return {
+                "seconds": event.seconds,
+                "blocking_seconds": event.blocking_seconds,
+                "GB": event.nbytes / 1e9,
+                "shared_GB": event.shared_nbytes / 1e9,
+                "GB_per_second": event.gigabytes_per_second,
+            }
+        if isinstance(event, Loaded):
+            return {"load_seconds": event.seconds}
+        return {"failed_saves": self._failures} if isinstance(event, SaveFailed) else {}
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process is rank 0 of its job; a process without a process group is a job of its own."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _current_wandb_run() -> Any:
+    import wandb  # noqa: PLC0415 - an optional package
+
+    if wandb.run is None:
+        raise InvalidArgumentError("there is no run of Weights & Biases: call wandb.init() first, or pass the run")
+    return wandb.run

@@ -1,0 +1,124 @@
+"""Tests of the listeners against the real packages, offline: what they have written is read back from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import InvalidArgumentError, StorageError
+from holdfast.loggers import log_to_mlflow, log_to_tensorboard, log_to_wandb
+from holdfast.observe.events import OnEvent, SaveFailed
+from tests.helpers.pool import Ranks
+
+SAVED = {"seconds", "blocking_seconds", "GB", "shared_GB", "GB_per_second"}
+
+
+def train(path: Path, listener: OnEvent) -> None:
+    """Save steps 10 and 20, fail once, and load."""
+    model = {"w": torch.ones(1000)}
+    with holdfast.Checkpointer(path, model=model, save_every=10, async_save=True, on_event=listener) as checkpointer:
+        checkpointer.resume()
+        for step in (10, 20):
+            checkpointer.step(step)
+            checkpointer.finalize()
+        checkpointer.resume()
+    listener(SaveFailed(path / "x", StorageError("full")))
+
+
+def check_figures(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    """Check the steps and values of each figure of the run directory ``path``."""
+    sizes = [(int(info.step or 0), pytest.approx(info.nbytes / 1e9)) for info in holdfast.list_checkpoints(path)]
+    assert points.keys() == {f"checkpoint/{name}" for name in SAVED | {"load_seconds", "failed_saves"}}
+    assert [step for step, _ in points["checkpoint/seconds"]] == [10, 20]
+    assert points["checkpoint/GB"] == sizes
+    assert points["checkpoint/load_seconds"][0][0] == points["checkpoint/failed_saves"][0][0] == 20
+    assert points["checkpoint/failed_saves"][0][1] == 1
+    assert all(value >= 0 for row in points.values() for _, value in row)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "logs")) as writer:
+        train(tmp_path / "run", log_to_tensorboard(writer))
+    read = EventAccumulator(str(tmp_path / "logs")).Reload()
+    check_figures(
+        tmp_path / "run",
+        {tag: [(entry.step, entry.value) for entry in read.Scalars(tag)] for tag in read.Tags()["scalars"]},
+    )
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    listener = log_to_wandb()
+    with wandb.init(project="a", mode="offline", dir=str(tmp_path)) as run:
+        logged: list[dict[str, Any]] = []
+        real = run.log
+        with mock.patch.object(run, "log", lambda row, **options: (logged.append(row), real(row, **options))):
+            train(tmp_path / "run", listener)
+        assert run.summary["checkpoint/step"] == 20
+        assert names(logged) <= set(run.summary.keys())
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in logged:
+        for name, value in row.items():
+            if name != "checkpoint/step":
+                points.setdefault(name, []).append((row["checkpoint/step"], value))
+    check_figures(tmp_path / "run", points)
+    assert next((tmp_path / "wandb").glob("offline-run-*/*.wandb")).stat().st_size > 0
+
+
+def names(rows: list[dict[str, Any]]) -> set[str]:
+    return {name for row in rows for name in row}
+
+
+def test_without_a_run_wandb_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("wandb")
+    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, on_event=log_to_wandb())
+    assert "call wandb.init() first" in caplog.text
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+    with pytest.raises(InvalidArgumentError, match="no active run"):
+        log_to_mlflow()
+    with mlflow.start_run() as run:
+        train(tmp_path / "run", log_to_mlflow())
+    client = mlflow.MlflowClient()
+    metrics = client.get_run(run.info.run_id).data.metrics
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in metrics}
+    check_figures(
+        tmp_path / "run", {name: [(entry.step, entry.value) for entry in row] for name, row in history.items()}
+    )
+
+
+def save_with(path: str) -> list[str]:
+    calls: list[str] = []
+    writer = mock.Mock(add_scalar=lambda name, *_: calls.append(name))
+    holdfast.save_checkpoint(path, "s", {"w": torch.ones(2)}, step=1, on_event=log_to_tensorboard(writer))
+    return calls if dist.get_rank() else sorted(calls)
+
+
+def test_only_the_first_rank_sends(ranks: Ranks, tmp_path: Path) -> None:
+    first, *others = ranks(3, save_with, str(tmp_path))
+    assert first == sorted(f"checkpoint/{name}" for name in SAVED)
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("make", [log_to_tensorboard, log_to_wandb])
+def test_progress_is_not_sent(make: Callable[[Any], OnEvent]) -> None:
+    target = mock.Mock()
+    make(target)(holdfast.Progress("save", Path("a"), 1, 2))
+    assert not target.mock_calls
