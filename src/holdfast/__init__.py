@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         UnsupportedValueError,
     )
     from holdfast.evaluation import iterate_new, pin, wait_for_new
+    from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 #: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
 _MODULES = {
     "Checkpoint": "holdfast.view",
+    "CheckpointDiff": "holdfast.inspection.diff",
     "CheckpointInfo": "holdfast.run.scan",
     "CheckpointReplacedError": "holdfast.errors",
     "Checkpointer": "holdfast.checkpointer",
@@ -106,14 +108,17 @@ _MODULES = {
     "StateError": "holdfast.errors",
     "StorageError": "holdfast.errors",
     "TagExistsError": "holdfast.errors",
+    "TensorDiff": "holdfast.inspection.diff",
     "TornSnapshotError": "holdfast.errors",
     "UnsafeNameError": "holdfast.errors",
     "UnsafePickleError": "holdfast.errors",
     "UnsupportedTensorError": "holdfast.errors",
     "UnsupportedValueError": "holdfast.errors",
+    "ValueDiff": "holdfast.inspection.diff",
     "__version__": "holdfast._version",
     "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
+    "diff": "holdfast.inspection.diff",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
     "iterate_new": "holdfast.evaluation",
@@ -141,6 +146,7 @@ _MODULES = {
 __all__ = [
     "LATEST",
     "Checkpoint",
+    "CheckpointDiff",
     "CheckpointInfo",
     "CheckpointReplacedError",
     "Checkpointer",
@@ -176,14 +182,17 @@ __all__ = [
     "StateError",
     "StorageError",
     "TagExistsError",
+    "TensorDiff",
     "TornSnapshotError",
     "UnsafeNameError",
     "UnsafePickleError",
     "UnsupportedTensorError",
     "UnsupportedValueError",
+    "ValueDiff",
     "__version__",
     "best",
     "convert",
+    "diff",
     "finalize",
     "has_checkpoint",
     "iterate_new",

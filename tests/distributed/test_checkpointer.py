@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.errors import EmptyRunError, NoCheckpointError, RankMismatchError
 from tests.helpers.pool import Ranks
+from tests.helpers.torch_limits import AVERAGES_GRADIENTS
 
 _SAMPLES, _BATCH, _STEPS = 48, 6, 8
 
@@ -54,7 +55,8 @@ def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(ranks: Ranks, tmp_
     assert {outcome[:2] for outcome in second} == {(stopped, _STEPS)}
     assert sorted(sample for outcome in (*first, *second) for sample in outcome[2]) == list(range(_SAMPLES))
     uninterrupted = ranks(1, train, str(tmp_path / "b"))
-    torch.testing.assert_close(torch.tensor(second[0][3]), torch.tensor(uninterrupted[0][3]))
+    if AVERAGES_GRADIENTS:
+        torch.testing.assert_close(torch.tensor(second[0][3]), torch.tensor(uninterrupted[0][3]))
 
 
 def resume_nothing(path: str) -> int:

@@ -217,7 +217,7 @@ def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None
 def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command: str, tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     last = str(tmp_path / "last")
-    reading = "holdfast.cli.target.InspectedCheckpoint.read_values"
+    reading = "holdfast.inspection.inspected_checkpoint.InspectedCheckpoint.read_values"
     with change_at_call(reading, lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
         done = CliRunner().invoke(app, [command, *[last] * (1 + (command == "diff"))], env={"COLUMNS": "500"})
     assert done.exit_code == 2

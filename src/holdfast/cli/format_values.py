@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from holdfast.cli.placeholders import TensorPlaceholder
+from holdfast.inspection.placeholders import TensorPlaceholder
 
 #: Types whose items get lines of their own if the value is long.
 _CONTAINERS = (dict, list, tuple, Namespace)

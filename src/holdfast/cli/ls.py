@@ -11,19 +11,12 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from holdfast.cli.output import (
-    format_age,
-    format_count,
-    format_metrics,
-    format_time,
-    print_error,
-    print_json,
-)
+from holdfast.cli.output import format_age, format_metrics, format_time, print_error, print_json
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_size
+from holdfast.observe.units import format_count, format_size
 from holdfast.run.aliases import Alias, list_aliases
 from holdfast.run.catalog import StaleDirectory, list_checkpoints, list_stale_directories
 from holdfast.run.retention import sort_by_metric

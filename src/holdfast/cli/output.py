@@ -43,11 +43,6 @@ def format_age(seconds: float) -> str:
     return f"{seconds // size:,.0f}{unit}"
 
 
-def format_count(n: int, noun: str) -> str:
-    """Format a count with a noun: ``1 file``, ``2,000 files``."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 def print_json(value: object) -> None:
     """Print a JSON value, indented on a terminal and on one line in a pipe."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))

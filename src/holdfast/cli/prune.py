@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import format_count, print_json
+from holdfast.cli.output import print_json
 from holdfast.cli.target import check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_size
+from holdfast.observe.units import format_count, format_size
 from holdfast.run.catalog import StaleDirectory, list_stale_directories
 from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection
 from holdfast.run.retention import KeepLast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.cli.target import InspectedCheckpoint
+from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
 from holdfast.storage import posix
 
 #: The group whose folder transformers opens, and the file that it prefers if it exists.

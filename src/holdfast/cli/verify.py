@@ -12,12 +12,13 @@ import typer
 
 from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
-from holdfast.cli.output import format_count, print_json
+from holdfast.cli.output import print_json
 from holdfast.cli.verify_one import VerifyResult, verify_checkpoint
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
+from holdfast.inspection import inspected_checkpoint
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_rate, format_seconds, format_size
+from holdfast.observe.units import format_count, format_rate, format_seconds, format_size
 
 #: How often a run is listed again if its checkpoints are removed while they are read.
 _ATTEMPTS = 100
@@ -74,9 +75,9 @@ def _verify_all(path: Path, *, check_all: bool) -> Iterator[VerifyResult]:
 
 def _paths_to_verify(path: Path, *, check_all: bool) -> list[Path]:
     """Return the checkpoints to verify. Those with a corrupt manifest are included: any of them may be the latest."""
-    checkpoints = target.list_targets(path)
+    checkpoints = inspected_checkpoint.list_targets(path)
     if not checkpoints:
-        return [path if is_checkpoint(path) else target.inspect_path(path).path]
+        return [path if is_checkpoint(path) else inspected_checkpoint.inspect_path(path).path]
     return [info.path for info in checkpoints if check_all or info.status != "complete" or info is checkpoints[-1]]
 
 

@@ -13,8 +13,8 @@ import holdfast
 from holdfast.cli.output import format_error_message
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.stray_weights import list_unnamed_weights
-from holdfast.cli.target import describe_unread, inspect_exact_path
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
+from holdfast.inspection.inspected_checkpoint import describe_unread, inspect_exact_path
 from holdfast.observe.terminal import show_progress
 from holdfast.storage.shared_files import own_bytes
 

@@ -28,3 +28,8 @@ def format_rate(nbytes: float, seconds: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration as ``1.23 s`` or ``45.6 ms``."""
     return f"{seconds:.2f} s" if seconds >= _MIN_SECONDS else f"{seconds * 1000:.1f} ms"
+
+
+def format_count(n: int, noun: str) -> str:
+    """Format a count with a noun: ``1 file``, ``2,000 files``."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.cli.diff import tensors as abreast
-from holdfast.cli.diff.distances import measure_change
 from holdfast.cli.main import app
+from holdfast.inspection import tensor_differences as abreast
+from holdfast.inspection.distances import measure_change
 from holdfast.state.tensors import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.pool import Ranks

@@ -9,9 +9,11 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.diff import report
-from holdfast.cli.diff.compare import CheckpointComparison, compare_checkpoints
 from holdfast.cli.output import print_error, print_json
-from holdfast.observe.terminal import terminal_console
+from holdfast.cli.process import leave_on_interrupt
+from holdfast.inspection import inspected_checkpoint
+from holdfast.inspection.compare import CheckpointComparison, compare_metadata, compare_suspects
+from holdfast.observe.terminal import show_progress, terminal_console
 
 
 def diff(
@@ -42,8 +44,13 @@ def diff(
     The exit code is 1 if anything differs. Tensors with equal checksums are not read. Elements are compared bit by bit,
     and those of different dtypes by value. "max rel" is the largest |a - b| / max(|a|, |b|).
     """
-    left, right = (target.inspect_path(target.resolve_path(path, tag)) for path in (a, b))
-    comparison = compare_checkpoints(left, right, pattern)
+    left, right = (inspected_checkpoint.inspect_path(target.resolve_path(path, tag)) for path in (a, b))
+    comparison = compare_metadata(left, right, pattern)
+    if comparison.suspect:
+        with leave_on_interrupt():
+            from holdfast.inspection import tensor_differences  # noqa: F401, PLC0415 - torch is slow to import
+        with show_progress("comparing", comparison.suspect_nbytes) as done:
+            comparison = compare_suspects(comparison, done)
     if pattern is not None and not comparison.compared:
         print_error(
             f"no tensor of either checkpoint matches {pattern!r}", "Without a pattern all tensors are compared."

@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.diff import pairs
-from holdfast.cli.diff.compare import CheckpointComparison
-from holdfast.cli.diff.pairs import TensorPair
-from holdfast.cli.diff.values import ABSENT, ValueDifference
 from holdfast.cli.format_values import as_plain_value, format_brief
-from holdfast.cli.output import format_count
 from holdfast.cli.table import Column, Table
+from holdfast.inspection.compare import CheckpointComparison
+from holdfast.inspection.tensor_pairs import TensorPair, info_of
+from holdfast.inspection.value_differences import ABSENT, ValueDifference
 from holdfast.observe.terminal import escape_control_characters
+from holdfast.observe.units import format_count
 from holdfast.ondisk.files import TensorInfo
 
 if TYPE_CHECKING:
-    from holdfast.cli.diff.tensors import TensorDifference
+    from holdfast.inspection.tensor_differences import TensorDifference
 
 
 def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
@@ -92,7 +91,7 @@ def _difference_row(
 
 
 def _pair_infos(comparison: CheckpointComparison, pair: TensorPair) -> tuple[TensorInfo | None, TensorInfo | None]:
-    return pairs.info_of(comparison.left, pair.left), pairs.info_of(comparison.right, pair.right)
+    return info_of(comparison.left, pair.left), info_of(comparison.right, pair.right)
 
 
 def _format_dtypes(comparison: CheckpointComparison, pair: TensorPair) -> str:

@@ -9,11 +9,12 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.format_values import as_plain_value
-from holdfast.cli.name_patterns import match_names
 from holdfast.cli.output import print_error, print_json
 from holdfast.cli.show import sections
-from holdfast.cli.show.modules import INSIDE, fold_modules, summarize_modules
-from holdfast.cli.target import InspectedCheckpoint
+from holdfast.cli.show.modules import fold_modules, summarize_modules
+from holdfast.inspection import inspected_checkpoint
+from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
+from holdfast.inspection.name_patterns import match_names
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.ondisk.files import TensorInfo
 from holdfast.storage.posix import local_path
@@ -45,7 +46,7 @@ def show(  # noqa: PLR0917 - options of the command
     Equal layers share a line: "layers.{0..31}.mlp.weight". No tensor is read. With a PATTERN only tensors are shown,
     each in a line of its own, and the exit code is 1 if none matches.
     """
-    inspected = target.inspect_path(target.resolve_path(checkpoint, tag))
+    inspected = inspected_checkpoint.inspect_path(target.resolve_path(checkpoint, tag))
     tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
     tied = {alias: name for alias, name in _ties_by_name(inspected).items() if match_names(alias, pattern)}
     if pattern is not None and not tensors and not tied:
@@ -59,7 +60,7 @@ def show(  # noqa: PLR0917 - options of the command
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:
     """Return a hint for a pattern that matches nothing. The user may have passed a tag in its place."""
-    if any(info.tag == pattern for info in target.list_targets(local_path(checkpoint))):
+    if any(info.tag == pattern for info in inspected_checkpoint.list_targets(local_path(checkpoint))):
         return f"There is a checkpoint with this tag: use --tag {pattern}."
     return "Without a pattern all tensors are shown."
 
@@ -91,7 +92,7 @@ def _print_sections(
 
 
 def _tensors_by_name(inspected: InspectedCheckpoint) -> dict[str, TensorInfo]:
-    return {f"{group}/{name}": info for group, name, info in inspected.iterate_tensors() if group not in INSIDE}
+    return {f"{group}/{name}": info for group, name, info in inspected.iterate_tensors() if group not in VALUE_GROUPS}
 
 
 def _ties_by_name(inspected: InspectedCheckpoint) -> dict[str, str]:

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.cli.show.folding import fold_names, name_pattern
+from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS
 from holdfast.ondisk.files import TensorInfo
-
-#: Groups of tensors that are inside values.
-INSIDE = frozenset({"state", "ranks"})
 
 #: If a module has more than this share of its group, its submodules are shown instead …
 _DOMINANT_SHARE = 0.9
@@ -39,7 +37,8 @@ def summarize_modules(groups: Mapping[str, Mapping[str, TensorInfo]], depth: int
         sizes = [(_module_path(group, name), info.nbytes) for name, info in infos.items()]
         modules = _split_modules(group, sizes, 1) if depth is None else _modules_at(group, sizes, depth)
         summaries.append(_summarize_tensors(group, "", sizes))
-        summaries += sorted(modules, key=lambda module: (-module.nbytes, module.name)) if group not in INSIDE else []
+        if group not in VALUE_GROUPS:
+            summaries += sorted(modules, key=lambda module: (-module.nbytes, module.name))
     return summaries
 
 

@@ -10,14 +10,14 @@ from textwrap import wrap
 from typing import Any
 
 from holdfast.cli.format_values import format_brief, format_lines
-from holdfast.cli.output import format_count, format_metrics, format_time
+from holdfast.cli.output import format_metrics, format_time
 from holdfast.cli.show.folding import FoldedTensors, fold_tensors
-from holdfast.cli.show.modules import INSIDE, ModuleSummary
+from holdfast.cli.show.modules import ModuleSummary
 from holdfast.cli.table import Column, Table
-from holdfast.cli.target import InspectedCheckpoint
 from holdfast.formats.reader import CheckpointValues
+from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from holdfast.observe.terminal import escape_control_characters
-from holdfast.observe.units import format_size
+from holdfast.observe.units import format_count, format_size
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Provenance
 
@@ -126,7 +126,7 @@ def summary_section(modules: Sequence[ModuleSummary]) -> Table:
 
 
 def _format_label(module: ModuleSummary) -> str:
-    inside = " (in values)" if module.group in INSIDE else ""
+    inside = " (in values)" if module.group in VALUE_GROUPS else ""
     return escape_control_characters(f"  {module.name}" if module.name else f"{module.group}{inside}")
 
 

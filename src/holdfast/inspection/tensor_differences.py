@@ -12,10 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.cli.diff.distances import Bits, ChangeMetrics, measure_change
-from holdfast.cli.diff.pairs import Key, TensorPair, info_of
-from holdfast.cli.placeholders import TensorPlaceholder
-from holdfast.cli.target import InspectedCheckpoint
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.requests import Fragments, run_in_threads
@@ -24,6 +20,10 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.reader import FileExtent
+from holdfast.inspection.distances import Bits, ChangeMetrics, measure_change
+from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
+from holdfast.inspection.placeholders import TensorPlaceholder
+from holdfast.inspection.tensor_pairs import Key, TensorPair, info_of
 from holdfast.ondisk.dtypes import dtype_width
 
 #: The number of elements that one thread compares at a time, and the number of such slices per read.
@@ -35,7 +35,7 @@ _ALIGNMENT = 16
 
 @dataclass(slots=True)
 class TensorDifference:
-    """The difference of two tensors. See :class:`holdfast.cli.diff.distances.ChangeMetrics`."""
+    """The difference of two tensors. See :class:`holdfast.inspection.distances.ChangeMetrics`."""
 
     elements: int
     differing: int = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.cli.diff.values import ValueDifference
-from holdfast.cli.placeholders import TensorPlaceholder
-from holdfast.cli.show.modules import INSIDE
-from holdfast.cli.target import InspectedCheckpoint
+from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
+from holdfast.inspection.placeholders import TensorPlaceholder
+from holdfast.inspection.value_differences import ValueDifference
 from holdfast.ondisk.files import TensorInfo
 
 #: A tensor by its group and name, or a small one whose bytes are inside values.
@@ -45,7 +44,7 @@ def pair_inside_values(leaf: ValueDifference, group: str) -> TensorPair:
 
 def _keys_by_name(target: InspectedCheckpoint) -> dict[str, Key]:
     names: dict[str, Key] = {
-        f"{group}/{name}": (group, name) for group, name, _ in target.iterate_tensors() if group not in INSIDE
+        f"{group}/{name}": (group, name) for group, name, _ in target.iterate_tensors() if group not in VALUE_GROUPS
     }
     for group, tied in target.reader.tied.items():
         names |= {f"{group}/{alias}": (group, name) for alias, name in tied.items()}

@@ -2,53 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.diff import pairs
-from holdfast.cli.diff.pairs import TensorPair
-from holdfast.cli.diff.values import ValueDifference, compare_values
-from holdfast.cli.name_patterns import match_names
-from holdfast.cli.output import format_count
-from holdfast.cli.placeholders import TensorPlaceholder
-from holdfast.cli.process import leave_on_interrupt
-from holdfast.cli.target import InspectedCheckpoint, describe_unread
 from holdfast.formats.reader import CheckpointValues, detect_replacement
-from holdfast.observe.terminal import show_progress
+from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, describe_unread
+from holdfast.inspection.name_patterns import match_names
+from holdfast.inspection.placeholders import TensorPlaceholder
+from holdfast.inspection.tensor_pairs import Key, TensorPair, info_of, pair_inside_values, pair_tensors, sort_pairs
+from holdfast.inspection.value_differences import ValueDifference, compare_values
+from holdfast.observe.units import format_count
 from holdfast.ondisk import values
 
 if TYPE_CHECKING:
-    from holdfast.cli.diff.tensors import TensorDifference
+    from holdfast.inspection.tensor_differences import TensorDifference
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
     """The result of comparing two checkpoints.
 
-    ``apart`` are tensors that only one side has, or that have different shapes. ``differing`` have different dtypes or
-    elements. Of ``compared`` tensors, ``unread`` are equal by their checksums. ``notes`` say what was not compared.
+    ``apart`` are tensors that only one side has, or that have different shapes. ``suspect`` must be compared by their
+    bytes; ``differing`` are those of which this was done, and which have different dtypes or elements. Of ``compared``
+    tensors, ``unread`` are equal by their checksums. ``notes`` say what was not compared.
     """
 
     left: InspectedCheckpoint
     right: InspectedCheckpoint
     apart: Sequence[TensorPair]
-    differing: Sequence[tuple[TensorPair, TensorDifference]]
+    suspect: Sequence[TensorPair]
     values: Sequence[ValueDifference]
     compared: int
     unread: int
     notes: Sequence[str]
+    differing: Sequence[tuple[TensorPair, TensorDifference]] = ()
 
     @property
     def is_equal(self) -> bool:
         """``True`` if nothing differs."""
-        return not (self.apart or self.differing or self.values)
+        return not (self.apart or self.suspect or self.differing or self.values)
+
+    @property
+    def suspect_nbytes(self) -> int:
+        """The bytes of both sides that must be compared."""
+        infos = (info_of(side, key) for pair in self.suspect for side, key in self._sides_of(pair))
+        return sum(info.nbytes for info in infos if info is not None)
+
+    def _sides_of(self, pair: TensorPair) -> Iterator[tuple[InspectedCheckpoint, Key | None]]:
+        yield self.left, pair.left
+        yield self.right, pair.right
 
 
-def compare_checkpoints(
+def compare_metadata(
     left: InspectedCheckpoint, right: InspectedCheckpoint, pattern: str | None
 ) -> CheckpointComparison:
-    """Compare two checkpoints or, with a pattern, only the tensors whose names match.
+    """Compare two checkpoints by metadata and checksums or, with a pattern, only the tensors whose names match.
 
     Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` if one of them was replaced meanwhile.
     """
@@ -56,13 +65,13 @@ def compare_checkpoints(
         plain, stored, notes = _compare_all_values(left, right)
     else:
         plain, stored, notes = [], [], []
-    named = [pair for pair in pairs.pair_tensors(left, right) if match_names(pair.name, pattern)]
-    sorted_pairs = pairs.sort_pairs([*named, *stored], left, right)
+    named = [pair for pair in pair_tensors(left, right) if match_names(pair.name, pattern)]
+    sorted_pairs = sort_pairs([*named, *stored], left, right)
     return CheckpointComparison(
         left=left,
         right=right,
         apart=sorted_pairs.apart,
-        differing=_compare_suspects(sorted_pairs.suspect, left, right),
+        suspect=sorted_pairs.suspect,
         values=plain,
         compared=len(named) + len(stored),
         unread=len(sorted_pairs.equal),
@@ -70,27 +79,22 @@ def compare_checkpoints(
     )
 
 
-def _compare_suspects(
-    suspect: Sequence[TensorPair], left: InspectedCheckpoint, right: InspectedCheckpoint
-) -> list[tuple[TensorPair, TensorDifference]]:
-    if not suspect:
-        return []
-    total = sum(_tensor_nbytes(left, pair.left) + _tensor_nbytes(right, pair.right) for pair in suspect)
-    with leave_on_interrupt():
-        from holdfast.cli.diff.tensors import compare_tensors  # noqa: PLC0415 - torch is slow
+def compare_suspects(comparison: CheckpointComparison, done: Callable[[int], None]) -> CheckpointComparison:
+    """Compare by their bytes the tensors that metadata and checksums did not decide.
 
-    with show_progress("comparing", total) as done, detect_replacement(left.reader), detect_replacement(right.reader):
+    ``done`` is called with the number of bytes that were read. Raises the errors of :func:`compare_metadata`.
+    """
+    from holdfast.inspection.tensor_differences import compare_tensors  # noqa: PLC0415 - torch is slow to import
+
+    left, right, suspect = comparison.left, comparison.right, comparison.suspect
+    with detect_replacement(left.reader), detect_replacement(right.reader):
         differences = compare_tensors(suspect, left, right, done)
-    return [
+    differing = [
         (pair, difference)
         for pair, difference in zip(suspect, differences, strict=True)
-        if difference.differing or pairs.info_of(left, pair.left) != pairs.info_of(right, pair.right)
+        if difference.differing or info_of(left, pair.left) != info_of(right, pair.right)
     ]
-
-
-def _tensor_nbytes(target: InspectedCheckpoint, key: pairs.Key | None) -> int:
-    info = pairs.info_of(target, key)
-    return 0 if info is None else info.nbytes
+    return replace(comparison, suspect=(), differing=differing)
 
 
 def _compare_all_values(
@@ -111,7 +115,7 @@ def _compare_all_values(
             "values of single ranks are not compared"
         )
     plain = [leaf for leaf, _ in leaves if not _are_tensors(leaf)]
-    return plain, [pairs.pair_inside_values(leaf, group) for leaf, group in leaves if _are_tensors(leaf)], notes
+    return plain, [pair_inside_values(leaf, group) for leaf, group in leaves if _are_tensors(leaf)], notes
 
 
 def _present_values(values_read: CheckpointValues) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.cli.placeholders import TensorPlaceholder
+from holdfast.inspection.placeholders import TensorPlaceholder
 
 
 class _Absent:
