@@ -124,7 +124,7 @@ def test_default_instances_of_many_paths_are_not_kept(tmp_path: Path) -> None:
     first = holdfast.save_checkpoint(tmp_path / "0", "s", {"w": torch.ones(1)}).wait()
     for number in range(1, 40):
         holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)})
-    assert len(api._defaults._checkpointers) <= 16
+    assert len(api._defaults._directories) <= 16
     again = holdfast.save_checkpoint(tmp_path / "0", "t", {"w": torch.ones(1)}).wait()
     assert again.run == first.run
 

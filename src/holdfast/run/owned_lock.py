@@ -42,12 +42,12 @@ class OwnedLock:
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         """Take the lock. Raises ``BlockingIOError`` if another process has it, and other errors as ``OSError``."""
-        self.path, self._is_owner = path, False
+        self.path, self.is_owner = path, False
         self._lock = FileLock(path, create=create)
 
     def become_owner(self) -> None:
         """Write into the file that this process owns it."""
-        self._is_owner = True
+        self.is_owner = True
         write_fully(self._lock.fd, host_id().encode().ljust(_HOST_BYTES), 0)
 
     def has_dead_owner(self, last_change: Callable[[], float], seconds: float = 0.0) -> bool:
@@ -82,7 +82,7 @@ class OwnedLock:
 
     def close(self) -> None:
         """Release the lock. The owner removes the file. Later calls do nothing."""
-        if self._is_owner:
+        if self.is_owner:
             self._lock.remove()
         self._lock.close()
 

@@ -45,7 +45,7 @@ class StagingLock:
         Later calls do nothing.
         """
         with suppress(StorageError):  # if the directory cannot be looked at, the file stays
-            if not path_exists(self._partial):
+            if self._lock.is_owner or not path_exists(self._partial):
                 self._lock.remove()
         self._lock.close()
 
