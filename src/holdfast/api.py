@@ -9,16 +9,15 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from holdfast.errors import NoCheckpointError, TagExistsError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
 from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.run import aliases, catalog
-from holdfast.run.aliases import delete_alias, write_alias
+from holdfast.run.aliases import delete_alias
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
-from holdfast.run.tags import TagArgument, check_tag_argument, resolve_tag
+from holdfast.run.tags import TagArgument, check_tag_argument, give_alias
 from holdfast.run_directory import RestoreOptions, RunDirectory
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
@@ -405,18 +404,7 @@ def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) ->
         InvalidArgumentError: The alias cannot be the name of a checkpoint.
         StorageError: The file system reported an error.
     """
-    run, selected = local_path(path), check_tag_argument(tag)
-    complete = [info for info in catalog.list_checkpoints_strictly(run) if info.status == "complete"]
-    if any(info.tag == alias for info in complete):
-        raise TagExistsError(f"there is a checkpoint {alias!r} in {run}: choose another alias")
-    wanted = None if selected is None else resolve_tag(run, selected)
-    matches = [info for info in complete if wanted in {None, info.tag}]
-    if not matches and wanted is not None:
-        catalog.find_checkpoint(run, wanted)  # raises an error that names the existing ones
-    if not matches:
-        raise NoCheckpointError(f"there is no checkpoint {wanted or ''} in {run} that can be read")
-    write_alias(run, alias, matches[-1])
-    return matches[-1]
+    return give_alias(local_path(path), alias, check_tag_argument(tag))
 
 
 def remove_alias(path: str | PathLike[str], alias: str) -> None:

@@ -7,8 +7,13 @@ the only source of the tag, of the step in the manifest and of the step in event
 from __future__ import annotations
 
 import logging
+import operator
 import signal
+import threading
+import weakref
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +22,18 @@ from typing import Any, Self, Unpack
 import torch
 
 from holdfast.data.preemption import Preemption, preemption
+from holdfast.engine.comm.call_check import CallDescription
 from holdfast.errors import EmptyRunError, InvalidArgumentError, StateError
+from holdfast.formats.native import is_native
 from holdfast.load.result import RestoreResult
+from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.validation import check_tag
+from holdfast.run.catalog import list_checkpoints_strictly
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.tags import TagArgument
 from holdfast.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
 from holdfast.save.handle import SaveHandle
+from holdfast.state.optimizer.step_counter import OptimizerStepCounter
 from holdfast.state.restore import COMPONENTS
 from holdfast.state.stateful import check_stateful_object
 
@@ -49,7 +59,8 @@ class Checkpointer:
                     break
 
     At the end of the ``with`` block it saves the last step if that was not saved, waits for all background saves, and
-    raises the error of one that failed. If an exception ends the block, it only waits.
+    raises the error of one that failed. If an exception ends the block, it only waits. So leave the loop right after
+    :meth:`step`: if an optimizer has stepped since, the last step is not saved, with a warning.
 
     Args:
         path: The run directory, on a file system that all ranks share.
@@ -84,8 +95,9 @@ class Checkpointer:
         signals: Collection[int] = (signal.SIGTERM,),
         **options: Unpack[CheckpointerOptions],
     ) -> None:
-        if save_every is not None:
-            _check_step("save_every", save_every, smallest=1)
+        if unknown := ", ".join(sorted(options.keys() - CheckpointerOptions.__annotations__.keys())):
+            raise InvalidArgumentError(f"Checkpointer has no argument {unknown}")
+        save_every = None if save_every is None else _check_step("save_every", save_every, smallest=1)
         settings: Any = {name: value for name, value in options.items() if name in _SETTINGS}
         self._directory = RunDirectory(path, **settings)
         self._options: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
@@ -102,10 +114,13 @@ class Checkpointer:
         self._registered: dict[str, Any] = {}
         for name, candidate in (stateful or {}).items():
             self.register(name, candidate)
-        self._save_every, self._signals = save_every, tuple(signals)
+        self._save_every = save_every
+        self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
         self._process_group, self._timeout = options.get("process_group"), options.get("timeout")
         self._stop: Preemption | None = None
-        self._is_stopping = False
+        self._has_begun = self._is_stopping = False
+        #: The steps of the optimizers, and how many of them belong to the last completed step.
+        self._counter, self._counted = OptimizerStepCounter(optimizer), 0
         #: The last completed step, and the last one of which this object knows a checkpoint.
         self._last, self._saved = 0, 0
         #: What the last call of :meth:`step` wants to be saved with it.
@@ -164,7 +179,7 @@ class Checkpointer:
         """
         arguments: dict[str, Any] = {**self._components, "stateful": self._registered or None, **options}
         arguments["allow_missing"] = {*_as_names(options.get("allow_missing", ())), *self._find_components(new_ok)}
-        self._watch_signals()
+        self._begin(resumes=True)
         try:
             self.restored = self._directory.restore(tag, **arguments)
         except EmptyRunError:
@@ -195,16 +210,19 @@ class Checkpointer:
             Whether to leave the training loop: on all ranks at the same step, after a signal.
 
         Raises:
-            InvalidArgumentError: ``step`` is no integer above that of the call before.
+            InvalidArgumentError: ``step`` is no integer above that of the call before, or a metric is no number.
+            StateError: The run directory has checkpoints, and :meth:`resume` was not called.
+            RankMismatchError: The ranks have different ``save_every`` or ``signals``.
             Exception: The errors of :func:`holdfast.save_checkpoint` and of :meth:`holdfast.Preemption.requested`.
         """
-        _check_step("step", step, smallest=0)
+        self._begin(resumes=False)
+        step = _check_step("step", step, smallest=0)
         if step <= self._last and (step or self._last or self._pending):
             raise InvalidArgumentError(
                 f"step {step} comes after step {self._last}: steps must increase; the first one is resume() + 1"
             )
-        self._last = step
-        kept = {name: _without_graph(value) for name, value in (metrics or {}).items()}
+        kept = _copy_metrics(metrics or {})
+        self._last, self._counted = step, self._counter.steps
         self._pending = {"metrics": kept, "user_content": user_content, "per_rank_content": per_rank_content}
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
@@ -269,13 +287,24 @@ class Checkpointer:
     ) -> None:
         try:
             if error is None:
-                if self._last > self._saved:
-                    self.save()
+                self._save_last_step()
                 self.finalize()
             else:
                 self._finalize_after(error)
         finally:
             self.close()
+
+    def _save_last_step(self) -> None:
+        """Save the last completed step if that was not done, and if the objects are still in its state."""
+        if self._last <= self._saved:
+            return
+        if self._counter.steps == self._counted:
+            self.save()
+        else:
+            warn_caller(
+                f"step {self._last} is not saved at the end of the block, because an optimizer has stepped since: "
+                "leave the loop right after step()"
+            )
 
     def _finalize_after(self, error: BaseException) -> None:
         """Wait for the background saves after an error, which is what the caller must see."""
@@ -284,13 +313,24 @@ class Checkpointer:
         except Exception as failure:  # noqa: BLE001 - the error that ended the block is raised, and names this one
             error.add_note(f"a background save into {self.path} has failed, too: {failure!r}")
 
-    def _watch_signals(self) -> None:
+    def _begin(self, *, resumes: bool) -> None:
+        """Compare the settings of all ranks in the first call, and watch for signals from then on."""
+        if not self._has_begun:
+            settings = {"save_every": repr(self._save_every), "signals": repr(sorted(self._signals))}
+            check = _check_resumable if resumes else _check_new
+            self._directory.compare_calls(CallDescription("Checkpointer", settings), partial(check, self.path))
+            self._has_begun = True
         if self._signals and self._stop is None:
-            timeout = {} if self._timeout is None else {"timeout": self._timeout}
-            self._stop = preemption(*self._signals, process_group=self._process_group, **timeout)
+            self._watch_signals()
+
+    def _watch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidArgumentError("a Checkpointer handles signals only in the main thread: pass signals=()")
+        timeout = {} if self._timeout is None else {"timeout": self._timeout}
+        self._stop = preemption(*self._signals, process_group=self._process_group, **timeout)
+        weakref.finalize(self, self._stop.close).atexit = False
 
     def _is_stop_requested(self) -> bool:
-        self._watch_signals()
         return self._stop is not None and not self._is_stopping and self._stop.requested()
 
     def _find_components(self, new_ok: Collection[str]) -> Iterable[str]:
@@ -309,9 +349,31 @@ def _as_names(names: Collection[str]) -> Collection[str]:
     return {names} if isinstance(names, str) else names
 
 
-def _check_step(argument: str, value: object, *, smallest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+def _check_resumable(path: Path) -> None:
+    if is_native(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself: pass the run directory that it is in")
+
+
+def _check_new(path: Path) -> None:
+    """Raise ``StateError`` if a training begins where another one has saved."""
+    _check_resumable(path)
+    complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    if complete:
+        raise StateError(
+            f"{path} has checkpoints, the latest is {complete[-1].tag!r}: call resume() before step(), or pass another "
+            "run directory"
+        )
+
+
+def _check_step(argument: str, value: Any, *, smallest: int) -> int:
+    """Return an integer of any type. Raises ``InvalidArgumentError``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = smallest - 1
+    if isinstance(value, bool) or number < smallest:
         raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
+    return number
 
 
 def _step_of(restored: RestoreResult) -> int:
@@ -324,9 +386,23 @@ def _step_of(restored: RestoreResult) -> int:
     return int(step)
 
 
-def _without_graph(value: Any) -> Any:
-    """Return a metric that keeps no activations in memory."""
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as they are now, without the graphs that tensors belong to. Raises ``InvalidArgumentError``."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidArgumentError(f"metrics must be a dict of numbers by name; got {type(metrics).__qualname__}")
+    return {name: _copy_metric(name, value) for name, value in metrics.items()}
+
+
+def _copy_metric(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # of NumPy
+        return value.item()
+    if not isinstance(value, Real):
+        raise InvalidArgumentError(
+            f"the metric {name!r} must be a number or a tensor of one element; got {value!r:.80}"
+        )
+    return value
 
 
 def _read_number(value: Any) -> Any:

@@ -9,12 +9,12 @@ from os import PathLike
 from pathlib import Path
 
 from holdfast import view
-from holdfast.errors import CheckpointReplacedError, InvalidArgumentError
+from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.pin import held_pin
 from holdfast.run.scan import CheckpointInfo
-from holdfast.run.tags import TagArgument
+from holdfast.run.tags import Best, TagArgument
 from holdfast.storage.posix import list_names, local_path
 from holdfast.view import Checkpoint
 
@@ -48,16 +48,22 @@ def pin(path: str | PathLike[str], tag: TagArgument = None) -> Iterator[Checkpoi
 
 
 def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) -> Checkpoint:
-    for _ in range(_ATTEMPTS):
-        checkpoint = view.open(path, tag)
+    for attempt in range(_ATTEMPTS):
+        try:
+            checkpoint = view.open(path, tag)
+        except NoCheckpointError:
+            if not isinstance(tag, Best) or attempt == _ATTEMPTS - 1:  # the best one may have been removed meanwhile
+                raise
+            time.sleep(_RETRY_SECONDS)
+            continue
         identity = checkpoint.identity
         if identity is None:
             raise InvalidArgumentError(f"{checkpoint.path} is no checkpoint of holdfast: open it without a pin")
-        with ExitStack() as attempt:
-            attempt.enter_context(held_pin(checkpoint.path.parent, checkpoint.path.name, identity.run))
+        with ExitStack() as pinned:
+            pinned.enter_context(held_pin(checkpoint.path.parent, checkpoint.path.name, identity.run))
             is_listed = checkpoint.path.name in list_names(checkpoint.path.parent)
             if is_listed and holds_checkpoint(checkpoint.path, identity.id):
-                stack.push(attempt.pop_all())
+                stack.push(pinned.pop_all())
                 return checkpoint
         time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"{checkpoint.path} was replaced or removed while it was being pinned")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -12,6 +12,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 
+from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.errors import InvalidArgumentError
@@ -20,7 +21,7 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.files import SHARD_SIZE
-from holdfast.ondisk.validation import check_choice
+from holdfast.ondisk.validation import check_choice, check_timeout
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
@@ -125,7 +126,7 @@ class RunDirectory:
         #: The checkpoint with which the next save may share files.
         self.base = Base()
         self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
-        self._process_group, self._timeout = process_group, timeout
+        self._process_group, self._timeout = process_group, check_timeout(timeout)
         check_choice("staging", staging, STAGING)
         self._async_save, self._staging = async_save, staging
         check_choice("frozen", frozen, FROZEN)
@@ -316,6 +317,16 @@ class RunDirectory:
         if not restored.id or restored.path is None or restored.path.parent != self.path:
             return None
         return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
+
+    def compare_calls(self, call: CallDescription, check: Callable[[], None]) -> None:
+        """Raise ``RankMismatchError`` if ranks make different calls. Run ``check`` on rank 0; all raise its error."""
+
+        def check_and_agree(_: list[bytes]) -> bytes:
+            check()
+            return b""
+
+        session = self._current_ranks().open_session(self._timeout)
+        vote_same_call(session, "beginning", call, lambda: b"", check_and_agree)
 
     @property
     def rank(self) -> int:

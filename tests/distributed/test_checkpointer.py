@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,3 +88,16 @@ def test_ranks_must_be_equally_strict(ranks: Ranks, tmp_path: Path) -> None:
     for error in ranks.outcomes(2, resume_differently, str(tmp_path)):
         assert isinstance(error, RankMismatchError)
         assert "strict" in str(error)
+
+
+def begin_differently(path: str, option: str) -> None:
+    first = dist.get_rank() == 0
+    options = {"save_every": 2 if first else 3} if option == "save_every" else {"signals": (10,) if first else ()}
+    holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, **options).step(1)
+
+
+@pytest.mark.parametrize("option", ["save_every", "signals"])
+def test_ranks_must_have_the_same_settings(ranks: Ranks, tmp_path: Path, option: str) -> None:
+    for error in ranks.outcomes(2, begin_differently, str(tmp_path), option):
+        assert isinstance(error, RankMismatchError)
+        assert option in str(error)

@@ -154,6 +154,23 @@ def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
     assert not pins(tmp_path)
 
 
+def test_the_best_checkpoint_is_selected_again_if_it_is_removed(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, metrics={"loss": step})
+    opened, real = [], holdfast.evaluation.view.open  # type: ignore[attr-defined]
+
+    def remove_and_open(path: Path, tag: object) -> holdfast.Checkpoint:
+        if not opened:
+            opened.append(tag)
+            (tmp_path / "s1").rename(tmp_path.parent / "moved")
+            raise NoCheckpointError("s1 was removed")
+        return real(path, tag)
+
+    patched = mock.patch("holdfast.evaluation.view.open", remove_and_open)
+    with patched, holdfast.pin(tmp_path, holdfast.best("loss")) as checkpoint:
+        assert checkpoint.tag == "s2"
+
+
 def test_a_forked_process_does_not_end_the_pin(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with holdfast.pin(tmp_path):

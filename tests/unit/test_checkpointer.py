@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -151,6 +155,100 @@ def test_an_error_in_the_block_is_raised_and_names_the_failed_save(tmp_path: Pat
     ):
         _step_and_fail(checkpointer)
     assert "the disk is full" in "".join(caught.value.__notes__)
+
+
+def test_a_state_that_has_changed_is_not_saved_under_the_last_step(tmp_path: Path) -> None:
+    """The loop is left between the optimizer's step and ``step()``."""
+    with pytest.warns(UserWarning, match="step 3 is not saved at the end of the block"):
+        _leave_before_step(tmp_path)
+    assert list_steps(tmp_path) == [("step_2", 2)]
+
+
+def _leave_before_step(path: Path) -> None:
+    training = build_training()
+    with holdfast.Checkpointer(path, **training, save_every=2) as checkpointer:
+        for step in (1, 2, 3, 4):
+            train_step(training)
+            if step == 4:
+                break
+            checkpointer.step(step)
+
+
+def test_metrics_are_those_of_the_call(tmp_path: Path) -> None:
+    running, array = torch.tensor([1.0]), np.array(2.0)
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2)) as checkpointer:
+        checkpointer.step(1, {"running": running, "array": array, "number": np.float32(3), "nan": math.nan})
+        running += 1
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    assert info.metrics == {"running": 1.0, "array": 2.0, "number": 3.0, "nan": None}
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2), "1", None, [1.0]])
+def test_a_metric_that_is_no_number_is_refused_at_once(tmp_path: Path, value: Any) -> None:
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2)) as checkpointer:
+        checkpointer.step(1)
+        with pytest.raises(InvalidArgumentError, match="the metric 'loss' must be a number"):
+            checkpointer.step(2, {"loss": value})
+        with pytest.raises(InvalidArgumentError, match="metrics must be a dict"):
+            checkpointer.step(2, [1.0])  # type: ignore[arg-type]
+    assert list_steps(tmp_path) == [("step_1", 1)]
+
+
+def test_a_training_does_not_begin_in_the_run_of_another_one(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    with pytest.raises(StateError, match=r"the latest is 'step_3': call resume\(\) before step\(\)"):
+        holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2)).step(1)
+    for path in (tmp_path / "step_3", tmp_path / "step_3/"):
+        with pytest.raises(InvalidArgumentError, match="is a checkpoint itself"):
+            holdfast.Checkpointer(path, model=nn.Linear(2, 2)).resume()
+
+
+@pytest.mark.parametrize("option", ["bogus", "step", "overwrite", "num_kept_ckpts", "user_content"])
+def test_an_unknown_argument_is_refused_at_once(tmp_path: Path, option: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"no argument {option}"):
+        holdfast.Checkpointer(tmp_path, **{option: 1})
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "10", None, True, math.nan])
+def test_the_timeout_is_a_number_of_seconds(tmp_path: Path, timeout: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout must be a number of seconds above 0"):
+        holdfast.Checkpointer(tmp_path, timeout=timeout)
+
+
+def test_integers_of_numpy_are_steps(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), save_every=np.int64(2)) as checkpointer:
+        checkpointer.step(np.int32(2))
+    assert list_steps(tmp_path) == [("step_2", 2)]
+
+
+def test_handlers_are_removed_in_any_order(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    runs = [holdfast.Checkpointer(tmp_path / name, model=nn.Linear(2, 2)) for name in "abc"]
+    for run in runs:
+        run.step(1)
+    runs[1].close()
+    runs[0].close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert runs[2].step(2)
+    runs[2].close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_ends_with_its_checkpointer(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer = holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2))
+    checkpointer.step(1)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    del checkpointer
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_a_thread_it_tells_how_to_go_without_signals(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(InvalidArgumentError, match=r"pass signals=\(\)"):
+            thread.submit(holdfast.Checkpointer(tmp_path / "a", model=nn.Linear(2, 2)).step, 1).result()
+        assert not thread.submit(holdfast.Checkpointer(tmp_path / "b", signals=()).step, 1).result()
 
 
 def test_content_and_metrics_belong_to_the_step(tmp_path: Path) -> None:

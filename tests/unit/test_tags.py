@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from holdfast.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     NoCheckpointError,
+    StorageError,
     TagExistsError,
 )
+from holdfast.run import tags
 from holdfast.run.retention import sort_by_metric
 from holdfast.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke, invoke_json
@@ -80,6 +84,8 @@ def test_what_is_no_tag(run: Path, tag: Any) -> None:
             select(run, tag)
     with pytest.raises(InvalidArgumentError, match="mode must be one of min, max"):
         holdfast.best("loss", "least")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="name of a metric"):
+        holdfast.best(3)  # type: ignore[arg-type]
 
 
 @given(values=st.lists(st.none() | st.floats(), max_size=8), mode=st.sampled_from(["min", "max"]))
@@ -115,7 +121,7 @@ def test_a_stale_alias_names_both(run: Path, select: Callable[[Path, Any], str])
     holdfast.set_alias(run, "production", "b")
     save(run, "b", 0.0, overwrite=True)
     with pytest.raises(
-        NoCheckpointError, match=r"the alias 'production' in .* means the checkpoint 'b', which no long"
+        NoCheckpointError, match=r"the alias 'production' in .* means the checkpoint 'b', which was removed or replaced"
     ):
         select(run, "production")
 
@@ -128,7 +134,7 @@ def test_a_checkpoint_with_this_very_tag_is_preferred(run: Path) -> None:
         holdfast.set_alias(run, "production", "b")
 
 
-def test_an_alias_whose_file_is_corrupt_is_an_error_only_for_who_uses_it(run: Path) -> None:
+def test_an_alias_whose_file_is_corrupt_is_an_error_for_who_uses_it(run: Path) -> None:
     holdfast.set_alias(run, "production", "b")
     holdfast.set_alias(run, "old", "a")
     for content in (b"", b"{}", b'{"tag": 3, "id": ""}', b"[" * 9000):
@@ -136,8 +142,52 @@ def test_an_alias_whose_file_is_corrupt_is_an_error_only_for_who_uses_it(run: Pa
         with pytest.raises(CorruptCheckpointError, match=r"production\.alias is corrupt: set the alias"):
             open_by(run, "production")
         assert holdfast.list_aliases(run) == {"old": "a"}
+    with pytest.warns(UserWarning, match=r"an old one could not be removed: .*production\.alias is corrupt"):
+        save(run, "g", num_kept_ckpts=1)
+    assert len(holdfast.list_checkpoints(run)) == len(LOSSES) + 2
     holdfast.set_alias(run, "production", "c")
     assert open_by(run, "production") == "c"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "outside", "loop"])
+def test_an_alias_that_is_no_regular_file_is_not_read(run: Path, kind: str) -> None:
+    """A process that opened the FIFO would wait for ever, and one that read the device would need all memory."""
+    file = run / ".odd.alias"
+    links = {"device": "/dev/zero", "outside": "/etc/hostname", "loop": ".odd.alias"}
+    if kind in links:
+        file.symlink_to(links[kind])
+    else:
+        os.mkfifo(file) if kind == "fifo" else file.mkdir()
+    with pytest.raises((CorruptCheckpointError, StorageError), match=r"\.odd\.alias"):
+        open_by(run, "odd")
+    assert holdfast.list_aliases(run) == {}
+    assert invoke("ls", run).exit_code == 0
+    with pytest.warns(UserWarning, match="an old one could not be removed"):
+        save(run, "g", num_kept_ckpts=1)
+
+
+def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path) -> None:
+    """Retention looks for aliases before the alias is written, and then renames the checkpoint."""
+    write, moved = tags.write_alias, []
+
+    def move_and_write(path: Path, name: str, info: CheckpointInfo) -> None:
+        if not moved:
+            moved.append(info.tag)
+            info.path.rename(path.parent / "moved")
+        write(path, name, info)
+
+    with mock.patch.object(tags, "write_alias", move_and_write):
+        assert holdfast.set_alias(run, "production", holdfast.best("loss")).tag == "b"
+    assert moved == ["c"]
+    assert open_by(run, "production") == "b"
+
+
+def test_a_full_disk_leaves_nothing(run: Path) -> None:
+    before = sorted(path.name for path in run.iterdir())
+    full = mock.patch("holdfast.run.aliases.replace_file", side_effect=StorageError(28, "No space left"))
+    with full, pytest.raises(StorageError):
+        holdfast.set_alias(run, "production")
+    assert sorted(path.name for path in run.iterdir()) == before
 
 
 @pytest.mark.parametrize("alias", ["", "a/b", ".hidden", "x" * 300])
@@ -148,7 +198,7 @@ def test_names_that_no_alias_can_have(run: Path, alias: str) -> None:
 
 def test_a_corrupt_checkpoint_gets_no_alias(run: Path) -> None:
     cut_file(run / "b/manifest.json")
-    with pytest.raises(NoCheckpointError, match=r"no checkpoint b in .* that can be read"):
+    with pytest.raises(NoCheckpointError, match=r"no checkpoint 'b' in .* that can be read"):
         holdfast.set_alias(run, "production", "b")
 
 

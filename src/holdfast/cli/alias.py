@@ -8,12 +8,12 @@ import typer
 
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.output import print_json
-from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.table import Column, Table
 from holdfast.cli.target import check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.run.aliases import list_aliases
+from holdfast.run.aliases import delete_alias, list_aliases
+from holdfast.run.tags import give_alias
 from holdfast.storage.posix import local_path
 
 
@@ -37,12 +37,10 @@ def alias(
     if remove and (name is None or tag is not None):
         raise InvalidArgumentError("--remove needs the name of an alias, and no tag")
     out = terminal_console()
-    with leave_on_interrupt():
-        from holdfast.api import remove_alias, set_alias  # noqa: PLC0415 - torch is slow to import
     if name is not None and remove:
-        remove_alias(path, name)
+        delete_alias(path, name)
     elif name is not None:
-        tag = set_alias(path, name, tag).tag
+        tag = give_alias(path, name, tag).tag
     aliases = {known: escape_control_characters(meant.tag) for known, meant in list_aliases(path).items()}
     if as_json:
         print_json({"aliases": aliases})

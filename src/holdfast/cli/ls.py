@@ -57,7 +57,10 @@ class _Listing:
         checkpoints = list_checkpoints(path)
         own = {info.tag: own_bytes(info.path) for info in checkpoints}
         complete = [info for info in checkpoints if info.status == "complete"]
-        ranked = sort_by_metric(complete, *_parse_best(best)) if best else []
+        ranked = sort_by_metric(complete, *_parse_best(best)) if best is not None else []
+        if best is not None and complete and not ranked:
+            metrics = ", ".join(sorted({name for info in complete for name in info.metrics})) or "none"
+            raise InvalidArgumentError(f"no checkpoint has a finite metric {best!r}; there are: {metrics}")
         best_tag = ranked[0].tag if ranked else ""
         return cls(path, checkpoints, own, list_aliases(path), list_stale_directories(path), best_tag)
 

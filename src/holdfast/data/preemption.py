@@ -88,11 +88,22 @@ class Preemption(ClosingMixin):
         """Restore the previous signal handlers. After it no rank may call :meth:`requested`."""
         with suppress(ValueError):  # not in the main thread: the handler stays, and has no effect
             for number, previous in self._previous.items():
-                signal.signal(number, previous)
+                self._remove_handler(number, previous)
         self._closing.set()
         if self._thread is not None:
             self._at_exit.cancel()
             self._thread.join(_JOIN_TIMEOUT)
+
+    def _remove_handler(self, number: int, previous: Any) -> None:
+        """Restore the handler of before, also if another watcher has installed its own after this one."""
+        handler: Any = signal.getsignal(number)
+        if handler == self._on_signal:
+            signal.signal(number, previous)
+        while isinstance(owner := getattr(handler, "__self__", None), Preemption):
+            handler = owner._previous.get(number)  # noqa: SLF001 - of the same class
+            if handler == self._on_signal:
+                owner._previous[number] = previous  # noqa: SLF001
+                return
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]

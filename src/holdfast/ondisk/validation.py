@@ -55,6 +55,14 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def is_tag(name: str) -> bool:
+    """Return whether a name can be a tag."""
+    try:
+        return bool(check_tag(name))
+    except InvalidArgumentError:
+        return False
+
+
 def check_keys(keys: object) -> None:
     """Check the argument ``keys``, which maps components to their paths in another system's checkpoint.
 
@@ -98,6 +106,13 @@ def check_number(name: str, value: object) -> int | float:
     if isinstance(value, Real) and not isinstance(value, Integral):
         return float(value)
     raise InvalidArgumentError(f"{name} must be a number of at most 64 bits; got {str(value)[:40]!r}")
+
+
+def check_timeout(timeout: object) -> float:
+    """Return a timeout in seconds. Raises ``InvalidArgumentError`` unless it is a number above 0."""
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise InvalidArgumentError(f"timeout must be a number of seconds above 0; got {timeout!r}")
+    return float(timeout)
 
 
 def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:

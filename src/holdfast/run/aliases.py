@@ -10,15 +10,16 @@ import errno
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StorageError
-from holdfast.ondisk.validation import check_tag
+from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError, StorageError
+from holdfast.ondisk.validation import check_tag, is_tag
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.directories import replace_file
-from holdfast.storage.posix import list_names, read_small, remove_file, write_small
+from holdfast.storage.posix import check_regular, list_names, read_small, remove_file, write_small
 
 _NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")
 
@@ -37,8 +38,13 @@ def write_alias(path: Path, name: str, info: CheckpointInfo) -> None:
     """Make ``name`` an alias of a checkpoint in a run directory, also if it was one of another."""
     file = _alias_path(path, name)
     draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-    write_small(draft, msgspec.json.encode(Alias(info.tag, info.id)))
-    replace_file(draft, file)
+    try:
+        write_small(draft, msgspec.json.encode(Alias(info.tag, info.id)))
+        replace_file(draft, file)
+    except StorageError:
+        with suppress(StorageError):
+            remove_file(draft)
+        raise
 
 
 def delete_alias(path: Path, name: str) -> None:
@@ -52,6 +58,7 @@ def read_alias(path: Path, name: str) -> Alias | None:
     """Return what an alias means, or ``None`` if there is none of this name. Raises ``CorruptCheckpointError``."""
     file = _alias_path(path, name)
     try:
+        check_regular(file, within=(path,))
         return msgspec.json.decode(read_small(file, _MAX_BYTES), type=Alias)
     except msgspec.DecodeError as error:
         raise CorruptCheckpointError(f"{file} is corrupt: set the alias {name!r} again, or remove the file") from error
@@ -63,24 +70,26 @@ def read_alias(path: Path, name: str) -> Alias | None:
 
 def list_aliases(path: Path) -> dict[str, Alias]:
     """Return the aliases in a run directory that can be read, by name."""
-    return _read_aliases(path, list_names(path))
+    aliases = {}
+    for name in _alias_names(list_names(path)):
+        with suppress(HoldfastError):  # a load by this name says what is wrong
+            if (alias := read_alias(path, name)) is not None:
+                aliases[name] = alias
+    return aliases
 
 
 def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:
-    """Return whether a checkpoint has an alias. ``names`` are those in its run directory."""
-    return Alias(info.tag, info.id) in _read_aliases(info.path.parent, names).values()
+    """Return whether a checkpoint has an alias. ``names`` are those in its run directory.
+
+    Raises ``CorruptCheckpointError`` or ``StorageError`` if an alias cannot be read, as it may be of this checkpoint.
+    """
+    aliases = [read_alias(info.path.parent, name) for name in _alias_names(names)]
+    return Alias(info.tag, info.id) in aliases
 
 
-def _read_aliases(path: Path, names: Collection[str]) -> dict[str, Alias]:
-    aliases = {}
-    for match in filter(None, map(_NAME.fullmatch, sorted(names))):
-        try:
-            alias = read_alias(path, match["alias"])
-        except (CorruptCheckpointError, InvalidArgumentError):  # a load by this name says what is wrong
-            continue
-        if alias is not None:
-            aliases[match["alias"]] = alias
-    return aliases
+def _alias_names(names: Collection[str]) -> list[str]:
+    matches = (_NAME.fullmatch(name) for name in sorted(names))
+    return [match["alias"] for match in matches if match and is_tag(match["alias"])]
 
 
 def _alias_path(path: Path, name: str) -> Path:

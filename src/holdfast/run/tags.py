@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from holdfast.errors import NoCheckpointError
-from holdfast.formats.native import is_native
+from holdfast.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
+from holdfast.formats.native import holds_checkpoint, is_native
 from holdfast.ondisk.validation import check_choice, check_tag
-from holdfast.run.aliases import read_alias
+from holdfast.run.aliases import delete_alias, read_alias, write_alias
 from holdfast.run.catalog import list_checkpoints_strictly
 from holdfast.run.retention import sort_by_metric
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.posix import list_names
+
+#: How often :func:`give_alias` tries again if the checkpoint is removed meanwhile, and the seconds between.
+_ATTEMPTS, _RETRY_SECONDS = 40, 0.05
 
 #: How the values of a metric are compared.
 _MODES = ("min", "max")
@@ -45,6 +51,8 @@ def best(metric: str, mode: Literal["min", "max"] = "min") -> Best:
         InvalidArgumentError: ``mode`` is neither.
     """
     check_choice("mode", mode, _MODES)
+    if not isinstance(metric, str):
+        raise InvalidArgumentError(f"the name of a metric must be a text; got {metric!r}")
     return Best(metric, mode)
 
 
@@ -77,7 +85,7 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
         return tag
     if not any((info.tag, info.id) == (alias.tag, alias.id) for info in complete):
         raise NoCheckpointError(
-            f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which no longer exists: set the "
+            f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which was removed or replaced: set the "
             "alias again"
         )
     return alias.tag
@@ -93,3 +101,31 @@ def _find_best(path: Path, selector: Best) -> str:
             f"none of the {len(complete)} checkpoint(s) in {path} has a finite {selector.metric!r}; {known}"
         )
     return ranked[0].tag
+
+
+def give_alias(run: Path, alias: str, tag: str | Best | None) -> CheckpointInfo:
+    """Make ``alias`` a name of a checkpoint in a run directory, by default of the latest. Return the checkpoint.
+
+    Retention may remove the checkpoint meanwhile. So, as with a pin, the alias is written first, and after that the
+    checkpoint must still be in a list of the directory. Raises ``NoCheckpointError`` and ``TagExistsError``.
+    """
+    for _ in range(_ATTEMPTS):
+        info = _find_checkpoint(run, alias, tag)
+        write_alias(run, alias, info)
+        if info.path.name in list_names(run) and holds_checkpoint(info.path, info.id):
+            return info
+        delete_alias(run, alias)
+        time.sleep(_RETRY_SECONDS)
+    raise NoCheckpointError(f"the checkpoints in {run} are removed or replaced faster than one can get an alias")
+
+
+def _find_checkpoint(run: Path, alias: str, tag: str | Best | None) -> CheckpointInfo:
+    complete = [info for info in list_checkpoints_strictly(run) if info.status == "complete"]
+    if any(info.tag == alias for info in complete):
+        raise TagExistsError(f"there is a checkpoint {alias!r} in {run}: choose another alias")
+    wanted = None if tag is None else resolve_tag(run, tag)
+    matches = [info for info in complete if wanted in {None, info.tag}]
+    if not matches:
+        which = "checkpoint" if wanted is None else f"checkpoint {wanted!r}"
+        raise NoCheckpointError(f"there is no {which} in {run} that can be read")
+    return matches[-1]

@@ -100,7 +100,8 @@ class MismatchReport:
     def add_missing(self, component: str, name: str, reason: str = "") -> None:
         """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``."""
         self.missing.append(name)
-        self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {name}"))
+        subject = f"{name} of {component}" if component.startswith("model/") else name
+        self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {subject}"))
         self.incomplete.add(component)
 
     def add_unexpected(self, component: str, name: str) -> None:

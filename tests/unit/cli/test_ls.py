@@ -140,7 +140,7 @@ class TestLs:
         assert [record["world_size"] for record in records] == [1, 2]
         assert len({record["run"] for record in records}) == 2
 
-    @pytest.mark.parametrize(("option", "best"), [("loss", "b"), ("loss:min", "b"), ("loss:max", "a"), ("other", None)])
+    @pytest.mark.parametrize(("option", "best"), [("loss", "b"), ("loss:min", "b"), ("loss:max", "a")])
     def test_marks_the_best(self, tmp_path: Path, option: str, best: str | None) -> None:
         for tag, loss in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
             holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, metrics={"loss": loss})
@@ -152,6 +152,8 @@ class TestLs:
 
     def test_a_wrong_mode_is_named(self, made: Path) -> None:
         assert "METRIC:max" in invoke("ls", made, "--best", "loss:most", code=2).stderr
+        for metric in ("other", "bleu", ""):  # bleu is never finite
+            assert "there are: bleu, val_loss" in invoke("ls", made, "--best", metric, code=2).stderr
 
     def test_watching_shows_new_checkpoints(self, tmp_path: Path) -> None:
         holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
