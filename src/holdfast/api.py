@@ -96,6 +96,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     rng: bool = True,
     state_dict_hooks: bool = True,
     adapter_only: bool = False,
+    files: Mapping[str, bytes] | None = None,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -160,6 +161,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         adapter_only: Of a model with PEFT adapters save only the adapters, not the base model. They are in the folder
             ``adapter``, as PEFT stores them. Without ``adapter_only`` the checkpoint has this folder in addition to
             ``model``, which contains all weights.
+        files: Small files to store in the checkpoint's directory, as bytes by name, such as a tokenizer's. Rank 0
+            writes them; all ranks pass the same names.
         on_event: A function that is called with each event: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
         process_group: The ranks that save together. By default the default process group, or this process alone if
             there is none.
@@ -208,6 +211,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         rng=rng,
         state_dict_hooks=state_dict_hooks,
         adapter_only=adapter_only,
+        files=files,
         on_event=on_event,
     )
 

@@ -75,6 +75,7 @@ class SaveOptions(TypedDict, total=False):
     rng: bool
     state_dict_hooks: bool
     adapter_only: bool
+    files: Mapping[str, bytes] | None
 
 
 class RunDirectory:
@@ -162,6 +163,7 @@ class RunDirectory:
         rng: bool = True,
         state_dict_hooks: bool = True,
         adapter_only: bool = False,
+        files: Mapping[str, bytes] | None = None,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
         """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
@@ -183,6 +185,7 @@ class RunDirectory:
             state_dict_hooks=state_dict_hooks,
             frozen_apart=frozen == "apart",
             adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
+            files={} if files is None else files,
         )
         uses_default = num_kept_ckpts is None and keep is None
         policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)

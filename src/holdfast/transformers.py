@@ -118,13 +118,15 @@ class CheckpointMixin(_Base):
         if not self.args.save_only_model:
             components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             components |= {"stateful": self._stateful_objects()}
+        state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         save_checkpoint(
             run,
             _TAG.format(step),
             **components,
+            files={_STATE_FILE: state.encode()},
             adapter_only=self._adapter_only,
             frozen=self._frozen,
-            user_content={"trainer_state": json.loads(json.dumps(dataclasses.asdict(self.state)))},
+            user_content={"trainer_state": json.loads(state)},
             step=step,
             keep=self._retention_policy(),
             overwrite=True,

@@ -15,6 +15,7 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.validation import check_choice, check_number, check_tag, check_utf8
+from holdfast.ondisk.values import RANKS_FILE, SHARED_FILE
 from holdfast.run.corruption import CorruptRecord, find_corrupt
 from holdfast.run.retention import Retention
 from holdfast.state.training import TrainingObjects
@@ -42,6 +43,11 @@ def check_sharing(incremental: object, keep_full_every: object) -> None:
         raise InvalidArgumentError(f"incremental must be True or False; got {incremental!r:.80}")
     if not isinstance(keep_full_every, Integral) or isinstance(keep_full_every, bool) or keep_full_every < 1:
         raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {keep_full_every!r:.80}")
+
+
+#: Names of files and folders of a checkpoint, and the most bytes of a file that the caller adds.
+_RESERVED_FILES = frozenset({manifest.NAME, SHARED_FILE, RANKS_FILE, "model", "optimizer", "adapter"})
+_MAX_FILE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class SaveRequest:
             "incremental": str(self.incremental),
             "keep_full_every": str(self.keep_full_every),
             "frozen": repr(self.frozen),
+            "files": ", ".join(sorted(map(repr, self.training.files))),
         }
         return CallDescription("save", arguments)
 
@@ -116,6 +123,7 @@ class SaveRequest:
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
         check_choice("frozen", self.frozen, FROZEN)
         check_sharing(self.incremental, self.keep_full_every)
+        _check_files(self.training.files)
         if self.keep is not None:
             self.keep.check_requirements(self.step, self.metrics)
 
@@ -144,3 +152,18 @@ class SaveRequest:
             for name, value in self.metrics.items()
         }
         return step, {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _check_files(files: object) -> None:
+    """Raise ``InvalidArgumentError`` unless these are small files whose names no other file of a checkpoint has."""
+    if not isinstance(files, Mapping):
+        raise InvalidArgumentError(f"files must be a dict of bytes by name; got {type(files).__qualname__}")
+    for name, data in files.items():
+        check_tag(name)
+        if name in _RESERVED_FILES or name.endswith((".safetensors", ".safetensors.index.json")):
+            raise InvalidArgumentError(f"files has the name {name!r}, which files of a checkpoint have: choose another")
+        if not isinstance(data, bytes) or len(data) > _MAX_FILE_BYTES:
+            raise InvalidArgumentError(
+                f"files must have at most {_MAX_FILE_BYTES} bytes for each name; {name!r} has "
+                f"{len(data) if isinstance(data, bytes) else type(data).__qualname__}"
+            )

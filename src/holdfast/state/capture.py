@@ -133,6 +133,7 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
+    captured.small_files.update(training.files)
     tree: dict[str, Any] = {}
     views = {}
     for slot, parts in models.model_components(training.model).items():

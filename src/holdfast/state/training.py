@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.ondisk.files import ADAPTER
@@ -21,7 +22,7 @@ class TrainingObjects:
     ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
     Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
     do. ``adapters`` is :data:`NO_ADAPTERS`, :data:`WITH_ADAPTERS` or :data:`ONLY_ADAPTERS`. ``frozen_apart``:
-    parameters without gradients share no file with other tensors.
+    parameters without gradients share no file with other tensors. ``files`` are stored as they are, from rank 0.
     """
 
     model: Any = None
@@ -36,6 +37,7 @@ class TrainingObjects:
     state_dict_hooks: bool = True
     frozen_apart: bool = False
     adapters: str = NO_ADAPTERS
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def component_names(self) -> list[str]:
         """Return the slots of the objects that were passed, without those that only one rank needs to pass."""

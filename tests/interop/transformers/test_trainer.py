@@ -39,6 +39,8 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, bef
     for name in (name for name in whole["weights"] if not name.endswith("c_attn.bias")):
         torch.testing.assert_close(results[0]["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
     assert saved.values["user_content"]["trainer_state"]["global_step"] == 3
+    state = transformers.TrainerState.load_from_json(str(tmp_path / "run/checkpoint-6/trainer_state.json"))
+    assert (state.global_step, len(state.log_history)) == (6, 6)
 
 
 FSDP = {1: "FullyShardedDataParallel", 2: "FSDPGPT2LMHeadModel"}
