@@ -14,19 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidArgumentError, MismatchError
 from tests.helpers.pool import Ranks
-
-
-class Counter:
-    """Anything with a state."""
-
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
+from tests.helpers.stateful import Counter
 
 
 def parts() -> dict[str, Any]:

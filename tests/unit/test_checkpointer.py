@@ -26,19 +26,7 @@ from holdfast.errors import (
     TagExistsError,
 )
 from holdfast.save import shard_writer
-
-
-class Counter:
-    """Anything with a state."""
-
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
+from tests.helpers.stateful import Counter
 
 
 def build_training(seed: int = 0) -> dict[str, Any]:

@@ -22,20 +22,10 @@ import holdfast
 from holdfast.accelerate import Accelerator
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from tests.helpers.pool import Ranks
+from tests.helpers.stateful import Counter
 from tests.helpers.trainer_runs import launch
 
 _SAMPLES, _BATCH = 48, 12
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def prepare(accelerator: Accelerator, ranks: int = 1) -> dict[str, Any]:
