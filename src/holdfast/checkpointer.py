@@ -227,7 +227,9 @@ class Checkpointer:
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
         self._is_stopping = self._is_stop_requested() or self._is_stopping
-        if self._is_stopping or (self._save_every is not None and step and step % self._save_every == 0):
+        if self._is_stopping:
+            self._save(f"step_{step}", forced=True)
+        elif self._save_every is not None and step and step % self._save_every == 0:
             self.save()
         return self._is_stopping
 
@@ -245,19 +247,23 @@ class Checkpointer:
             TagExistsError: There is a checkpoint of this name; and all other errors of
                 :func:`holdfast.save_checkpoint`.
         """
+        return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
+
+    def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)
         metrics = {name: _read_number(value) for name, value in pending.pop("metrics", {}).items()}
         handle = self._directory.save(
-            f"step_{self._last}" if tag is None else tag,
+            tag,
             **self._components,
             stateful=self._registered or None,
             step=self._last,
             metrics=metrics,
             overwrite=overwrite,
+            forced=forced,
             **pending,
             **self._options,
         )
-        if tag is None:
+        if tag == f"step_{self._last}":
             self._saved = self._last
         return handle
 
@@ -299,7 +305,7 @@ class Checkpointer:
         if self._last <= self._saved:
             return
         if self._counter.steps == self._counted:
-            self.save()
+            self._save(f"step_{self._last}", forced=True)
         else:
             warn_caller(
                 f"step {self._last} is not saved at the end of the block, because an optimizer has stepped since: "

@@ -164,12 +164,14 @@ class RunDirectory:
         state_dict_hooks: bool = True,
         adapter_only: bool = False,
         files: Mapping[str, bytes] | None = None,
+        forced: bool = False,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
         """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
 
         The arguments, the result and the errors are those of :func:`holdfast.save_checkpoint`. An argument that is
-        ``None`` gets the value that was passed to the constructor.
+        ``None`` gets the value that was passed to the constructor. A ``forced`` save needs no metric for the retention
+        policy.
         """
         began = time.perf_counter()
         frozen = self._frozen if frozen is None else frozen
@@ -204,6 +206,7 @@ class RunDirectory:
             incremental=self._incremental if incremental is None else incremental,
             keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
             frozen=frozen,
+            forced=forced,
             on_event=on_event or self._on_event,
             began=began,
         )

@@ -203,6 +203,27 @@ def test_the_timeout_is_a_number_of_seconds(tmp_path: Path, timeout: Any) -> Non
         holdfast.Checkpointer(tmp_path, timeout=timeout)
 
 
+@pytest.mark.parametrize("signal_at", [0, 8, 10])
+def test_saves_that_nobody_planned_need_no_metric(tmp_path: Path, signal_at: int) -> None:
+    """The metric is known only every five steps, and the job ends between them."""
+    options: dict[str, Any] = {"save_every": 5, "keep": holdfast.KeepBest("val_loss")}
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), **options) as checkpointer:
+        for step in range(1, max(8, signal_at) + 1):
+            if step == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.step(step, {"val_loss": 1.0} if step == 5 else None):
+                break
+    assert list_steps(tmp_path) == [("step_5", 5), (f"step_{max(8, signal_at)}", max(8, signal_at))]
+
+
+def test_a_planned_save_needs_the_metric_of_its_policy(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(
+        tmp_path, model=nn.Linear(2, 2), save_every=1, keep=holdfast.KeepBest("val_loss"), signals=()
+    )
+    with pytest.raises(InvalidArgumentError, match="KeepBest needs 'val_loss'"):
+        checkpointer.step(1)
+
+
 def test_integers_of_numpy_are_steps(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), save_every=np.int64(2)) as checkpointer:
         checkpointer.step(np.int32(2))

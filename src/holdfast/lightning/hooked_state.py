@@ -19,8 +19,8 @@ from holdfast.formats.tree.tree_reader import TreeReader
 from holdfast.lightning.lazy_state import StoredModelState
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.ondisk.validation import strip_wrapper_prefixes
 from holdfast.ondisk.values import ArrayCodec
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from holdfast.state.model.view import EXTRA
 from holdfast.state.tensors import NAMES
 

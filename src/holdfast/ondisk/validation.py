@@ -19,15 +19,6 @@ _TAG_BYTES = 200
 _COMPONENT_BYTES, _PATH_BYTES = 255, 1000
 
 
-#: Name components that wrappers add to the model's own: FSDP1, activation checkpointing and torch.compile.
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-
-
-def strip_wrapper_prefixes(name: str) -> str:
-    """Return a name without the components that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
 def state_key(fqn: str, state: str) -> str:
     """Return a tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
     return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"

@@ -66,8 +66,9 @@ class SaveRequest:
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
-    is checked in synchronous saves, too. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
-    checkpoints whose tags the save may take. ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    is checked in synchronous saves, too. ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids
+    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``began``: the start
+    of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -84,6 +85,7 @@ class SaveRequest:
     incremental: bool = True
     keep_full_every: int = FULL_EVERY
     frozen: str = FROZEN[0]
+    forced: bool = False
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
     on_event: OnEvent = ignore_event
@@ -124,7 +126,7 @@ class SaveRequest:
         check_choice("frozen", self.frozen, FROZEN)
         check_sharing(self.incremental, self.keep_full_every)
         _check_files(self.training.files)
-        if self.keep is not None:
+        if self.keep is not None and not self.forced:
             self.keep.check_requirements(self.step, self.metrics)
 
     def check_destination(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from holdfast.ondisk.validation import strip_wrapper_prefixes
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from holdfast.state.model import fsdp1
 from holdfast.state.model import traversal as models
 from holdfast.state.model.materialize import find_initializer, materialize, meta_tensors

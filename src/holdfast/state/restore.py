@@ -33,9 +33,9 @@ from holdfast.state.optimizer.param_index import check_order, has_names, match_b
 from holdfast.state.optimizer.restore import OptimizerRestore, put_settings
 from holdfast.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from holdfast.state.split_parameters import split_refs, stored_names
+from holdfast.state.tensor_subclasses import explain_difference, is_description
 from holdfast.state.tensors import TensorView, shares_elements, view_of
 from holdfast.state.training import TrainingObjects
-from holdfast.state.wrappers import explain_difference, is_description
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]

@@ -11,8 +11,8 @@ import torch
 
 from holdfast.state.capture import Capture
 from holdfast.state.optimizer import adapters
+from holdfast.state.tensor_subclasses import is_wrapper, iter_inner
 from holdfast.state.tensors import local_tensor
-from holdfast.state.wrappers import is_wrapper, iter_inner
 
 
 def step_only_tensors(captured: Capture, optimizer: object) -> frozenset[tuple[str, str]]:

@@ -28,8 +28,9 @@ from holdfast.formats.tree.traversal import (
 )
 from holdfast.formats.tree.unique_names import index_by_name
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.ondisk.validation import state_key, strip_wrapper_prefixes
+from holdfast.ondisk.validation import state_key
 from holdfast.ondisk.values import ArrayCodec
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 
 #: The group of the tensors inside of values.
 STATE = "state"

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import StateError, UnsupportedTensorError
-from holdfast.ondisk.validation import WRAPPERS
+from holdfast.ondisk.wrapper_prefixes import WRAPPERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.ondisk.validation import strip_wrapper_prefixes
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 
 #: transformers' base class, by name because transformers may not be installed.
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"

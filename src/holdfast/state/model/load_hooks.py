@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.ondisk.validation import strip_wrapper_prefixes
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 
 #: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
 #: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.

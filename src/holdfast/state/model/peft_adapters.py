@@ -19,7 +19,8 @@ from torch import nn
 
 from holdfast.errors import StateError, UnsafeNameError
 from holdfast.ondisk.files import ADAPTER_CONFIG, adapter_group
-from holdfast.ondisk.validation import check_relative_path, strip_wrapper_prefixes
+from holdfast.ondisk.validation import check_relative_path
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from holdfast.state.model.hf_config import base_config_files, unwrap_model
 from holdfast.state.model.view import ModelView
 from holdfast.state.tensors import TensorView, view_of

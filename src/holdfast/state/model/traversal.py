@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.engine.plan.placements import FlatSharded, MeshShape, PlacementLayout, Replicated
 from holdfast.engine.plan.split_tensors import Splits
 from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorError
-from holdfast.ondisk.validation import strip_wrapper_prefixes
+from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from holdfast.state.components import name_components
 from holdfast.state.model import fsdp1
 from holdfast.state.model.fsdp1 import FlatShard
@@ -25,8 +25,8 @@ from holdfast.state.model.replaced_entries import ReplacedModel
 from holdfast.state.model.state_dict_hooks import HookedStateDict, has_hooks, state_dict_names
 from holdfast.state.model.state_dict_hooks import hooked_state_dict as hooked
 from holdfast.state.model.view import EXTRA, ModelView, ParamRef, is_extra, merge_views
+from holdfast.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
 from holdfast.state.tensors import NAMES, TensorView, check_kind, find_shared, view_of
-from holdfast.state.wrappers import is_wrapper, view_outside, view_wrapper
 
 
 def model_components(model: object) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from holdfast.ondisk.validation import split_state_key
 from holdfast.state.model.view import ParamRef
 from holdfast.state.optimizer.param_groups import EncodedGroups
 from holdfast.state.optimizer.view import GroupMember, ParamGroup
-from holdfast.state.wrappers import is_description
+from holdfast.state.tensor_subclasses import is_description
 
 
 def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from holdfast.errors import OptimizerMismatchError
-from holdfast.state.wrappers import is_wrapper
+from holdfast.state.tensor_subclasses import is_wrapper
 
 
 @dataclass(frozen=True, slots=True)

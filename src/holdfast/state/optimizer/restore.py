@@ -18,8 +18,8 @@ from holdfast.state.optimizer.native_states import as_native_states, check_state
 from holdfast.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from holdfast.state.optimizer.probe import ProbedState, probe_states
 from holdfast.state.optimizer.view import GroupMember, ParamGroup, place_states, place_wrapper
+from holdfast.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from holdfast.state.tensors import DTYPES, TensorView, local_tensor, view_of
-from holdfast.state.wrappers import explain_difference, is_description, is_wrapper
 
 
 class OptimizerRestore:

@@ -18,8 +18,8 @@ from holdfast.ondisk.validation import state_key
 from holdfast.state.model import fsdp1
 from holdfast.state.model.view import ModelView, ParamRef
 from holdfast.state.optimizer.adapters import Key, OptimizerAdapter, adapt_optimizer
+from holdfast.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 from holdfast.state.tensors import NAMES, TensorView, view_of
-from holdfast.state.wrappers import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 
 
 @dataclass(frozen=True)
