@@ -226,8 +226,9 @@ class Checkpointer:
         self._pending = {"metrics": kept, "user_content": user_content, "per_rank_content": per_rank_content}
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
-        self._is_stopping = self._is_stop_requested() or self._is_stopping
-        if self._is_stopping:
+        stops_now = self._is_stop_requested()
+        self._is_stopping = stops_now or self._is_stopping
+        if stops_now:
             self._save(f"step_{step}", forced=True)
         elif self._save_every is not None and step and step % self._save_every == 0:
             self.save()

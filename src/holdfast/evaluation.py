@@ -90,10 +90,12 @@ def wait_for_new(
         latest are left out.
 
     Raises:
-        InvalidArgumentError: ``timeout`` or ``poll_seconds`` is negative.
+        InvalidArgumentError: ``timeout`` is negative, or ``poll_seconds`` is not above 0.
     """
     if (timeout is not None and timeout < 0) or poll_seconds <= 0:
-        raise InvalidArgumentError(f"timeout and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}")
+        raise InvalidArgumentError(
+            f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
+        )
     run = local_path(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:

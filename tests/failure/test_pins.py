@@ -128,6 +128,21 @@ def test_a_removal_that_has_begun_is_undone(tmp_path: Path) -> None:
     stack.pop().__exit__(None, None, None)
 
 
+def test_a_removal_that_cannot_look_for_pins_is_undone(tmp_path: Path) -> None:
+    """The first look succeeds, and after the rename the directory cannot be read."""
+    save(tmp_path, 1)
+    looks = iter([None, StorageError(errno.EIO, "input/output error")])
+
+    def fail_after_rename(_: object) -> str | None:
+        if error := next(looks):
+            raise error
+        return None
+
+    with mock.patch.object(cleanup, "find_protection", fail_after_rename), pytest.warns(UserWarning, match="removed"):
+        save(tmp_path, 2, num_kept_ckpts=1)
+    assert tags(tmp_path) == ["s1", "s2"]
+
+
 def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
     """The removal ends between the open and the pin."""
     save(tmp_path, 1)

@@ -88,6 +88,16 @@ def test_who_goes_on_after_a_signal_is_warned(tmp_path: Path, caplog: pytest.Log
         assert checkpointer.step(2)
         assert checkpointer.step(3)
     assert "signal to stop before step 3: leave the loop" in caplog.text
+    assert list_steps(tmp_path) == [("step_2", 2), ("step_3", 3)]  # at the signal, and at the end of the block
+
+
+def test_after_a_signal_only_due_steps_are_saved(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), save_every=5) as checkpointer:
+        for step in range(1, 8):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.step(step)
+    assert list_steps(tmp_path) == [("step_2", 2), ("step_5", 5), ("step_7", 7)]
 
 
 def test_two_checkpointers_both_learn_of_a_signal(tmp_path: Path) -> None:

@@ -176,7 +176,12 @@ def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
         if path_exists(info.path):
             raise
         return False
-    if not holds_checkpoint(hidden, info.id) or find_protection(info) is not None:
+    try:
+        is_removable = holds_checkpoint(hidden, info.id) and find_protection(info) is None
+    except HoldfastError:
+        _restore_name(hidden, info.path)
+        raise
+    if not is_removable:
         _restore_name(hidden, info.path)
         return False
     remove_tree(hidden)

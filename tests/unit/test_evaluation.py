@@ -1,0 +1,79 @@
+"""Tests of waiting for checkpoints that another job saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import InvalidArgumentError
+from holdfast.formats import native
+from holdfast.storage import filesystems
+
+
+def save(path: Path, step: int, **options: object) -> None:
+    holdfast.save_checkpoint(path, f"s{step}", {"w": torch.ones(2)}, step=step, **options)  # type: ignore[arg-type]
+
+
+def wait(path: Path, after: object = None, timeout: float = 0.0) -> str | None:
+    info = holdfast.wait_for_new(path, after, timeout=timeout, poll_seconds=0.01)  # type: ignore[arg-type]
+    return None if info is None else info.tag
+
+
+def test_only_newer_checkpoints_are_new(tmp_path: Path) -> None:
+    assert wait(tmp_path / "none") is None
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert wait(tmp_path) == wait(tmp_path, "s1") == "s2"
+    assert wait(tmp_path, "s2") is wait(tmp_path, holdfast.list_checkpoints(tmp_path)[-1]) is None
+    assert wait(tmp_path, "removed by retention") == "s2"
+
+
+def test_an_overwritten_checkpoint_is_new_for_who_has_seen_the_one_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (seen,) = holdfast.list_checkpoints(tmp_path)
+    save(tmp_path, 1, overwrite=True)
+    assert wait(tmp_path, seen) == "s1"
+    assert wait(tmp_path, "s1") is None
+
+
+def test_a_run_directory_may_appear_later(tmp_path: Path) -> None:
+    training = threading.Timer(0.2, save, (tmp_path / "later", 1))
+    training.start()
+    assert wait(tmp_path / "later", timeout=60) == "s1"
+    training.join()
+
+
+def test_the_timeout_ends_the_wait_and_the_iteration(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    started = time.monotonic()
+    seen = []
+    for info in holdfast.iterate_new(tmp_path, timeout=0.3, poll_seconds=0.01):
+        seen.append(info.tag)
+        for step in (2, 3) if len(seen) == 1 else ():
+            save(tmp_path, step)
+    assert seen == ["s1", "s3"]
+    assert time.monotonic() - started >= 0.3
+
+
+@pytest.mark.parametrize("options", [{"timeout": -1}, {"poll_seconds": 0}])
+def test_times_are_not_negative(tmp_path: Path, options: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match="poll_seconds"):
+        holdfast.wait_for_new(tmp_path, **options)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_client_of_a_file_server_lists_the_directory_before_it_trusts_a_name(tmp_path: Path, is_local: bool) -> None:
+    save(tmp_path, 1)
+    listed = []
+    with (
+        mock.patch.object(filesystems, "is_local", return_value=is_local),
+        mock.patch.object(filesystems, "list_names", listed.append),
+    ):
+        assert not native.holds_checkpoint(tmp_path / "s1", "another")
+    assert listed == ([] if is_local else [tmp_path])
