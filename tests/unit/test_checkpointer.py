@@ -351,7 +351,7 @@ def test_strict_is_chosen_for_each_component(tmp_path: Path) -> None:
         assert resumed.resume(strict=strict) == 1
 
 
-@pytest.mark.parametrize("strict", [{"model/other": False}, {"modle": False}, {"model": 0}, "model", None])
+@pytest.mark.parametrize("strict", [{"model/other": False}, {"models": False}, {"model": 0}, "model", None])
 def test_strict_names_only_components(tmp_path: Path, strict: Any) -> None:
     holdfast.save_checkpoint(tmp_path, "s", nn.Linear(2, 2), step=1)
     with pytest.raises(InvalidArgumentError, match="strict"):
