@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
+from holdfast.engine.comm.store_messages import StoreMessages
+from holdfast.engine.io import cell_exchange
 from holdfast.engine.plan import stripes
 from holdfast.errors import HoldfastError, RankFailedError
 from holdfast.save.shard_writer import ShardWriter
@@ -139,6 +142,43 @@ def test_no_byte_is_lost(ranks: Ranks, tmp_path: Path, size: int, options: dict[
     assert ranks(size, save_whole, str(tmp_path), options, 1, False) == [True] * size
 
 
+def save_by_messages_of_one_kind(path: str, max_stored: int) -> tuple[bool, bool]:
+    with (
+        mock.patch.object(cell_exchange, "MAX_STORED_BYTES", max_stored),
+        mock.patch.object(StoreMessages, "send", autospec=True, side_effect=StoreMessages.send) as stored,
+    ):
+        return save_whole(path, {}, 1, False), stored.called
+
+
+@pytest.mark.parametrize("max_stored", [0, 2**30])
+def test_messages_between_ranks_and_through_the_store_lose_no_byte(
+    ranks: Ranks, tmp_path: Path, max_stored: int
+) -> None:
+    results = ranks(3, save_by_messages_of_one_kind, str(tmp_path), max_stored)
+    assert [is_saved for is_saved, _ in results] == [True] * 3
+    assert any(uses_store for _, uses_store in results) == bool(max_stored)
+
+
+def fail_before_sending(path: str) -> tuple[str, float]:
+    started = time.monotonic()
+    fails = dist.get_rank() == 1
+    with (
+        on_hosts(1),
+        mock.patch.object(cell_exchange, "MAX_STORED_BYTES", 2**30),
+        mock.patch.object(StoreMessages, "send", side_effect=OSError("no route")) if fails else nullcontext(),
+        pytest.raises(HoldfastError) as caught,
+    ):
+        holdfast.save_checkpoint(path, "step_1", build_state(1.0))
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_rank_that_cannot_send_is_named_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for message, seconds in ranks(3, fail_before_sending, str(tmp_path)):
+        assert "rank 1" in message
+        assert "no route" in message
+        assert seconds < 30
+
+
 def test_hosts_that_are_taken_for_one_lose_bytes(ranks: Ranks, tmp_path: Path) -> None:
     """The control: the simulated caches do lose bytes."""
     assert ranks(2, save_whole, str(tmp_path), {}, 1, True) == [False] * 2
@@ -225,12 +265,11 @@ def test_no_byte_of_a_conversion_is_lost(ranks: Ranks, tmp_path: Path, to: str) 
     assert all(torch.equal(several[name], one[name]) for name in one)
 
 
-def save_with_a_changed_message(path: str) -> str:
-    from holdfast.engine.io import cell_exchange
-
+def save_with_a_changed_message(path: str, max_stored: int) -> str:
     crc64 = cell_exchange.crc64
     with (
         on_hosts(1),
+        mock.patch.object(cell_exchange, "MAX_STORED_BYTES", max_stored),
         mock.patch.object(cell_exchange, "crc64", lambda data: crc64(data) ^ dist.get_rank()),
         pytest.raises(RankFailedError) as caught,
     ):
@@ -238,8 +277,9 @@ def save_with_a_changed_message(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_message_that_was_changed_on_its_way_fails_the_save(ranks: Ranks, tmp_path: Path) -> None:
-    messages = ranks(2, save_with_a_changed_message, str(tmp_path))
+@pytest.mark.parametrize("max_stored", [0, 2**30])
+def test_a_message_that_was_changed_on_its_way_fails_the_save(ranks: Ranks, tmp_path: Path, max_stored: int) -> None:
+    messages = ranks(2, save_with_a_changed_message, str(tmp_path), max_stored)
     assert all("were changed on their way" in message for message in messages)
     assert holdfast.list_checkpoints(tmp_path) == []
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
+from holdfast.engine.comm.session import Session
+from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.io import read, read_shared, requests, write, write_stripes
 from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.requests import Fragments
@@ -55,7 +57,7 @@ def small_sizes() -> Iterator[None]:
 
 
 def without_cells(p2p: Any) -> CellExchange:
-    return CellExchange((), EMPTY_PLAN.received, p2p)
+    return CellExchange((), EMPTY_PLAN.received, p2p, StoreMessages(Session(None, 0, 1, 1.0)))
 
 
 def make_scattered(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,9 +224,9 @@ def record_reads() -> Iterator[FileRanges]:
     result: FileRanges = []
     whole = BufferedReader._read_buffered
 
-    def counted(reader: BufferedReader, offset: int, into: memoryview) -> None:
+    def counted(reader: BufferedReader, fd: int, offset: int, into: memoryview) -> None:
         result.append((reader._path, offset, offset + len(into)))
-        whole(reader, offset, into)
+        whole(reader, fd, offset, into)
 
     with mock.patch.object(BufferedReader, "_read_buffered", counted):
         yield result

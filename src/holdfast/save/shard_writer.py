@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from holdfast.engine.comm.session import RankGroup, Session
+from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
@@ -104,7 +105,7 @@ class ShardWriter:
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
         """Write what this rank assembles and holds, except bytes in cells that another host writes: send these."""
-        cells = CellExchange(self._plan.sent, self._plan.received, p2p)
+        cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session))
         striped: Fragments = {}
         if staged is None:
             striped = write_stripes(files, self._plan.stripe_tasks, self._shard_of, cells, on_moved)

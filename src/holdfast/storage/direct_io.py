@@ -163,20 +163,20 @@ class BufferedReader(ClosingMixin):
 
         Safe to call from several threads.
         """
-        self._read_buffered(offset, into)
+        self._read_buffered(self._fd, offset, into)
 
     def read_in_chunks(self, offset: int, into: memoryview) -> Iterator[memoryview]:
         """Fill ``into`` as :meth:`read` does, and yield each chunk of it, in order, right after it was filled."""
         for start in range(0, len(into), _CHUNK_BYTES):
             chunk = into[start : start + _CHUNK_BYTES]
-            self._read_buffered(offset + start, chunk)
+            self._read_buffered(self._fd, offset + start, chunk)
             yield chunk
 
-    def _read_buffered(self, offset: int, into: memoryview) -> None:
+    def _read_buffered(self, fd: int, offset: int, into: memoryview) -> None:
         with wrap_os_errors("read", self._path):
             done = 0
             while done < len(into):
-                n = os.preadv(self._fd, [into[done:]], offset + done)
+                n = os.preadv(fd, [into[done:]], offset + done)
                 if n == 0:
                     raise CorruptCheckpointError(
                         f"{self._path} ends at byte {offset + done}, inside its data: it is truncated"

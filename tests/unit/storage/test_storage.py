@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
 from holdfast.storage import direct_io, directories, posix
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
-from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.memory import aligned_buffer
 
@@ -243,7 +243,7 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("kind", [BufferedReader, DirectWriter, DirectReaderFactory()])
+@pytest.mark.parametrize("kind", [BufferedReader, DirectWriter, ExactReaderFactory()])
 def test_no_file_stays_open(tmp_path: Path, kind) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x")

@@ -26,7 +26,7 @@ from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.ondisk.blocks import crc64
 from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
-from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool
 
 #: The bytes of a sample, and the number of samples of the frozen tensors, and of the others, of each file. Other places
@@ -174,7 +174,7 @@ class _ChunkReader:
 
     def __init__(self, folder: Path, plan: SavePlan) -> None:
         self._paths = [folder / file.path for file in plan.files]
-        self._open_reader, self._buffers = DirectReaderFactory(), BufferPool(CHUNK)
+        self._open_reader, self._buffers = ExactReaderFactory(), BufferPool(CHUNK)
 
     def holds(self, chunk: IoChunk, fragments: Iterable[_TensorFragment]) -> bool:
         """Return whether the base has the bytes of a chunk whose CRCs are those of ``fragments``."""

@@ -1,6 +1,8 @@
 """Exchange of the bytes in cells that another host writes: see :mod:`holdfast.engine.plan.cells`.
 
 Each pair of ranks exchanges at most one message, which ends with a CRC: the network must not change bytes unnoticed.
+Small messages go through the key-value store. So a rank is connected to few others, even if thousands send it some
+bytes each.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.io.p2p import P2PExchange, SentBytes
 from holdfast.engine.io.requests import ByteProvider
 from holdfast.engine.plan.file_ranges import FileRange
@@ -28,12 +31,17 @@ _CRC = struct.Struct("<Q")
 #: much memory.
 _RUN_BYTES = 2**20
 
+#: The most bytes of a message that goes through the key-value store.
+MAX_STORED_BYTES = 128 * 2**10
+
 
 class CellExchange:
     """The bytes that one rank sends to other ranks, and those that it receives and writes, in one save."""
 
-    def __init__(self, sent: Sequence[CellTransfer], received: TransferTable, p2p: P2PExchange) -> None:
-        self.sent, self.p2p, self._received = sent, p2p, received
+    def __init__(
+        self, sent: Sequence[CellTransfer], received: TransferTable, p2p: P2PExchange, stored: StoreMessages
+    ) -> None:
+        self.sent, self.p2p, self._stored, self._received = sent, p2p, stored, received
         self._works: list[SentBytes] = []
         self._outgoing = dict(_allocate_messages(tabulate_transfers(sent)))
         self._incoming = dict(_allocate_messages(received))
@@ -55,16 +63,22 @@ class CellExchange:
 
     def start(self) -> None:
         """Start to send and to receive. All transfers must be packed."""
-        self._works += (self.p2p.receive(message, rank) for rank, message in self._incoming.items())
+        self._works += (
+            self.p2p.receive(message, rank) for rank, message in self._incoming.items() if not _is_stored(message)
+        )
         for rank, message in self._outgoing.items():
             message[-_CRC.size :] = np.frombuffer(_CRC.pack(crc64(message[: -_CRC.size])), np.uint8)
-            self._works.append(self.p2p.send(message, rank))
+            if _is_stored(message):
+                self._stored.send(message.tobytes(), rank)
+            else:
+                self._works.append(self.p2p.send(message, rank))
 
     def finish(self, files: Sequence[Path]) -> None:
         """Wait for all messages, then write the received bytes and make them durable.
 
         Raises ``RankFailedError`` if a message does not match its CRC.
         """
+        self._receive_stored()
         self.p2p.wait(self._works)
         for rank, message in self._incoming.items():
             if _CRC.unpack(message[-_CRC.size :].tobytes()) != (crc64(message[: -_CRC.size]),):
@@ -74,6 +88,19 @@ class CellExchange:
                 for run in runs:
                     writer.write(run.start, run.data.data)
                 writer.sync()
+
+    def _receive_stored(self) -> None:
+        senders = [rank for rank, message in self._incoming.items() if _is_stored(message)]
+        for rank, raw in self._stored.receive(senders):
+            message = self._incoming[rank]
+            if len(raw) != len(message):
+                raise RankFailedError(f"rank {rank} sent {len(raw)} bytes instead of {len(message)}: save again")
+            message[:] = np.frombuffer(raw, np.uint8)
+
+
+def _is_stored(message: Bytes) -> bool:
+    """Return whether a message goes through the key-value store."""
+    return len(message) <= MAX_STORED_BYTES
 
 
 class _ReceivedRun(NamedTuple):

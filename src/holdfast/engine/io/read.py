@@ -17,7 +17,7 @@ from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.ondisk.blocks import Fragment, crc64
-from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 
 
@@ -28,7 +28,7 @@ def read_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size.
     """
-    with SourceReader(files, DirectReaderFactory()) as reader:
+    with SourceReader(files, ExactReaderFactory()) as reader:
         return _read_all(reader, _sorted_chunks(file_ranges), sink_of, on_moved)
 
 

@@ -31,6 +31,7 @@ from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribu
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.blocks import Fragment
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 
 #: How many of its own items a rank reads before it is their turn to be sent.
@@ -88,7 +89,7 @@ def read_shared(
     """
     in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
-        reader = stack.enter_context(SourceReader(files))
+        reader = stack.enter_context(SourceReader(files, ExactReaderFactory()))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         relay = _Relay(reader, sink_of, p2p, pool, on_moved)
         nbytes = 0

@@ -1,4 +1,4 @@
-"""Tests reads past the page cache: the same bytes and errors, and only for ranges that are not cached."""
+"""Tests reads without read-ahead: the same bytes and errors, and only for ranges that are not cached."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast.engine.io.read import read_file_ranges, read_host_shared
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.errors import CorruptCheckpointError, StorageError
-from holdfast.storage import direct_reader
+from holdfast.storage import exact_reader
 from holdfast.storage.direct_io import SECTOR_BYTES
-from holdfast.storage.direct_reader import DirectReaderFactory
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.page_cache import is_cached
 
 
@@ -35,10 +35,10 @@ def noise(size: int) -> bytes:
 def always_direct(most: int = 4 * 2**20) -> Iterator[mock.Mock]:
     """Every range, however small and whatever file system it is on. Gives the reads."""
     with ExitStack() as stack:
-        for name, value in (("_MIN_DIRECT_BYTES", 0), ("_MAX_READ_BYTES", most)):
-            stack.enter_context(mock.patch.object(direct_reader, name, value))
-        stack.enter_context(mock.patch.object(direct_reader, "is_cached", return_value=False))
-        stack.enter_context(mock.patch.object(direct_reader, "_is_on_disk", return_value=True))
+        for name, value in (("_MIN_BYTES", 0), ("_MAX_READ_BYTES", most)):
+            stack.enter_context(mock.patch.object(exact_reader, name, value))
+        stack.enter_context(mock.patch.object(exact_reader, "is_cached", return_value=False))
+        stack.enter_context(mock.patch.object(exact_reader, "_is_on_disk", return_value=True))
         yield stack.enter_context(mock.patch.object(os, "preadv", wraps=os.preadv))
 
 
@@ -55,7 +55,7 @@ def test_any_range_is_read(tmp_path_factory, size: int, one: int, two: int, sect
     file.write_bytes(data)
     start, stop = sorted((min(one, size), min(two, size)))
     into, again = bytearray(stop - start), bytearray(stop - start)
-    with always_direct(most=sectors * SECTOR_BYTES) as reads, DirectReaderFactory()(file) as reader:
+    with always_direct(most=sectors * SECTOR_BYTES) as reads, ExactReaderFactory()(file) as reader:
         reader.read(start, memoryview(into))
         parts = [bytes(part) for part in reader.read_in_chunks(start, memoryview(again))]
     assert into == again == b"".join(parts) == data[start:stop]
@@ -71,7 +71,7 @@ def test_a_file_that_ends_inside_of_what_is_read_is_named_as_cut_short(tmp_path:
     file.write_bytes(noise(2 * SECTOR_BYTES + 100))
     with (
         always_direct(),
-        DirectReaderFactory()(file) as reader,
+        ExactReaderFactory()(file) as reader,
         pytest.raises(CorruptCheckpointError, match=f"{file}.*is truncated"),
     ):
         reader.read(start, memoryview(bytearray(3 * SECTOR_BYTES)))
@@ -84,7 +84,7 @@ def test_reads_that_end_early_are_gone_on_with(tmp_path: Path) -> None:
     with (
         always_direct(),
         mock.patch.object(os, "preadv", lambda fd, views, at: plain(fd, [views[0][:SECTOR_BYTES]], at)),
-        DirectReaderFactory()(file) as reader,
+        ExactReaderFactory()(file) as reader,
     ):
         reader.read(3, memoryview(into))
     assert into == data[3 : 5 * SECTOR_BYTES + 3]
@@ -101,7 +101,7 @@ def test_where_the_file_system_cannot_read_so_the_page_cache_is_used(tmp_path: P
             raise OSError(number, "refused")
         return plain(fd, views, at)
 
-    with always_direct(), mock.patch.object(os, "preadv", refuse), DirectReaderFactory()(file) as reader:
+    with always_direct(), mock.patch.object(os, "preadv", refuse), ExactReaderFactory()(file) as reader:
         reader.read(5, memoryview(into))
     assert into == data[5 : SECTOR_BYTES + 5]
 
@@ -113,7 +113,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
     with (
         always_direct(),
         mock.patch.object(os, "preadv", side_effect=error),
-        DirectReaderFactory()(file) as reader,
+        ExactReaderFactory()(file) as reader,
         pytest.raises(StorageError, match=f"could not read {file}"),
     ):
         reader.read(0, memoryview(bytearray(SECTOR_BYTES)))
@@ -127,10 +127,10 @@ def test_only_large_ranges_that_are_not_cached_are_read_past_the_cache(
     file = tmp_path / "data"
     file.write_bytes(noise(2**20 + SECTOR_BYTES))
     with (
-        mock.patch.object(direct_reader, "is_cached", return_value=cached),
-        mock.patch.object(direct_reader, "_is_on_disk", return_value=True),
+        mock.patch.object(exact_reader, "is_cached", return_value=cached),
+        mock.patch.object(exact_reader, "_is_on_disk", return_value=True),
         mock.patch.object(os, "preadv", wraps=os.preadv) as reads,
-        DirectReaderFactory()(file) as reader,
+        ExactReaderFactory()(file) as reader,
     ):
         reader.read(1, memoryview(bytearray(nbytes)))
     assert (reads.call_args_list[0].args[2] == 0) == (nbytes == 2**20 and not cached)
@@ -189,6 +189,23 @@ def test_what_one_rank_reads_leaves_the_cache_as_it_is_and_what_several_read_goe
     assert tensor.numpy().tobytes() == noise(size)
 
 
+@pytest.mark.parametrize("nbytes", [2**20 - SECTOR_BYTES, 2**20])
+def test_nothing_after_a_large_range_is_read_from_a_network_file_system(on_disk: Path, nbytes: int) -> None:
+    file, start, data = on_disk / "data", 5, noise(4 * 2**20)
+    file.write_bytes(data)
+    into = bytearray(nbytes)
+    with (
+        opened(file) as fd,
+        mock.patch.object(exact_reader, "_is_on_disk", return_value=False),
+        ExactReaderFactory()(file) as reader,
+    ):
+        forget(fd)
+        reader.read(start, memoryview(into))
+        assert is_cached(fd, start, nbytes)
+        assert is_cached(fd, start + nbytes + SECTOR_BYTES, 16 * SECTOR_BYTES) == (nbytes < 2**20)
+    assert into == data[start : start + nbytes]
+
+
 def test_where_the_system_cannot_tell_all_is_taken_to_be_cached() -> None:
     assert is_cached(-1, 0, 2**20)
 
@@ -201,13 +218,13 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = descriptors()
-    with always_direct(), DirectReaderFactory()(file):
+    with always_direct(), ExactReaderFactory()(file):
         assert descriptors() == before + 2
     assert descriptors() == before
     with (
         always_direct(),
-        mock.patch.object(direct_reader, "open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        mock.patch.object(exact_reader, "open_direct", side_effect=OSError(errno.EMFILE, "Too many open files")),
         pytest.raises(StorageError, match=str(file)),
     ):
-        DirectReaderFactory()(file)
+        ExactReaderFactory()(file)
     assert descriptors() == before

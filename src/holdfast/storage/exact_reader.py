@@ -1,4 +1,8 @@
-"""Direct reads, past the page cache, of ranges that are not cached, from a disk of this machine."""
+"""Reads of large ranges that read nothing beyond the range, because no other range of the file may be needed here.
+
+On a disk of this machine such reads are direct. On a network file system they go through the page cache without
+read-ahead: what a host reads ahead, another host reads again, from one server.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ from holdfast.storage.page_cache import is_cached
 from holdfast.storage.posix import wrap_os_errors
 
 #: Smaller ranges, in bytes, are read through the page cache, which reads ahead.
-_MIN_DIRECT_BYTES = 2**20
+_MIN_BYTES = 2**20
 
 #: The most bytes of one read.
 _MAX_READ_BYTES = 4 * 2**20
 
 
-class DirectReader(BufferedReader):
-    """A reader that reads large ranges past the page cache if they are not in it.
+class ExactReader(BufferedReader):
+    """A reader that reads nothing ahead of large ranges.
 
-    Bytes go through buffers of large pages. That is faster than through the cache (docs/performance.md) and evicts
-    nothing from it. Files on network file systems are read through the cache.
+    Ranges on a disk go past the page cache if they are not in it, through buffers of large pages. That is faster than
+    through the cache (docs/performance.md) and evicts nothing from it.
     """
 
     def __init__(self, path: Path, buffers: BufferPool) -> None:
@@ -34,31 +38,35 @@ class DirectReader(BufferedReader):
         self._buffers = buffers
         try:
             with wrap_os_errors("open", path):
-                self._direct_fd = open_direct(path, os.O_RDONLY) if _is_on_disk(self._fd) else None
+                self._is_on_disk = _is_on_disk(self._fd)
+                self._large_fd = (open_direct if self._is_on_disk else _open_without_readahead)(path, os.O_RDONLY)
         except BaseException:
             super().close()
             raise
 
     def read(self, offset: int, into: memoryview) -> None:
         """See :class:`BufferedReader`."""
-        if not self._try_read_direct(offset, into):
+        if not self._try_read_exactly(offset, into):
             super().read(offset, into)
 
     def read_in_chunks(self, offset: int, into: memoryview) -> Iterator[memoryview]:
         """See :class:`BufferedReader`."""
-        if self._try_read_direct(offset, into):
+        if self._try_read_exactly(offset, into):
             yield into
         else:
             yield from super().read_in_chunks(offset, into)
 
-    def _try_read_direct(self, offset: int, into: memoryview) -> bool:
-        """Fill ``into`` past the page cache, and return whether it did.
+    def _try_read_exactly(self, offset: int, into: memoryview) -> bool:
+        """Fill ``into`` without read-ahead, and return whether it did.
 
         It does not if the range is small or in the cache, or if the file system has no direct I/O.
         """
-        fd, size = self._direct_fd, len(into)
-        if fd is None or size < _MIN_DIRECT_BYTES or is_cached(fd, offset, size):
+        fd, size = self._large_fd, len(into)
+        if fd is None or size < _MIN_BYTES or is_cached(fd, offset, size):
             return False
+        if not self._is_on_disk:
+            self._read_buffered(fd, offset, into)
+            return True
         with wrap_os_errors("read", self._path):
             try:
                 self._read_direct(fd, offset, np.frombuffer(into, np.uint8))
@@ -85,22 +93,31 @@ class DirectReader(BufferedReader):
 
     def close(self) -> None:
         """See :class:`BufferedReader`."""
-        fd, self._direct_fd = self._direct_fd, None
+        fd, self._large_fd = self._large_fd, None
         try:
             close_file(fd, self._path)
         finally:
             super().close()
 
 
-class DirectReaderFactory:
-    """A callable that opens files with :class:`DirectReader`. All its readers share their buffers."""
+class ExactReaderFactory:
+    """A callable that opens files with :class:`ExactReader`. All its readers share their buffers."""
 
     def __init__(self) -> None:
         self._buffers = BufferPool(_MAX_READ_BYTES + SECTOR_BYTES)
 
-    def __call__(self, path: Path) -> DirectReader:
-        """Open a file for direct reads."""
-        return DirectReader(path, self._buffers)
+    def __call__(self, path: Path) -> ExactReader:
+        """Open a file."""
+        return ExactReader(path, self._buffers)
+
+
+def _open_without_readahead(path: Path, access: int) -> int | None:
+    """Open a file a second time, because the kernel notes for each open file whether it may read ahead."""
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return None
+    fd = os.open(path, access | os.O_CLOEXEC)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return fd
 
 
 def _is_on_disk(fd: int) -> bool:
