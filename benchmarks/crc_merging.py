@@ -25,8 +25,8 @@ from holdfast.engine.integrity.fragments import (
     merge_adjacent_fragments,
 )
 from holdfast.engine.io.requests import Fragments
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment
 
 #: The number of ranks, the number of tensors, and the bytes that each rank has of each tensor.
 RANKS, TENSORS, NBYTES = 64, 8000, 43_750
@@ -123,7 +123,7 @@ def _decode_reports(reports: Sequence[bytes]) -> Fragments:
 
 def _assemble_crcs(fragments_by_tensor: Fragments) -> None:
     for fragments in fragments_by_tensor.values():
-        if None in blocks.assemble_crcs(fragments, RANKS * NBYTES):
+        if None in block_crcs.assemble_crcs(fragments, RANKS * NBYTES):
             raise ValueError("what was told does not tile the tensor")
 
 

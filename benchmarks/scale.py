@@ -24,7 +24,7 @@ from holdfast.engine.comm.host_map import combine_outcomes, separate_outcomes
 from holdfast.engine.comm.vote import VoteOutcome, unpack_outcomes
 from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
 from holdfast.engine.integrity.fragments import FRAGMENT_BYTES
-from holdfast.ondisk.blocks import BLOCK_BYTES
+from holdfast.ondisk.block_crcs import BLOCK_BYTES
 
 RANKS = (8, 64, 512, 2048, 16384)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.helpers.pool import Ranks
 
 settings.register_profile(
@@ -27,7 +27,7 @@ def exchanging(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "exchange":
         yield
         return
-    with mock.patch.object(directories, "_renameat2", return_value=False):
+    with mock.patch.object(atomic_rename, "_renameat2", return_value=False):
         yield
 
 

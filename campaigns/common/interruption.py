@@ -138,7 +138,7 @@ def save_step_with(
     tag = "last" if "overwrite" in SAVE_OPTIONS[save_kind] else f"step_{step}"
     with ExitStack() as stack:
         if save_kind == "two renames":
-            stack.enter_context(mock.patch("holdfast.storage.directories._renameat2", return_value=False))
+            stack.enter_context(mock.patch("holdfast.storage.atomic_rename._renameat2", return_value=False))
         stack.enter_context(checkpointer)
         checkpointer.save(
             tag,

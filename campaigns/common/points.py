@@ -90,8 +90,8 @@ SAVE_POINTS = (
     Point("syncing directories", "holdfast.storage.posix.fsync_directory", rank_0_only=True),
     Point("publishing", f"{_STAGING}.publish", rank_0_only=True, condition="a new name"),
     Point("overwriting", f"{_STAGING}.replace", rank_0_only=True, condition="a name that is taken"),
-    Point("renaming", "holdfast.storage.directories._renameat2", rank_0_only=True),
-    Point("renamed", "holdfast.storage.directories._renameat2", after=True, rank_0_only=True, may_be_committed=True),
+    Point("renaming", "holdfast.storage.atomic_rename._renameat2", rank_0_only=True),
+    Point("renamed", "holdfast.storage.atomic_rename._renameat2", after=True, rank_0_only=True, may_be_committed=True),
     Point(
         "published", f"{_STAGING}.publish", after=True, rank_0_only=True, may_be_committed=True, condition="a new name"
     ),
@@ -111,7 +111,7 @@ SAVE_POINTS = (
     ),
     Point(
         "between two renames",
-        "holdfast.storage.directories.fsync_directory",
+        "holdfast.storage.atomic_rename.fsync_directory",
         rank_0_only=True,
         condition="no exchange of names",
     ),

@@ -31,7 +31,7 @@ from campaigns.crash.operations import (
     Sync,
     Write,
 )
-from holdfast.storage import directories, shared_files
+from holdfast.storage import atomic_rename, shared_files
 
 _RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (
@@ -49,7 +49,7 @@ class Recorder:
         self._root = root.resolve()
         self._patches = ExitStack()
         self._really = {name: getattr(os, name) for name in (*_RECORDED, *_REFUSED)}
-        self._really |= {"io.open": io.open, "renameat2": directories._renameat2, "ioctl": fcntl.ioctl}
+        self._really |= {"io.open": io.open, "renameat2": atomic_rename._renameat2, "ioctl": fcntl.ioctl}
         self._operations: list[Operation] = []
         self._begun: dict[int, int] = {}
         self._ended: dict[int, int] = {}
@@ -61,7 +61,7 @@ class Recorder:
             self._patch(os, name, self._make_refusal(name))
         self._patch(io, "open", self._open_file)
         self._patch(builtins, "open", self._open_file)
-        self._patch(directories, "_renameat2", self._renameat2)
+        self._patch(atomic_rename, "_renameat2", self._renameat2)
         self._patch(fcntl, "ioctl", self._ioctl)
         return self
 

@@ -16,7 +16,7 @@ from holdfast.cli.main import app
 from holdfast.errors import HoldfastError
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save import base_files
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 
 #: The checkpoints of a run, oldest first: the step of each tag.
 Listing = Mapping[str, int]
@@ -73,8 +73,11 @@ def die_between_renames() -> Iterator[None]:
     def sync(folder: Path) -> None:
         next(steps)(folder)
 
-    steps = iter((directories.fsync_directory, die))
-    with mock.patch.object(directories, "fsync_directory", sync), mock.patch.object(directories, "_rename_new", die):
+    steps = iter((atomic_rename.fsync_directory, die))
+    with (
+        mock.patch.object(atomic_rename, "fsync_directory", sync),
+        mock.patch.object(atomic_rename, "_rename_new", die),
+    ):
         yield  # the first rename is not undone
 
 
@@ -156,7 +159,9 @@ class Scenario:
 
     def emulate_file_system(self) -> AbstractContextManager[object]:
         """Return a context with the scenario's kind of file system."""
-        return nullcontext() if self.can_exchange else mock.patch.object(directories, "_renameat2", return_value=False)
+        return (
+            nullcontext() if self.can_exchange else mock.patch.object(atomic_rename, "_renameat2", return_value=False)
+        )
 
     def clone_short_ranges(self) -> AbstractContextManager[object]:
         """Return a context in which ranges of a page are cloned, if the file system can do that."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 
 #: The errors of each call: no space if it allocates some, no permission if it changes something, an I/O error. Calls
 #: that only read get no permission errors, because these would be permanent and not a fault.
@@ -82,8 +82,8 @@ class FaultyFileSystem:
             stack.enter_context(mock.patch.object(os, "open", self._wrap_open(os.open)))
             stack.enter_context(mock.patch.object(os, "close", self._wrap_close(os.close)))
             stack.enter_context(mock.patch.object(io, "open", self._wrap_io_open(io.open)))
-            renameat2 = self._wrap_path_call("renameat2", directories._renameat2)
-            stack.enter_context(mock.patch.object(directories, "_renameat2", renameat2))
+            renameat2 = self._wrap_path_call("renameat2", atomic_rename._renameat2)
+            stack.enter_context(mock.patch.object(atomic_rename, "_renameat2", renameat2))
             yield self
 
     def _count_call(self, call: str) -> str:

@@ -28,7 +28,7 @@ from campaigns.side_by_side.actions import (
     save_under_shared_tag,
 )
 from holdfast.errors import HoldfastError, TagExistsError
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.golden import reader
 
 
@@ -62,7 +62,7 @@ def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
     if rank == 0:
         run.save("0_0" if save_keeping_one in scenario.actions else "last", build_state(0), user_content=0)
     dist.barrier()
-    with mock.patch.object(directories, "_renameat2", return_value=False) if scenario.two_steps else nullcontext():
+    with mock.patch.object(atomic_rename, "_renameat2", return_value=False) if scenario.two_steps else nullcontext():
         return Counter(_repeat_action(run, scenario.actions[rank], time.monotonic() + seconds))
 
 

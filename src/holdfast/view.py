@@ -21,7 +21,7 @@ from holdfast.formats.reader import Reader, check_read, detect_replacement
 from holdfast.load.verification import CheckpointVerification, VerificationResult
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
-from holdfast.ondisk.blocks import BLOCK_BYTES
+from holdfast.ondisk.block_crcs import BLOCK_BYTES
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Manifest

@@ -11,7 +11,7 @@ import holdfast
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
 from holdfast.formats.native import NativeReader
-from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk.block_crcs import Fragment
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, start_run, train_run
 

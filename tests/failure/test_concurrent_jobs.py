@@ -31,7 +31,7 @@ from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run import catalog, owned_lock, staging_dir
 from holdfast.run.cleanup import clean_up
 from holdfast.run.staging_lock import StagingLock
-from holdfast.storage import directories, file_lock
+from holdfast.storage import atomic_rename, file_lock
 from tests.golden import reader
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.other_jobs import save_as_other_job
@@ -57,8 +57,8 @@ def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
 @contextmanager
 def between_two_renames(change: Callable[[], object]) -> Iterator[None]:
     """Of an overwrite, on a file system that cannot exchange names."""
-    second = change_at_call("holdfast.storage.directories.fsync_directory", change, 2)
-    with mock.patch.object(directories, "_renameat2", return_value=False), second:
+    second = change_at_call("holdfast.storage.atomic_rename.fsync_directory", change, 2)
+    with mock.patch.object(atomic_rename, "_renameat2", return_value=False), second:
         yield
 
 
@@ -375,19 +375,23 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
 def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_path: Path, exchanging: None) -> None:
     save_as_other_job(tmp_path, "other", 0.0)
     save_as_other_job(tmp_path, "last", 1.0)
-    with change_at_call("holdfast.storage.directories.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")):
+    with change_at_call(
+        "holdfast.storage.atomic_rename.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")
+    ):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
     shutil.rmtree(tmp_path / "last")
     with change_at_call(
-        "holdfast.storage.directories.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
+        "holdfast.storage.atomic_rename.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
     ):
         save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
     assert not hidden(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["run.staging_dir.StagingDirectory.replace", "storage.directories.rename_noreplace"])
+@pytest.mark.parametrize(
+    "where", ["run.staging_dir.StagingDirectory.replace", "storage.atomic_rename.rename_noreplace"]
+)
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
     with (
@@ -427,7 +431,7 @@ def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: P
         (draft,) = [tmp_path / name for name in hidden(tmp_path) if name.endswith(".partial")]
         draft.rename(tmp_path / "lost")
 
-    refused = mock.patch.object(directories, "_rename_new", side_effect=OSError(errno.EIO, "input/output error"))
+    refused = mock.patch.object(atomic_rename, "_rename_new", side_effect=OSError(errno.EIO, "input/output error"))
     with between_two_renames(lose), refused, pytest.raises(StorageError):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     (aside,) = [tmp_path / name for name in hidden(tmp_path)]
@@ -447,7 +451,7 @@ def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_bac
 
 def test_an_overwrite_gives_up_at_last(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    taken = mock.patch.object(staging_dir.directories, "exchange_directories", side_effect=TagExistsError("taken"))
+    taken = mock.patch.object(staging_dir.atomic_rename, "exchange_directories", side_effect=TagExistsError("taken"))
     with taken as replace, pytest.raises(TagExistsError, match="taken"):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert replace.call_count == staging_dir._ATTEMPTS

@@ -18,7 +18,7 @@ from holdfast import RunDirectory, api
 from holdfast.cli.main import app
 from holdfast.errors import StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.golden import reader
 from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
@@ -150,15 +150,15 @@ def test_what_another_job_saves_meanwhile_keeps_the_name(tmp_path: Path, exchang
     corrupt_model_of_step(tmp_path, 2)
     checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
-    replace = directories.exchange_directories
+    replace = atomic_rename.exchange_directories
 
     def others_first(*paths: Path) -> None:
-        with mock.patch.object(directories, "exchange_directories", replace):
+        with mock.patch.object(atomic_rename, "exchange_directories", replace):
             RunDirectory(tmp_path).save("step_2", weights(7.0), overwrite=True)
         replace(*paths)
 
     with (
-        mock.patch.object(directories, "exchange_directories", others_first),
+        mock.patch.object(atomic_rename, "exchange_directories", others_first),
         pytest.raises(TagExistsError, match="was changed while"),
     ):
         checkpointer.save("step_2", weights(9.0))
@@ -181,7 +181,7 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
-        mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("holdfast.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         checkpointer.save("step_2", weights(9.0))

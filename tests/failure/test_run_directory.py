@@ -37,7 +37,7 @@ def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging
 def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     with (
-        mock.patch("holdfast.run.staging_dir.directories.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("holdfast.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
@@ -222,7 +222,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
 
 def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
     full = os.statvfs_result((4096, 4096, 1000, 10, 10, 100, 100, 100, 0, 255))
-    with mock.patch("holdfast.storage.directories.os.statvfs", return_value=full):
+    with mock.patch("holdfast.storage.posix.os.statvfs", return_value=full):
         save_step(tmp_path, 1)
         with pytest.raises(StorageError, match=r"40,960 bytes free.* needs [\d,]+; nothing was written") as raised:
             holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})

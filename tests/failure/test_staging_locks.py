@@ -23,7 +23,7 @@ from holdfast.run.catalog import list_stale_directories
 from holdfast.run.cleanup import clean_up, delete_checkpoints
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.run.staging_lock import acquire_lock, confirm_lock, lock_path
-from holdfast.storage import directories, filesystems, posix
+from holdfast.storage import atomic_rename, directory_trees, filesystems, posix
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_hidden_names, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
@@ -134,7 +134,7 @@ def test_a_living_owner_is_left_alone_whatever_its_lock_file_says(tmp_path: Path
 
 def test_a_save_leaves_no_lock_file_whether_it_succeeds_or_fails(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    with pytest.raises(StorageError), mock.patch.object(directories, "rename_noreplace", side_effect=StorageError(5)):
+    with pytest.raises(StorageError), mock.patch.object(atomic_rename, "rename_noreplace", side_effect=StorageError(5)):
         save_step(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
@@ -161,7 +161,7 @@ def test_an_owner_that_is_alive_against_all_evidence_cannot_publish_a_part(tmp_p
                 staging.publish()
         remove_tree(path)
 
-    remove_tree = directories.remove_tree
+    remove_tree = directory_trees.remove_tree
     with mock.patch("holdfast.run.cleanup.remove_tree", publish_meanwhile):
         clean_up(tmp_path)
     assert removed
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
         rename_path(source, target)
         cleaned.append(clean_up(tmp_path))
 
-    rename_path = directories.rename_path
+    rename_path = atomic_rename.rename_path
     with mock.patch("holdfast.run.cleanup.rename_path", rename_and_clean_up):
         assert list(delete_checkpoints(expired)) == expired
     assert cleaned == [[]]
@@ -339,4 +339,4 @@ def test_a_directory_that_another_process_fills_meanwhile_is_still_an_error(tmp_
         mock.patch.object(os, "unlink", side_effect=lambda *_, **__: None),
         pytest.raises(StorageError, match="not empty"),
     ):
-        directories.remove_tree(tmp_path / "x")
+        directory_trees.remove_tree(tmp_path / "x")

@@ -17,7 +17,7 @@ from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.store import DeadlineStore
 from holdfast.errors import RankTimeoutError, TagExistsError
 from holdfast.save.shard_writer import ShardWriter
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.helpers.pool import Ranks
 
 
@@ -134,16 +134,16 @@ def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exc
     def save(value: float) -> None:
         holdfast.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True)
 
-    replace = directories.exchange_directories
+    replace = atomic_rename.exchange_directories
 
     def stopped(*arguments: Any) -> None:
-        with mock.patch.object(directories, "exchange_directories", replace):
+        with mock.patch.object(atomic_rename, "exchange_directories", replace):
             save(2.0)
         replace(*arguments)
 
     save(0.0)
     with (
-        mock.patch.object(directories, "exchange_directories", stopped),
+        mock.patch.object(atomic_rename, "exchange_directories", stopped),
         pytest.raises(TagExistsError, match="meanwhile"),
     ):
         save(1.0)

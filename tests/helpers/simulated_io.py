@@ -26,7 +26,7 @@ from holdfast.engine.plan.placements import PlacementLayout, Sharded
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.formats.reader import FileExtent
 from holdfast.load import read_plan
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.tensors import DTYPES, NAMES
 from holdfast.storage.direct_io import BufferedReader
@@ -46,7 +46,7 @@ def small_sizes() -> Iterator[None]:
     """Make many chunks, blocks and stripes out of few bytes."""
     with pytest.MonkeyPatch.context() as patch:
         plans = (file_ranges, load_plan, partition, stripes)
-        modules = (blocks, *plans, write_stripes, read, read_shared, requests, write)
+        modules = (block_crcs, *plans, write_stripes, read, read_shared, requests, write)
         for name, size in SMALL.items():
             users = [module for module in modules if hasattr(module, name)]
             assert users, f"no module has {name}"
@@ -130,11 +130,14 @@ class SavedJob:
         )
 
 
-def assert_hashed(fragments: Sequence[blocks.Fragment], tensor: torch.Tensor) -> None:
+def assert_hashed(fragments: Sequence[block_crcs.Fragment], tensor: torch.Tensor) -> None:
     """Check that the fragments of all ranks give the CRCs of every block."""
     raw = tensor_bytes(tensor)
-    crcs = [blocks.crc64(raw[start : start + blocks.BLOCK_BYTES]) for start in range(0, len(raw), blocks.BLOCK_BYTES)]
-    assert blocks.assemble_crcs(fragments, len(raw)) == crcs
+    crcs = [
+        block_crcs.crc64(raw[start : start + block_crcs.BLOCK_BYTES])
+        for start in range(0, len(raw), block_crcs.BLOCK_BYTES)
+    ]
+    assert block_crcs.assemble_crcs(fragments, len(raw)) == crcs
 
 
 class StoredTensors:

@@ -19,7 +19,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, UnsafeNameError
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.forged_values import FORGED_VALUES
 from tests.helpers.sealed_checkpoints import (

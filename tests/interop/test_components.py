@@ -35,7 +35,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.detect import open_reader
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 from tests.helpers.staging_locks import lock_staging
@@ -276,8 +276,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     for fails in (
         "posix.fsync_directory",
         "posix.sync_tree",
-        "directories.replace_file",
-        "directories.exchange_directories",
+        "atomic_rename.replace_file",
+        "atomic_rename.exchange_directories",
         "posix.write_small",
     ):
         monkeypatch.setattr(f"holdfast.components.destination.{fails}", full)
@@ -327,7 +327,7 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     refused = StorageError(errno.EIO, "input/output error")
     with (
         mock.patch("holdfast.run.cleanup.rename_noreplace", side_effect=refused),
-        mock.patch("holdfast.run.staging_dir.directories.rename_noreplace", side_effect=refused),
+        mock.patch("holdfast.run.staging_dir.atomic_rename.rename_noreplace", side_effect=refused),
         pytest.raises(StorageError),
     ):
         save_weight(tmp_path / "m", 2.0)
@@ -346,8 +346,8 @@ def test_a_part_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(tmp_pa
         return rename(path, target)
 
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
-        mock.patch.object(directories, "_rename_new", side_effect=refused),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_rename_new", side_effect=refused),
         mock.patch.object(Path, "rename", rename_aside),
         pytest.raises(StorageError),
     ):

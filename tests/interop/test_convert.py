@@ -32,7 +32,7 @@ from holdfast.errors import (
     TagExistsError,
 )
 from holdfast.run.cleanup import clean_up
-from holdfast.storage import directories, posix
+from holdfast.storage import atomic_rename, posix
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training, tensors_to_lists
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.interruptions import change_at_call
@@ -255,7 +255,7 @@ WRITTEN = ["native", "hf", "safetensors", "torch", "lightning", "dcp", "lightnin
 @pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
 def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: str) -> None:
     """So that nobody takes it for what a dead conversion left."""
-    publish = directories.rename_noreplace
+    publish = atomic_rename.rename_noreplace
 
     def look_and_publish(*paths: Path) -> None:
         (draft,) = tmp_path.glob(".*.partial")
@@ -264,7 +264,7 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
             lock_staging(draft)
         publish(*paths)
 
-    with mock.patch.object(directories, "rename_noreplace", side_effect=look_and_publish) as published:
+    with mock.patch.object(atomic_rename, "rename_noreplace", side_effect=look_and_publish) as published:
         holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
     assert published.call_count == 1
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from campaigns.faults.faulty_file_system import FaultyFileSystem
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from tests.helpers.pool import Ranks
 
 #: Eight tensors of 1 MiB, and two hundred of 4 KiB.
@@ -49,7 +49,7 @@ class Costs:
 @contextmanager
 def counting_bytes_hashed(sizes: list[int]) -> Iterator[None]:
     """Add the size of each CRC-64 to ``sizes``. The modules that use it are imported by an earlier call."""
-    crc64 = blocks.crc64
+    crc64 = block_crcs.crc64
 
     def counted(data: Any, *before: int) -> int:
         sizes.append(memoryview(data).nbytes)

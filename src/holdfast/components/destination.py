@@ -12,7 +12,7 @@ from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.cleanup import clean_up
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage import directories, posix
+from holdfast.storage import directory_trees, posix
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ComponentOutput:
             self._staging.publish()
             return
         replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
-        directories.link_remaining(final, self.folder, replaced)
+        directory_trees.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
         self._staging.replace()
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it

@@ -11,8 +11,8 @@ import torch
 
 from holdfast.components.content import ComponentContent
 from holdfast.conversion.torch_target import PlannedTorchFile
-from holdfast.engine.io.checkpoint_files import block_crcs
-from holdfast.ondisk.blocks import Fragment
+from holdfast.engine.io.checkpoint_files import require_block_crcs
+from holdfast.ondisk.block_crcs import Fragment
 from holdfast.ondisk.files import DataFile
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.posix import allocate_space, make_directory
@@ -74,7 +74,7 @@ class SafetensorsOutput:
         crcs: Iterable[int] = (
             crc
             for name, entry in self._data.entries.items()
-            for crc in block_crcs(fragments_of(name), entry.nbytes, f"tensor {name!r}")
+            for crc in require_block_crcs(fragments_of(name), entry.nbytes, f"tensor {name!r}")
         )
         with BufferedWriter(path) as writer:
             writer.write(0, memoryview(self._data.build_header(crcs)))
@@ -114,5 +114,5 @@ class TorchOutput:
     def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
         """See :class:`ComponentFile`. This format has no room for CRCs."""
         for name, fake in self._fakes.items():
-            block_crcs(fragments_of(name), fake.nbytes, f"tensor {name!r}")
+            require_block_crcs(fragments_of(name), fake.nbytes, f"tensor {name!r}")
         self._file.write_small_tensors(path)

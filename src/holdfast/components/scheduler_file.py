@@ -22,7 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.torch_file import TorchFileReader, is_torch_file
 from holdfast.ondisk import values
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
 from holdfast.storage import posix

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.staging_dir import StagingDirectory

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from holdfast.engine.comm.vote import RankFailure
 from holdfast.errors import RankMismatchError
 from holdfast.formats.dcp.checksums import ChecksumRecord
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
@@ -74,9 +74,9 @@ def hash_chunks(folder: Path, result: WriteResult, readers: ReaderPool) -> Write
     """Read a record back from its file, and return its result with the CRCs of its blocks."""
     info = result.storage_data
     crcs = []
-    for block in range(blocks.count_blocks(info.length)):
-        start, stop = blocks.block_range(block, info.length)
+    for block in range(block_crcs.count_blocks(info.length)):
+        start, stop = block_crcs.block_range(block, info.length)
         data = memoryview(bytearray(stop - start))
         readers.read(folder / info.relative_path, info.offset + start, data)
-        crcs.append(blocks.crc64(data))
-    return replace(result, storage_data=WrittenItem(info, blocks.to_hex(crcs)))
+        crcs.append(block_crcs.crc64(data))
+    return replace(result, storage_data=WrittenItem(info, block_crcs.to_hex(crcs)))

@@ -15,7 +15,7 @@ from holdfast.formats.native import check_native_form
 from holdfast.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
 from holdfast.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
 from holdfast.formats.sharded.index import read_index
-from holdfast.ondisk import blocks, values
+from holdfast.ondisk import block_crcs, values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.header import parse_json_object
 from holdfast.ondisk.values import ArrayCodec
@@ -102,7 +102,7 @@ class HuggingFaceReader:
             ]
         )
         header_texts = repr([self._header_texts(files.files) for files in self._file_sets.values()])
-        return f"{blocks.crc64((tensors + header_texts).encode()):016x}"
+        return f"{block_crcs.crc64((tensors + header_texts).encode()):016x}"
 
     def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.reader.Reader`."""

@@ -19,7 +19,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote, detect_replacement
 from holdfast.formats.safetensors import SafetensorsFile, SafetensorsFiles
-from holdfast.ondisk import blocks, manifest, values
+from holdfast.ondisk import block_crcs, manifest, values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.param_order import restore_order
@@ -131,7 +131,7 @@ class NativeReader:
     @property
     def fingerprint(self) -> str:
         """The checkpoint's id and the CRC of its manifest."""
-        return f"{self.manifest.id}-{blocks.crc64(manifest.encode_manifest(self.manifest)):016x}"
+        return f"{self.manifest.id}-{block_crcs.crc64(manifest.encode_manifest(self.manifest)):016x}"
 
     def _open_data(self, unopened: list[CorruptCheckpointError] | None) -> dict[str, list[SafetensorsFile]]:
         files_by_group: dict[str, list[SafetensorsFile]] = {}
@@ -239,4 +239,4 @@ def _check_type(tree: Any, expected: Any, file: Path) -> None:
 
 
 def _matches_record(data: bytes, record: FileRecord) -> bool:
-    return len(data) == record.size and f"{blocks.crc64(data):016x}" == record.crc64nvme
+    return len(data) == record.size and f"{block_crcs.crc64(data):016x}" == record.crc64nvme

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.reader import FileExtent
-from holdfast.ondisk import blocks, header
+from holdfast.ondisk import block_crcs, header
 from holdfast.ondisk.files import CRC_KEY, TIED_KEY, TensorInfo
 from holdfast.ondisk.header import SafetensorsHeader, parse_json_object
 from holdfast.ondisk.manifest import FileRecord
@@ -53,7 +53,7 @@ class SafetensorsFile:
             raw = bytearray(header.header_length(bytes(prefix), size, str(path)))
             reader.read(0, memoryview(raw))
         if record is not None and (
-            len(raw) != record.header_size or f"{blocks.crc64(raw):016x}" != record.header_crc64nvme
+            len(raw) != record.header_size or f"{block_crcs.crc64(raw):016x}" != record.header_crc64nvme
         ):
             raise CorruptCheckpointError(f"the header of {path} does not match the manifest: the file is corrupt")
         file = cls(path, header.decode_header(bytes(raw), size, str(path)))
@@ -88,9 +88,9 @@ class SafetensorsFile:
         if text is None:
             return {}
         entries = sorted(self.header.entries.items(), key=lambda item: item[1].data_offsets)
-        counts = [blocks.count_blocks(entry.nbytes) for _, entry in entries]
+        counts = [block_crcs.count_blocks(entry.nbytes) for _, entry in entries]
         try:
-            crcs = blocks.from_hex(text)
+            crcs = block_crcs.from_hex(text)
         except ValueError as error:
             raise CorruptCheckpointError(f"{self.path}: {CRC_KEY} in the header is {error}") from error
         if len(crcs) != sum(counts):

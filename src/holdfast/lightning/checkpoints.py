@@ -21,7 +21,7 @@ from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import FROZEN
-from holdfast.storage.directories import rename_path
+from holdfast.storage.atomic_rename import rename_path
 from holdfast.storage.posix import path_exists
 
 #: Seconds that ranks wait for each other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage.directories import remove_directory, remove_tree
+from holdfast.storage.directory_trees import remove_directory, remove_tree
 from holdfast.storage.posix import is_directory
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import InvalidArgumentError, UnsupportedTensorError
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.header import DIMENSIONS, HeaderEntry, encode_header
 
@@ -85,7 +85,7 @@ class DataFile:
 
     def build_header(self, crcs: Iterable[int]) -> bytes:
         """Return the bytes before the data, given the CRC of each block of each tensor, in order."""
-        metadata = {"format": "pt", **self.notes, CRC_KEY: blocks.to_hex(crcs)}
+        metadata = {"format": "pt", **self.notes, CRC_KEY: block_crcs.to_hex(crcs)}
         if self.tied:
             metadata[TIED_KEY] = json.dumps(dict(sorted(self.tied.items())), separators=(",", ":"))
         return encode_header(self.entries, metadata)
@@ -93,7 +93,9 @@ class DataFile:
     @cached_property
     def data_start(self) -> int:
         """The offset of the data in bytes. It does not depend on the CRCs, which have a fixed width."""
-        return len(self.build_header([0] * sum(blocks.count_blocks(entry.nbytes) for entry in self.entries.values())))
+        return len(
+            self.build_header([0] * sum(block_crcs.count_blocks(entry.nbytes) for entry in self.entries.values()))
+        )
 
     @cached_property
     def size(self) -> int:
@@ -198,7 +200,7 @@ def _estimate_header_bytes(name: str, info: TensorInfo) -> int:
         raise UnsupportedTensorError(
             f"a tensor has the name {name!r}, which is not valid Unicode text: {error}"
         ) from error
-    return len(quoted) + _ENTRY_BYTES + blocks.DIGITS * blocks.count_blocks(info.nbytes)
+    return len(quoted) + _ENTRY_BYTES + block_crcs.DIGITS * block_crcs.count_blocks(info.nbytes)
 
 
 def _build_entries(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> dict[str, HeaderEntry]:

@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.ondisk import strict_json
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.validation import check_relative_path
 
 NAME = "manifest.json"

@@ -18,7 +18,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError, StorageError
 from holdfast.ondisk.validation import check_tag, is_tag
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.directories import replace_file
+from holdfast.storage.atomic_rename import replace_file
 from holdfast.storage.posix import check_regular, list_names, read_small, remove_file, write_small
 
 _NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")

@@ -20,7 +20,8 @@ from holdfast.run.pin import is_pinned, remove_dead_pin
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.staging_lock import StagingLock, acquire_lock
-from holdfast.storage.directories import remove_tree, rename_noreplace, rename_path
+from holdfast.storage.atomic_rename import rename_noreplace, rename_path
+from holdfast.storage.directory_trees import remove_tree
 from holdfast.storage.posix import list_names, path_exists
 
 #: Seconds without a change after which the staging directory of a dead first save of another job is removed.

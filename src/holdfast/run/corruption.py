@@ -13,7 +13,7 @@ from holdfast.errors import CheckpointReplacedError, TagExistsError
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.scan import read_info
-from holdfast.storage import directories, posix
+from holdfast.storage import atomic_rename, posix
 
 
 class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -49,12 +49,12 @@ def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) ->
         folder, hidden = path / record.tag, path / HiddenName(record.tag, run, secrets.token_hex(8), "corrupt").name
         if not record.is_in(folder) or not _is_saved_by(run, folder, record.tag):
             continue
-        directories.rename_path(folder, hidden)
+        atomic_rename.rename_path(folder, hidden)
         if record.is_in(hidden):
             yield hidden
         else:  # another checkpoint took the name between the check and the rename
             with suppress(TagExistsError):
-                directories.rename_noreplace(hidden, folder)
+                atomic_rename.rename_noreplace(hidden, folder)
 
 
 def _is_saved_by(run: str, folder: Path, tag: str) -> bool:

@@ -24,7 +24,7 @@ from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up, restore_displaced
 from holdfast.run.scan import read_info
 from holdfast.run.staging_lock import StagingLock, acquire_lock, confirm_lock
-from holdfast.storage import directories, posix
+from holdfast.storage import atomic_rename, directory_trees, posix
 
 #: The most attempts to replace a path while other processes change it.
 _ATTEMPTS = 100
@@ -77,7 +77,7 @@ class StagingDirectory:
         Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
         """
         posix.make_durable_directory(self.final.parent)
-        directories.check_space(self.final.parent, nbytes)
+        posix.check_space(self.final.parent, nbytes)
         lock = self._lock = acquire_lock(self.final.parent, self.name)
         weakref.finalize(self, lock.close)
         try:
@@ -92,7 +92,7 @@ class StagingDirectory:
 
     def publish(self, entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""
-        directories.rename_noreplace(self.path / entry, self.final)
+        atomic_rename.rename_noreplace(self.path / entry, self.final)
         if entry:  # the rest of the directory is still there
             self.discard()
         else:
@@ -119,11 +119,11 @@ class StagingDirectory:
 
     def _replace_once(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
         if not posix.path_exists(self.final):
-            directories.rename_noreplace(output, self.final)
+            atomic_rename.rename_noreplace(output, self.final)
         elif posix.is_file(output) and posix.is_file(self.final):
-            directories.replace_file(output, self.final)
+            atomic_rename.replace_file(output, self.final)
         else:
-            directories.exchange_directories(output, self.final, self.displaced_path)
+            atomic_rename.exchange_directories(output, self.final, self.displaced_path)
             self._undo_replace(output, check_replaceable)
 
     def _undo_replace(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
@@ -134,7 +134,7 @@ class StagingDirectory:
         try:
             check_replaceable(self.displaced_path)
         except TagExistsError:
-            directories.exchange_directories(self.displaced_path, self.final, output)
+            atomic_rename.exchange_directories(self.displaced_path, self.final, output)
             raise
         except StorageError:
             return  # the output has the name by now, which an unreadable old checkpoint does not undo
@@ -143,15 +143,15 @@ class StagingDirectory:
         """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy."""
         with suppress(StorageError):
             if posix.path_exists(self.final):
-                directories.remove_directory(self.displaced_path, self.removal_path)
+                directory_trees.remove_directory(self.displaced_path, self.removal_path)
 
     def remove_displaced(self) -> None:
         """Delete what :meth:`replace` displaced, and what else is left of the directory. Then release the lock."""
         try:
             with suppress(StorageError):  # there may be none
-                directories.remove_directory(self.displaced_path, self.removal_path)
+                directory_trees.remove_directory(self.displaced_path, self.removal_path)
             for path in (self.displaced_path, self.path, self.removal_path):
-                directories.remove_tree(path)
+                directory_trees.remove_tree(path)
         finally:
             self.release()
 
@@ -159,7 +159,7 @@ class StagingDirectory:
         """Delete what an interrupted save of the same hidden name displaced, unless that is the only copy."""
         if restore_displaced(self.final.parent, self.name):
             for path in (self.displaced_path, self.removal_path):
-                directories.remove_tree(path)
+                directory_trees.remove_tree(path)
 
     def release(self) -> None:
         """Release the lock. Later calls do nothing."""
@@ -174,7 +174,7 @@ class StagingDirectory:
         """
         with suppress(StorageError):
             if restore_displaced(self.final.parent, self.name):
-                directories.remove_tree(self.path)
+                directory_trees.remove_tree(self.path)
         self.release()
 
 

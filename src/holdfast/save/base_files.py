@@ -20,7 +20,7 @@ from holdfast.engine.plan.ranges import ElementRange, merge_ranges
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.safetensors import SafetensorsFile
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.ondisk.files import DataFile
 from holdfast.save.base_checkpoint import BaseCheckpoint
 from holdfast.storage import posix
@@ -63,7 +63,7 @@ class BaseFiles:
         with suppress(CorruptCheckpointError, FormatError):
             crcs = SafetensorsFile.open(target, base_file.record).crcs
             header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
-            if f"{blocks.crc64(header):016x}" == base_file.record.header_crc64nvme:
+            if f"{block_crcs.crc64(header):016x}" == base_file.record.header_crc64nvme:
                 self.crcs |= {tensor: crcs[name] for tensor, name in self._tensors_of(number)}
                 return True
         posix.remove_file(target)
@@ -142,6 +142,6 @@ class BaseFiles:
 
 
 def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:
-    start, stop = blocks.block_range(block, file.entries[name].nbytes)
+    start, stop = block_crcs.block_range(block, file.entries[name].nbytes)
     origin = file.data_start + file.entries[name].data_offsets[0]
     return ElementRange(origin + start, origin + stop)

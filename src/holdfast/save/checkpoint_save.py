@@ -52,7 +52,8 @@ from holdfast.save.request import SaveRequest
 from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.step_only_tensors import step_only_tensors
 from holdfast.storage import posix
-from holdfast.storage.directories import remove_tree, rename_path
+from holdfast.storage.atomic_rename import rename_path
+from holdfast.storage.directory_trees import remove_tree
 from holdfast.storage.shared_files import Sharing
 
 

@@ -30,7 +30,7 @@ from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.errors import CorruptCheckpointError, TornSnapshotError
 from holdfast.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
 from holdfast.save.base_files import BaseFiles
-from holdfast.storage.directories import check_space
+from holdfast.storage.posix import check_space
 from holdfast.storage.shared_files import Sharing
 
 _encode = msgspec.msgpack.Encoder().encode

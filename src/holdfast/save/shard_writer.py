@@ -24,7 +24,7 @@ from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.engine.plan.transfers import cut_out
 from holdfast.errors import RankMismatchError, ReplicaMismatchError
-from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk.block_crcs import Fragment
 from holdfast.storage.posix import is_directory
 
 

@@ -217,6 +217,18 @@ def disk_usage(path: Path) -> tuple[float, int] | None:
             return None
 
 
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise ``StorageError`` if a directory's file system has fewer bytes free for this user than ``nbytes``."""
+    with wrap_os_errors("inspect", folder):
+        status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and free < nbytes:
+        raise StorageError(
+            errno.ENOSPC,
+            f"{folder} has {free:,} bytes free, and the checkpoint needs {nbytes:,}; nothing was written",
+        )
+
+
 def last_change_time(path: Path) -> float:
     """Return the last modification time of a directory and its contents, in seconds since 1970.
 

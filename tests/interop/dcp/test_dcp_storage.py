@@ -27,9 +27,9 @@ from holdfast.dcp.staging import create_staging, find_staging, staging_directory
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.checksums import ChecksumRecord, VerifiedReader
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
 from tests.helpers.dcp_states import VALUES, make_state, make_tensors
@@ -236,8 +236,8 @@ def test_a_checkpoint_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(
         return rename(source, target)
 
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
-        mock.patch.object(directories, "_rename_new", side_effect=refused),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_rename_new", side_effect=refused),
         mock.patch.object(Path, "rename", rename_aside),
         pytest.raises(CheckpointException, match="Input/output"),
     ):

@@ -20,7 +20,7 @@ from holdfast.errors import (
     TagExistsError,
 )
 from holdfast.run.cleanup import clean_up
-from holdfast.storage import directories
+from holdfast.storage import atomic_rename
 from tests.helpers.nxd_files import (
     equal_trees,
     extract_golden,
@@ -269,14 +269,14 @@ def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch
 
 
 def test_a_draft_is_held_until_it_has_its_name(tmp_path: Path) -> None:
-    publish = directories.rename_noreplace
+    publish = atomic_rename.rename_noreplace
 
     def look_and_publish(*paths: Path) -> None:
         assert clean_up(tmp_path) == []
         publish(*paths)
 
     source = write(tmp_path / "a", sample(2))
-    with mock.patch.object(directories, "rename_noreplace", side_effect=look_and_publish) as published:
+    with mock.patch.object(atomic_rename, "rename_noreplace", side_effect=look_and_publish) as published:
         convert(source, tmp_path / "b", 3)
     assert published.call_count == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]

@@ -13,8 +13,8 @@ from holdfast.engine.integrity import block_sums
 from holdfast.engine.integrity.block_sums import BlockSums, sum_fragments, trust_ranges
 from holdfast.engine.integrity.fragments import FragmentTable
 from holdfast.engine.plan.tensor_ranges import TensorRanges
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import crc64
 
 #: A block of the tests, in bytes.
 BLOCK = 64
@@ -22,7 +22,7 @@ BLOCK = 64
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(block_crcs, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(block_sums, "BLOCK_BYTES", BLOCK)
 
 

@@ -15,7 +15,7 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.placements import PlacementLayout
 from holdfast.errors import CorruptCheckpointError, PeerFailedError, StorageError
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.storage.direct_io import BufferedReader, DirectWriter
 from tests.helpers.simulated_io import (
     COLUMNS,
@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_write_still_sends_what_others_write(
     assert sum(fragment.stop - fragment.start for fragment in written) == 3 * len(expected) // 4
     for start, stop, crc in written:
         assert raw[start:stop] == expected[start:stop]
-        assert blocks.crc64(expected[start:stop]) == crc
+        assert block_crcs.crc64(expected[start:stop]) == crc
 
 
 @pytest.mark.parametrize("layout", [COLUMNS, None], ids=["stripes", "copies"])
@@ -119,7 +119,7 @@ def test_a_rank_that_cannot_read_still_sends_something(
     ]
     raw = tensor_bytes(job.tensors["model", "w"])
     read_well = [fragment for outcome in actual if outcome.value for fragment in outcome.value[0]]
-    assert all(blocks.crc64(raw[start:stop]) == crc for start, stop, crc in read_well)
+    assert all(block_crcs.crc64(raw[start:stop]) == crc for start, stop, crc in read_well)
     assert 0 < sum(fragment.stop - fragment.start for fragment in read_well) < len(raw)
 
 

@@ -20,8 +20,8 @@ from holdfast.engine.io.requests import merge_fragments, run_in_threads
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges
 from holdfast.engine.plan.file_ranges import FileRange, IoChunk, file_chunks, tensor_chunks
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import Fragment, crc64
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.storage.direct_io import SECTOR_BYTES
 from holdfast.storage.memory import BufferPool
 
@@ -35,7 +35,7 @@ def small() -> None:
         mock.patch.object(file_ranges, "CHUNK", CHUNK),
         mock.patch.object(file_ranges, "BLOCK_BYTES", BLOCK),
         mock.patch.object(requests, "BLOCK_BYTES", BLOCK),
-        mock.patch.object(blocks, "BLOCK_BYTES", BLOCK),
+        mock.patch.object(block_crcs, "BLOCK_BYTES", BLOCK),
     ):
         yield
 
@@ -139,10 +139,12 @@ def test_gathered_fragments_have_the_crcs_of_their_bytes_and_are_as_few_as_can_b
     gathered = merge_fragments([actual[: len(actual) // 2], actual[len(actual) // 2 :]])
     expected = [
         Fragment(start, stop, crc64(data[start:stop]))
-        for start, stop in (blocks.block_range(block, len(data)) for block in range(blocks.count_blocks(len(data))))
+        for start, stop in (
+            block_crcs.block_range(block, len(data)) for block in range(block_crcs.count_blocks(len(data)))
+        )
     ]
     assert gathered.get(7, []) == expected
-    assert None not in blocks.assemble_crcs(gathered.get(7, []), len(data))
+    assert None not in block_crcs.assemble_crcs(gathered.get(7, []), len(data))
 
 
 @given(st.binary(min_size=1, max_size=3 * BLOCK), st.sets(st.integers(0, 3 * BLOCK), max_size=8), st.data())
@@ -150,7 +152,7 @@ def test_a_gap_between_fragments_stays_a_gap(data: bytes, cuts: set[int], drawn)
     edges = sorted({0, len(data), *range(0, len(data), BLOCK), *(cut for cut in cuts if cut < len(data))})
     actual = [(0, Fragment(low, high, crc64(data[low:high]))) for low, high in itertools.pairwise(edges)]
     lost = actual.pop(drawn.draw(st.integers(0, len(actual) - 1)))[1]
-    assembled = blocks.assemble_crcs(merge_fragments([actual]).get(0, []), len(data))
+    assembled = block_crcs.assemble_crcs(merge_fragments([actual]).get(0, []), len(data))
     assert [block for block, crc in enumerate(assembled) if crc is None] == [lost.start // BLOCK]
 
 
@@ -245,4 +247,4 @@ def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_pa
     for number, tensor in enumerate(tensors):
         flat = np.frombuffer(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), np.uint8)
         expected = [crc64(flat[start : start + BLOCK]) for start in range(0, len(flat), BLOCK)]
-        assert blocks.assemble_crcs(actual[number], len(flat)) == expected
+        assert block_crcs.assemble_crcs(actual[number], len(flat)) == expected

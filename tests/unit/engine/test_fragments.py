@@ -16,8 +16,8 @@ from holdfast.engine.integrity.crc_combine import extend_crcs
 from holdfast.engine.integrity.fragments import FragmentTable, decode_fragments, encode_fragments
 from holdfast.engine.io import requests
 from holdfast.engine.io.requests import Fragments
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import Fragment, crc64
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import Fragment, crc64
 
 BLOCK = 64
 
@@ -27,12 +27,12 @@ MOST = 5 * BLOCK
 
 @pytest.fixture(autouse=True)
 def small() -> Iterable[None]:
-    with mock.patch.object(fold, "BLOCK_BYTES", BLOCK), mock.patch.object(blocks, "BLOCK_BYTES", BLOCK):
+    with mock.patch.object(fold, "BLOCK_BYTES", BLOCK), mock.patch.object(block_crcs, "BLOCK_BYTES", BLOCK):
         yield
 
 
 def assembled(actual: Fragments, sizes: dict[int, int]) -> dict[int, list[int | None]]:
-    return {tensor: blocks.assemble_crcs(actual.get(tensor, []), nbytes) for tensor, nbytes in sizes.items()}
+    return {tensor: block_crcs.assemble_crcs(actual.get(tensor, []), nbytes) for tensor, nbytes in sizes.items()}
 
 
 def at_once(reports: list[Fragments]) -> Fragments:
@@ -48,7 +48,7 @@ def at_once(reports: list[Fragments]) -> Fragments:
 @example([(2**64 - 1, 16 * 2**20), (1, 0), (2**63, 2**63 - 1)])
 def test_crcs_are_moved_as_if_that_many_bytes_followed(moves: list[tuple[int, int]]) -> None:
     crcs, distances = np.array(moves, np.uint64).reshape(-1, 2).T
-    assert extend_crcs(crcs, distances).tolist() == [blocks.combine(crc, 0, distance) for crc, distance in moves]
+    assert extend_crcs(crcs, distances).tolist() == [block_crcs.combine(crc, 0, distance) for crc, distance in moves]
 
 
 def test_many_crcs_are_moved_as_few_are() -> None:
@@ -56,7 +56,7 @@ def test_many_crcs_are_moved_as_few_are() -> None:
     crcs, distances = random.integers(2**64, size=20_000, dtype=np.uint64), random.integers(2**24, size=20_000)
     moved = extend_crcs(crcs, distances.astype(np.uint64))
     for item in range(0, len(crcs), 997):
-        assert int(moved[item]) == blocks.combine(int(crcs[item]), 0, int(distances[item]))
+        assert int(moved[item]) == block_crcs.combine(int(crcs[item]), 0, int(distances[item]))
 
 
 @st.composite
@@ -102,7 +102,7 @@ def test_a_fragment_that_nobody_told_is_missed_in_its_block_alone(case, many: in
     expected: dict[int, list[int | None]] = {**crcs}
     expected[tensor] = [None if block == lost.start // BLOCK else crc for block, crc in enumerate(crcs[tensor])]
     sizes = {tensor: max(event.stop for own in [*ranks, {tensor: [lost]}] for event in own.get(tensor, []))}
-    assert assembled(actual, sizes)[tensor] == expected[tensor][: blocks.count_blocks(sizes[tensor])]
+    assert assembled(actual, sizes)[tensor] == expected[tensor][: block_crcs.count_blocks(sizes[tensor])]
 
 
 @st.composite

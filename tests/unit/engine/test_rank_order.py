@@ -21,8 +21,8 @@ from holdfast.engine.plan.placements import MeshShape, Placement, Replicated, Sh
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan, plan_save
 from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import Fragment, crc64
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import Fragment, crc64
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes
 
@@ -44,8 +44,8 @@ def hashed_ranges(plan: SavePlan) -> Iterator[tuple[int, int, int]]:
     """Return the tensor, start and stop of each range whose CRC a rank reports: its ranges, cut at blocks."""
     owned = (task for task in plan.stripe_tasks if isinstance(task, OwnedStripe))
     for item in itertools.chain(plan.file_ranges, *(task.file_ranges for task in owned)):
-        first_edge = (item.start // blocks.BLOCK_BYTES + 1) * blocks.BLOCK_BYTES
-        edges = [item.start, *range(first_edge, item.stop, blocks.BLOCK_BYTES), item.stop]
+        first_edge = (item.start // block_crcs.BLOCK_BYTES + 1) * block_crcs.BLOCK_BYTES
+        edges = [item.start, *range(first_edge, item.stop, block_crcs.BLOCK_BYTES), item.stop]
         yield from ((item.tensor, low, high) for low, high in itertools.pairwise(edges))
 
 
@@ -83,7 +83,7 @@ def test_the_crcs_that_buckets_merge_are_those_of_the_bytes(small: None, job_on_
             reports[-1].setdefault(tensor, []).append(Fragment(start, stop, crc64(data[tensor][start:stop])))
     merged = decode_fragments(merge_buckets(reports, plans[0].rank_order))
     for tensor, raw in enumerate(data):
-        assert blocks.assemble_crcs(merged.get(tensor, []), len(raw)) == ([crc64(raw)] if raw else [])
+        assert block_crcs.assemble_crcs(merged.get(tensor, []), len(raw)) == ([crc64(raw)] if raw else [])
 
 
 def build_spec(mesh: MeshShape, placements: tuple[Placement, ...], shapes: Sequence[tuple[int, ...]]) -> GlobalSpec:
@@ -135,5 +135,5 @@ def bound_fragments(spec: GlobalSpec, ranks: int) -> int:
     total = 0
     for tensor in spec.iter_tensors():
         shards = math.prod(count for count, _ in tensor.division)
-        total += 2 + shards // bucket_size(ranks) + blocks.count_blocks(tensor.info.nbytes)
+        total += 2 + shards // bucket_size(ranks) + block_crcs.count_blocks(tensor.info.nbytes)
     return total

@@ -16,7 +16,7 @@ from holdfast.engine.integrity.replicas import crc_of_ranges
 from holdfast.engine.integrity.sampling import BUDGET, SAMPLE, SampledRange, sample_everything, sample_some
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.save_plan import ReplicatedShard
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 
 #: Sizes in bytes, in units of the largest element.
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)

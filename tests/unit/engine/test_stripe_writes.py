@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
 from tests.helpers.simulated_io import (
     COLUMNS,
@@ -50,7 +50,7 @@ def test_the_safetensors_library_reads_the_files(tmp_path_factory, job: Job) -> 
     loaded: dict[Key, torch.Tensor] = {}
     for path, file in zip(saved.paths, saved.plan.files, strict=True):
         own = list(itertools.islice(keys, len(file.entries)))
-        crcs = [blocks.assemble_crcs(saved.fragments[key], file.entries[key[1]].nbytes) for key in own]
+        crcs = [block_crcs.assemble_crcs(saved.fragments[key], file.entries[key[1]].nbytes) for key in own]
         path.write_bytes(file.build_header(itertools.chain(*crcs)) + path.read_bytes()[file.data_start :])
         actual = load_file(path)
         loaded |= {key: actual[key[1]] for key in own}

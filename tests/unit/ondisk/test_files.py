@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError, InvalidArgumentError, UnsupportedTensorError
-from holdfast.ondisk import blocks, header
+from holdfast.ondisk import block_crcs, header
 from holdfast.ondisk import files as layout
-from holdfast.ondisk.blocks import BLOCK_BYTES
+from holdfast.ondisk.block_crcs import BLOCK_BYTES
 from holdfast.ondisk.dtypes import WIDTHS
 from holdfast.ondisk.files import (
     CRC_KEY,
@@ -38,7 +38,7 @@ limits = st.integers(1, 4000)
 
 
 def crcs_of(file: DataFile) -> list[int]:
-    return list(range(sum(blocks.count_blocks(entry.nbytes) for entry in file.entries.values())))
+    return list(range(sum(block_crcs.count_blocks(entry.nbytes) for entry in file.entries.values())))
 
 
 def contents(file: DataFile) -> bytes:
@@ -121,7 +121,7 @@ def test_the_header_is_as_long_whatever_the_crcs(crcs: list[int]) -> None:
     (file,) = pack_files("model", {**tensors, "d": TensorInfo("BF16", ())}, {}, 2**40)
     head = file.build_header(crcs)
     assert len(head) == file.data_start
-    assert blocks.from_hex(header.decode_header(head, file.size, "f").metadata[CRC_KEY]) == crcs
+    assert block_crcs.from_hex(header.decode_header(head, file.size, "f").metadata[CRC_KEY]) == crcs
 
 
 def test_the_header_says_what_is_tied_and_that_it_is_torch() -> None:
@@ -192,7 +192,7 @@ def test_a_file_ends_before_its_header_is_longer_than_the_format_allows(letter: 
 
 def test_the_crcs_of_one_file_do_not_outgrow_its_header() -> None:
     files = pack_files("model", {f"w{i}": TensorInfo("U8", (2**45,)) for i in range(4)}, {}, 2**60)
-    assert all(blocks.DIGITS * len(crcs_of(file)) <= header.HEADER_LIMIT for file in files)
+    assert all(block_crcs.DIGITS * len(crcs_of(file)) <= header.HEADER_LIMIT for file in files)
 
 
 def test_twenty_thousand_tied_names_are_laid_out_in_no_time() -> None:

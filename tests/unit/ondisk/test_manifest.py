@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafeNameError
 from holdfast.ondisk import manifest
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
 from holdfast.run.scan import CheckpointInfo
 from tests.helpers.crc import crc64_by_bits

@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.errors import StorageError
-from holdfast.storage import directories, posix
+from holdfast.storage import atomic_rename, posix
 
 
 def save(path: Path, step: int, **options: Any) -> None:
@@ -70,7 +70,7 @@ def test_where_names_cannot_be_exchanged_the_old_one_gets_its_name_back(tmp_path
         return rename(self, target)
 
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
         mock.patch.object(Path, "rename", second_fails),
         pytest.raises(StorageError),
     ):
@@ -90,7 +90,7 @@ def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp
         return rename(self, target)
 
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
         mock.patch.object(Path, "rename", only_first),
         pytest.raises(StorageError),
     ):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
-from holdfast.storage import direct_io, directories, posix
+from holdfast.storage import atomic_rename, direct_io, directory_trees, posix
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.file_lock import FileLock
@@ -329,15 +329,15 @@ def renaming(request: pytest.FixtureRequest):
     if request.param == "renameat2 refuses":
         library.renameat2.return_value = -1
     with (
-        mock.patch.object(directories.ctypes, "CDLL", return_value=library),
-        mock.patch.object(directories.ctypes, "get_errno", return_value=errno.EINVAL),
+        mock.patch.object(atomic_rename.ctypes, "CDLL", return_value=library),
+        mock.patch.object(atomic_rename.ctypes, "get_errno", return_value=errno.EINVAL),
     ):
         yield
 
 
 def test_a_finished_folder_gets_its_final_name(tmp_path: Path, renaming) -> None:
     draft, final = draft_and_final(tmp_path)
-    directories.rename_noreplace(draft, final)
+    atomic_rename.rename_noreplace(draft, final)
     assert not draft.exists()
     assert (final / "file").read_bytes() == b"new"
 
@@ -352,14 +352,14 @@ def test_a_name_that_is_taken_is_never_replaced(tmp_path: Path, renaming, taken_
         if taken_by == "a folder":
             (final / "file").write_bytes(b"old")
     with pytest.raises(TagExistsError, match=str(final)):
-        directories.rename_noreplace(draft, final)
+        atomic_rename.rename_noreplace(draft, final)
     assert (draft / "file").read_bytes() == b"new"
     assert final.is_file() or [file.read_bytes() for file in final.iterdir()] in ([b"old"], [])
 
 
 def test_a_draft_that_is_gone_is_named(tmp_path: Path, renaming) -> None:
     with pytest.raises(StorageError, match="draft"):
-        directories.rename_noreplace(tmp_path / "draft", tmp_path / "final")
+        atomic_rename.rename_noreplace(tmp_path / "draft", tmp_path / "final")
 
 
 def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_a_tree_is_removed_and_one_that_is_gone_is_fine(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/file").write_bytes(b"x")
     (tmp_path / "a/link").symlink_to(tmp_path / "outside")
-    directories.remove_tree(tmp_path / "a")
-    directories.remove_tree(tmp_path / "a")
+    directory_trees.remove_tree(tmp_path / "a")
+    directory_trees.remove_tree(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
     assert (tmp_path / "outside/file").exists()
 
@@ -524,10 +524,10 @@ def test_a_rename_that_a_server_executed_before_its_restart_is_done(tmp_path: Pa
     staging, final = tmp_path / "staging", tmp_path / "final"
     staging.write_bytes(b"new")
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
         mock.patch.object(Path, "rename", rename_twice(Path.rename)),
     ):
-        getattr(directories, publish)(staging, final)
+        getattr(atomic_rename, publish)(staging, final)
     assert final.read_bytes() == b"new"
     assert not staging.exists()
 
@@ -537,10 +537,10 @@ def test_an_exchange_that_a_server_executed_before_its_restart_is_done(tmp_path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     with (
-        mock.patch.object(directories, "_renameat2", return_value=False),
+        mock.patch.object(atomic_rename, "_renameat2", return_value=False),
         mock.patch.object(Path, "rename", rename_twice(Path.rename)),
     ):
-        directories.exchange_directories(tmp_path / "staging", tmp_path / "final", tmp_path / "displaced")
+        atomic_rename.exchange_directories(tmp_path / "staging", tmp_path / "final", tmp_path / "displaced")
     assert (tmp_path / "final/file").read_text() == "staging"
     assert (tmp_path / "displaced/file").read_text() == "final"
 
@@ -555,4 +555,4 @@ def test_a_rename_of_something_that_another_process_removed_is_an_error(tmp_path
         raise FileNotFoundError(2, "No such file or directory")
 
     with mock.patch.object(Path, "rename", remove_and_rename), pytest.raises(StorageError):
-        directories.rename_path(tmp_path / "staging", tmp_path / "final")
+        atomic_rename.rename_path(tmp_path / "staging", tmp_path / "final")

@@ -23,7 +23,7 @@ from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_c
 from holdfast.engine.plan.save_plan import SavePlan, StripedShard
 from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.errors import CorruptCheckpointError, StorageError
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.exact_reader import ExactReaderFactory

@@ -18,7 +18,7 @@ from holdfast.engine.integrity.columns import concatenate_tables, decode_rows, e
 from holdfast.engine.integrity.crc_combine import Numbers, extend_crcs
 from holdfast.engine.integrity.fragments import FragmentTable
 from holdfast.engine.plan.tensor_ranges import TensorRanges
-from holdfast.ondisk.blocks import BLOCK_BYTES, block_range, count_blocks
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, block_range, count_blocks
 
 _ROW = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("hashed", "<u8"), ("trusted", "<u8"), ("crc", "<u8")])
 

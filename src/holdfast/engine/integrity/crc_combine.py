@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.ondisk.blocks import combine
+from holdfast.ondisk.block_crcs import combine
 
 #: Unsigned 64-bit numbers.
 Numbers = NDArray[np.uint64]

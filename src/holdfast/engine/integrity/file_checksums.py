@@ -11,7 +11,7 @@ from awscrt.checksums import combine_crc32
 from holdfast.engine.io.requests import run_in_threads
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import CorruptCheckpointError
-from holdfast.ondisk.blocks import combine, crc64
+from holdfast.ondisk.block_crcs import combine, crc64
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.memory import BufferPool
 from holdfast.storage.reader_pool import ReaderPool

@@ -1,6 +1,6 @@
 """Fragments of many ranks as columns of numbers: their encoding, and the merging of those that are adjacent in a block.
 
-:func:`holdfast.ondisk.blocks.assemble_crcs` gives the same result for merged fragments as for the original ones.
+:func:`holdfast.ondisk.block_crcs.assemble_crcs` gives the same result for merged fragments as for the original ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from holdfast.engine.integrity.columns import decode_rows, encode_rows
 from holdfast.engine.integrity.crc_combine import Numbers, extend_crcs
 from holdfast.engine.io.requests import Fragments
-from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment
 
 _ROW = np.dtype([("tensor", "<u4"), ("start", "<u8"), ("stop", "<u8"), ("crc", "<u8")])
 

@@ -15,7 +15,7 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.engine.plan.save_plan import ReplicatedShard, SavePlan
 from holdfast.engine.plan.spec import digest_bytes
-from holdfast.ondisk.blocks import combine_crcs, crc64
+from holdfast.ondisk.block_crcs import combine_crcs, crc64
 
 #: Bytes that one thread hashes at a time.
 _BATCH_BYTES = 16 * CHUNK

@@ -10,7 +10,7 @@ from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import CorruptCheckpointError
-from holdfast.ondisk.blocks import BLOCK_BYTES, assemble_crcs, block_range, combine_crcs, crc64
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, assemble_crcs, block_range, combine_crcs, crc64
 from holdfast.ondisk.files import TensorInfo
 
 

@@ -21,7 +21,7 @@ from holdfast.engine.io.requests import ByteProvider
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.transfers import CellTransfer, Numbers, TransferTable, tabulate_transfers
 from holdfast.errors import RankFailedError
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.memory import Bytes
 

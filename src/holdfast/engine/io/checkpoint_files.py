@@ -10,8 +10,8 @@ from pathlib import Path
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import RankMismatchError
-from holdfast.ondisk import blocks, manifest
-from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk import block_crcs, manifest
+from holdfast.ondisk.block_crcs import Fragment
 from holdfast.ondisk.files import DataFile, build_index, index_path
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.storage import posix
@@ -74,7 +74,7 @@ class CheckpointFiles:
         for name, data in sorted({**indexes, **small_files}.items()):
             posix.make_parents(self.folder, name)
             posix.write_small(self.folder / name, data)
-            records[name] = FileRecord(len(data), f"{blocks.crc64(data):016x}")
+            records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
         finished = make_manifest(dict(sorted(records.items())))
         posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
         for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
@@ -90,13 +90,13 @@ class CheckpointFiles:
                 tensor = next(numbers)
                 group, name = self.plan.tensors[tensor]
                 known = _with_unchanged(fragments.get(tensor, []), unchanged.crcs.get(tensor, {}), entry.nbytes)
-                crcs.append(block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
+                crcs.append(require_block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
             header = file.build_header(itertools.chain(*crcs))
             if number not in unchanged.linked:
                 with BufferedWriter(self.folder / file.path) as writer:
                     writer.write(0, memoryview(header))
                     writer.sync()
-            crc = blocks.crc64(header)
+            crc = block_crcs.crc64(header)
             yield file.path, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
 
 
@@ -104,19 +104,19 @@ def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int],
     """Return the fragments of a tensor, with one for each unchanged block, of which ranks may have written parts."""
     if not unchanged:
         return fragments
-    written = [fragment for fragment in fragments if fragment.start // blocks.BLOCK_BYTES not in unchanged]
-    return written + [Fragment(*blocks.block_range(block, nbytes), crc) for block, crc in unchanged.items()]
+    written = [fragment for fragment in fragments if fragment.start // block_crcs.BLOCK_BYTES not in unchanged]
+    return written + [Fragment(*block_crcs.block_range(block, nbytes), crc) for block, crc in unchanged.items()]
 
 
-def block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:
+def require_block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:
     """Return the CRC of each block of a tensor from the fragments of all ranks.
 
     Raises ``RankMismatchError`` naming a gap.
     """
-    crcs = blocks.assemble_crcs(fragments, nbytes)
+    crcs = block_crcs.assemble_crcs(fragments, nbytes)
     complete_crcs = [crc for crc in crcs if crc is not None]
     if len(complete_crcs) != len(crcs):
-        start, stop = blocks.block_range(crcs.index(None), nbytes)
+        start, stop = block_crcs.block_range(crcs.index(None), nbytes)
         raise RankMismatchError(
             f"{tensor_text}: no rank saved all of bytes {start} to {stop}; "
             "some rank of its mesh did not pass it to the save"
@@ -128,6 +128,6 @@ def _file_crc(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
     """Combine the CRCs of a file's header and of its tensors' blocks into the CRC of the file."""
     crcs_and_lengths = [(header_crc, file.data_start)]
     for entry, block_row in zip(file.entries.values(), crcs, strict=True):
-        spans = (blocks.block_range(block, entry.nbytes) for block in range(len(block_row)))
+        spans = (block_crcs.block_range(block, entry.nbytes) for block in range(len(block_row)))
         crcs_and_lengths += [(crc, stop - start) for crc, (start, stop) in zip(block_row, spans, strict=True)]
-    return blocks.combine_crcs(crcs_and_lengths)
+    return block_crcs.combine_crcs(crcs_and_lengths)

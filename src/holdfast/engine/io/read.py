@@ -16,7 +16,7 @@ from holdfast.engine.io.requests import (
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
-from holdfast.ondisk.blocks import Fragment, crc64
+from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 

@@ -30,7 +30,7 @@ from holdfast.engine.plan.load_plan import BroadcastChunk
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
-from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk.block_crcs import Fragment
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from holdfast.engine.io.tensor_bytes import ByteSink, TensorBytes
-from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, combine
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine
 from holdfast.storage.memory import Bytes
 
 #: Threads that move bytes. Storage needs requests in flight, not processors.

@@ -1,6 +1,7 @@
 """Staging: the bytes that this rank writes are copied into a buffer, so that training can continue during the write.
 
-Tensors that do not change until a certain moment may be copied later. Hashes detect if they have changed nevertheless.
+Tensors that do not change until a certain moment may be copied later. Hashes detect if they have changed nevertheless:
+see :mod:`holdfast.engine.io.torn_snapshot`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.requests import ShardOf, run_in_threads
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.io.torn_snapshot import SampledChunk, StagedChunk, check_sampled_chunks, sample_chunks
 from holdfast.engine.io.write_stripes import assemble_stripes
-from holdfast.engine.plan.file_ranges import FileRange, IoChunk, tensor_chunks
+from holdfast.engine.plan.file_ranges import FileRange, tensor_chunks
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan
-from holdfast.errors import TornSnapshotError
-from holdfast.ondisk.blocks import crc64
 from holdfast.storage.memory import Bytes
 
 #: The number of deferred chunks that are hashed at the call, different ones at each save; it takes about 5 ms.
@@ -39,23 +39,19 @@ class DeferredCopies:
     save_number: int = 0
 
 
-@dataclass(frozen=True)
-class _StagedChunk:
-    """A chunk, and its place in the arena. ``crc`` is its CRC at the call if it is sampled."""
-
-    chunk: IoChunk
-    destination: Bytes
-    crc: int | None = None
-
-
 class StagedTensors:
     """File ranges whose bytes are all in one buffer; ``local`` is the offset there."""
 
     def __init__(
-        self, file_ranges: Sequence[FileRange], memory: Bytes, deferred: Sequence[_StagedChunk], source: ShardOf
+        self,
+        file_ranges: Sequence[FileRange],
+        memory: Bytes,
+        deferred: Sequence[StagedChunk],
+        sampled: Sequence[SampledChunk],
+        source: ShardOf,
     ) -> None:
         self.file_ranges, self._memory = file_ranges, TensorBytes(torch.from_numpy(memory))
-        self._deferred, self._source = deferred, source
+        self._deferred, self._sampled, self._source = deferred, sampled, source
 
     def shard_of(self, tensor: int) -> TensorBytes:
         """Return the buffer, which has the bytes of all tensors."""
@@ -65,14 +61,7 @@ class StagedTensors:
     def copy_deferred(self, names: Sequence[tuple[str, str]]) -> None:
         """Copy the deferred chunks. Raises ``TornSnapshotError`` if a sampled one has changed since the call."""
         run_in_threads(lambda staged: _copy_chunk(staged, self._source), self._deferred)
-        sampled = [staged for staged in self._deferred if staged.crc is not None]
-        for staged, is_unchanged in zip(sampled, run_in_threads(self._is_unchanged, sampled), strict=True):
-            if not is_unchanged:
-                raise _torn_error([names[file_range.tensor] for file_range in staged.chunk.file_ranges])
-
-    def _is_unchanged(self, staged: _StagedChunk) -> bool:
-        """Return whether a sampled chunk, and the copy of it, are as at the call."""
-        return staged.crc == crc64(staged.destination) == _chunk_crc(staged.chunk, self._source)
+        check_sampled_chunks(self._sampled, self._source, names)
 
 
 def stage_tensors(
@@ -96,10 +85,10 @@ def stage_tensors(
     )
     memory = arena.reserve_bytes(total)
     allocate = _make_allocator(memory)
-    staged_deferred = [_StagedChunk(chunk, allocate(chunk.size)) for chunk in deferred_chunks]
-    eager = [_StagedChunk(chunk, allocate(chunk.size)) for chunk in chunks]
+    staged_deferred = [StagedChunk(chunk, allocate(chunk.size)) for chunk in deferred_chunks]
+    eager = [StagedChunk(chunk, allocate(chunk.size)) for chunk in chunks]
     run_in_threads(lambda staged: _copy_chunk(staged, shard_of), eager)
-    staged_deferred = _sample_chunks(staged_deferred, deferred, shard_of)
+    sampled = sample_chunks(staged_deferred, deferred.sampled_chunks, deferred.save_number, shard_of)
     staged_ranges = list(_staged_ranges((*staged_deferred, *eager), memory))
     if p2p is not None:
         for file_range, stripe in assemble_stripes(plan.stripe_tasks, shard_of, p2p):
@@ -107,7 +96,7 @@ def stage_tensors(
             np.copyto(destination, stripe)
             staged_ranges.append(file_range._replace(local=_offset_in(destination, memory)))
     staged_ranges.sort(key=lambda file_range: (file_range.file, file_range.offset))
-    return StagedTensors(staged_ranges, memory, staged_deferred, shard_of)
+    return StagedTensors(staged_ranges, memory, staged_deferred, sampled, shard_of)
 
 
 def _make_allocator(memory: Bytes) -> Callable[[int], Bytes]:
@@ -126,48 +115,16 @@ def _offset_in(destination: Bytes, memory: Bytes) -> int:
     return destination.ctypes.data - memory.ctypes.data
 
 
-def _staged_ranges(staged_chunks: Iterable[_StagedChunk], memory: Bytes) -> Iterator[FileRange]:
+def _staged_ranges(staged_chunks: Iterable[StagedChunk], memory: Bytes) -> Iterator[FileRange]:
     """Yield the file ranges of chunks, with their offsets in the buffer."""
     for staged in staged_chunks:
         start = _offset_in(staged.destination, memory) - staged.chunk.offset
         yield from (file_range._replace(local=start + file_range.offset) for file_range in staged.chunk.file_ranges)
 
 
-def _copy_chunk(staged: _StagedChunk, shard_of: ShardOf) -> None:
+def _copy_chunk(staged: StagedChunk, shard_of: ShardOf) -> None:
     for file_range in staged.chunk.file_ranges:
         start = file_range.offset - staged.chunk.offset
         shard_of(file_range.tensor).copy_out(
             file_range.local, staged.destination[start : start + file_range.stop - file_range.start]
         )
-
-
-def _sample_chunks(
-    staged_chunks: Sequence[_StagedChunk], deferred: DeferredCopies, shard_of: ShardOf
-) -> list[_StagedChunk]:
-    """Hash the sampled chunks as they are now."""
-    stride = max(1, -(-len(staged_chunks) // deferred.sampled_chunks))
-    sampled = range(deferred.save_number % stride, len(staged_chunks), stride)
-    crcs = run_in_threads(lambda number: _chunk_crc(staged_chunks[number].chunk, shard_of), sampled)
-    crc_by_number = dict(zip(sampled, crcs, strict=True))
-    return [
-        _StagedChunk(staged.chunk, staged.destination, crc_by_number.get(number))
-        for number, staged in enumerate(staged_chunks)
-    ]
-
-
-def _torn_error(names: Sequence[tuple[str, str]]) -> TornSnapshotError:
-    group, name = names[0]
-    tensor_text = f"{group} tensor {name!r}" + (f" or one of {len(names) - 1} next to it" if names[1:] else "")
-    return TornSnapshotError(
-        f"{tensor_text} changed while it was copied, by something other than a step of an optimizer "
-        '(a write to .data, a kernel, a graph); save with staging="eager". Nothing was saved'
-    )
-
-
-def _chunk_crc(chunk: IoChunk, shard_of: ShardOf) -> int:
-    crc = 0
-    for file_range in chunk.file_ranges:
-        crc = shard_of(file_range.tensor).compute_crc(
-            file_range.local, file_range.local + file_range.stop - file_range.start, crc
-        )
-    return crc

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.engine.io.requests import Fragments, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
-from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, crc64
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
 from holdfast.storage.memory import Bytes
 
 #: Returns the ranges of sources with bytes ``[start, stop)`` of a tensor: number of the source, offset, start and stop.

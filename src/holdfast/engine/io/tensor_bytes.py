@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.engine.plan.ranges import boxes_of_range
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.memory import Bytes
 
 #: Up to this size in bytes, releasing the GIL, as NumPy does, takes longer than the copy.

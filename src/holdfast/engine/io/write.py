@@ -16,7 +16,7 @@ from holdfast.engine.io.requests import (
     run_in_threads,
 )
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
-from holdfast.ondisk.blocks import Fragment, crc64
+from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from holdfast.storage.memory import BufferPool, Bytes
 

@@ -20,7 +20,7 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.engine.plan.transfers import cut_out
-from holdfast.ondisk.blocks import BLOCK_BYTES, Fragment, crc64
+from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
 from holdfast.storage.memory import Bytes, aligned_buffer
 

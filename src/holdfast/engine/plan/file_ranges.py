@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.ondisk.blocks import BLOCK_BYTES
+from holdfast.ondisk.block_crcs import BLOCK_BYTES
 
 #: Bytes moved at a time by one thread, and the size of its buffer.
 CHUNK = 4 * 2**20

@@ -21,7 +21,7 @@ from holdfast.engine.plan.routes import (
     local_stripes,
 )
 from holdfast.engine.plan.shards import local_shard
-from holdfast.ondisk.blocks import BLOCK_BYTES
+from holdfast.ondisk.block_crcs import BLOCK_BYTES
 
 
 class BroadcastChunk(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.storage import posix
 
 NAME = "checksums.json"
@@ -44,7 +44,7 @@ class RecordChecksums(msgspec.Struct, frozen=True):
 def encode_checksums(metadata: bytes, files: Mapping[str, Sequence[ChecksumRecord]]) -> bytes:
     """Return the contents of ``checksums.json``."""
     ordered = {name: sorted(records) for name, records in sorted(files.items())}
-    return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{blocks.crc64(metadata):016x}", ordered))
+    return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{block_crcs.crc64(metadata):016x}", ordered))
 
 
 def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
@@ -65,7 +65,7 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
             f"{file} has format {checksums.format!r:.40} version {checksums.version}, which this holdfast does not "
             "read; update holdfast"
         )
-    if checksums.metadata != f"{blocks.crc64(metadata):016x}":
+    if checksums.metadata != f"{block_crcs.crc64(metadata):016x}":
         raise CorruptCheckpointError(
             f"{folder / '.metadata'} does not match {NAME}: it is corrupt, or torch has written another checkpoint "
             f"into the folder; if so, remove {NAME}"
@@ -87,8 +87,8 @@ class VerifiedReader:
         """
         record = self._find_record(path, offset, len(into))
         at, end = offset - record.offset, offset - record.offset + len(into)
-        for block in range(at // blocks.BLOCK_BYTES, blocks.count_blocks(end)):
-            start, stop = blocks.block_range(block, record.size)
+        for block in range(at // block_crcs.BLOCK_BYTES, block_crcs.count_blocks(end)):
+            start, stop = block_crcs.block_range(block, record.size)
             data = self._read_block(path, record, block)
             low, high = max(at, start), min(end, stop)
             into[low - at : high - at] = data[low - start : high - start]
@@ -106,10 +106,13 @@ class VerifiedReader:
     def _read_block(self, path: Path, record: ChecksumRecord, block: int) -> memoryview:
         key = (path, record, block)
         if self._last is None or self._last[0] != key:
-            start, stop = blocks.block_range(block, record.size)
+            start, stop = block_crcs.block_range(block, record.size)
             data = memoryview(bytearray(stop - start))
             self._readers.read(path, record.offset + start, data)
-            if f"{blocks.crc64(data):016x}" != record.crcs[block * blocks.DIGITS : (block + 1) * blocks.DIGITS]:
+            if (
+                f"{block_crcs.crc64(data):016x}"
+                != record.crcs[block * block_crcs.DIGITS : (block + 1) * block_crcs.DIGITS]
+            ):
                 first = record.offset + start
                 raise CorruptCheckpointError(
                     f"{path} is corrupt: its bytes {first} to {first + len(data)} do not match their CRC"

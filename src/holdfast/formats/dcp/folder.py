@@ -22,7 +22,7 @@ from holdfast.formats.stored_tensor import UnreadTensor
 from holdfast.formats.torchfile import archive
 from holdfast.formats.torchfile.objects import TorchTensor
 from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.ondisk.validation import check_relative_path

@@ -21,7 +21,7 @@ from holdfast.formats.dcp.tiling import LEAST, check_tiling
 from holdfast.formats.safetensors import SafetensorsFile
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget

@@ -12,7 +12,7 @@ from holdfast.formats.dcp.folder import DcpDirectory
 from holdfast.formats.dcp.metadata import DcpMetadata, RecordLocation
 from holdfast.formats.torchfile.entry_checksums import read_entry_checksums
 from holdfast.formats.torchfile.zip_reader import FileWindow
-from holdfast.ondisk import blocks
+from holdfast.ondisk import block_crcs
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.reader_pool import ReaderPool
 
@@ -57,16 +57,16 @@ class RecordChecksumIndex:
         records = stored.files.get(location.file, [])
         record = next((record for record in records if record.offset == location.offset), ChecksumRecord(0, 0, ""))
         try:
-            crcs = blocks.from_hex(record.crcs)
+            crcs = block_crcs.from_hex(record.crcs)
         except ValueError:
             crcs = []
-        if record.size != location.size or len(crcs) != blocks.count_blocks(record.size):
+        if record.size != location.size or len(crcs) != block_crcs.count_blocks(record.size):
             yield CorruptCheckpointError(
                 f"{self._folder.path / checksums.NAME} has no valid checksums of {name!r} in {window.path}"
             )
             return
         for number, crc in enumerate(crcs):
-            start, stop = (record.offset + at for at in blocks.block_range(number, record.size))
+            start, stop = (record.offset + at for at in block_crcs.block_range(number, record.size))
             yield RangeChecksum(window.path, start, stop, crc, "CRC-64", f"in the record of {name!r}")
 
 

@@ -26,7 +26,7 @@ from holdfast.formats.sharded.model_files import (
 from holdfast.formats.sharded.shards import PICKLED, merge_states, read_shard
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix
 

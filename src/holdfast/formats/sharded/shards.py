@@ -18,7 +18,7 @@ from holdfast.formats.safetensors import SafetensorsFile
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_file import read_tree
 from holdfast.ondisk import strict_json
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix

@@ -13,7 +13,7 @@ from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.dtypes import dtype_width
 from holdfast.formats.torchfile.objects import TorchStorage, TorchStorageType
 from holdfast.formats.torchfile.zip_reader import FileWindow, ZipMember, read_members
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
 
 _PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"

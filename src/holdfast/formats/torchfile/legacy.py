@@ -17,7 +17,7 @@ from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.archive import ArchiveTree, parse_storage_id
 from holdfast.formats.torchfile.objects import TorchStorage
 from holdfast.formats.torchfile.zip_reader import FileWindow
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
 
 #: The first bytes of such a file: a pickle of torch's magic number.

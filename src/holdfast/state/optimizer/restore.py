@@ -11,15 +11,15 @@ import torch
 from holdfast.errors import OptimizerMismatchError
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.validation import split_state_key, state_key
-from holdfast.state.model import fsdp1
 from holdfast.state.model.view import ParamRef
 from holdfast.state.optimizer.adapters import TorchOptimizer
 from holdfast.state.optimizer.native_states import as_native_states, check_state_shapes
 from holdfast.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from holdfast.state.optimizer.probe import ProbedState, probe_states
-from holdfast.state.optimizer.view import GroupMember, ParamGroup, place_states, place_wrapper
+from holdfast.state.optimizer.state_buffers import provide_state_buffer, view_target
+from holdfast.state.optimizer.view import GroupMember, ParamGroup, place_wrapper
 from holdfast.state.tensor_subclasses import explain_difference, is_description, is_wrapper
-from holdfast.state.tensors import DTYPES, TensorView, local_tensor, view_of
+from holdfast.state.tensors import TensorView, local_tensor, view_of
 
 
 class OptimizerRestore:
@@ -87,8 +87,8 @@ class OptimizerRestore:
                     self.targets[name] = self._add_shared_scalar(member, state, buffer)
                     continue
                 if buffer is None:
-                    buffer = allocated[state] = _state_buffer(group, member, ref, state, info)
-                self.targets[name] = _view_target(ref, state, buffer, info)
+                    buffer = allocated[state] = provide_state_buffer(group, member, ref, state, info)
+                self.targets[name] = view_target(ref, state, buffer, info)
         return allocated
 
     def _allocate_wrapper(
@@ -196,58 +196,3 @@ def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> N
                 group[name] = current.clone().copy_(torch.as_tensor(value))
             else:
                 current.copy_(torch.as_tensor(value))
-
-
-def _view_target(ref: ParamRef, state: str, buffer: torch.Tensor, info: TensorInfo) -> TensorView:
-    """Return the part of a state tensor that a checkpoint's tensor is loaded into."""
-    target = place_states(ref, state, buffer)
-    if (target.shape, target.dtype) != (info.shape, info.dtype):
-        raise _unknown_layout(ref, state, info)
-    return target
-
-
-def _state_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo) -> torch.Tensor:
-    """Return the tensor that a state is kept in: the existing one if it fits, else a new one."""
-    dtype = DTYPES[info.dtype]
-    existing = group.adapter.get_states(member.key).get(state)
-    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and _fits_state(ref, existing, info):
-        return existing
-    if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):
-        if ref.flat is not None:
-            return fsdp1.blank_flat_state(ref.flat, dtype)
-        return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
-    if info.shape == ():
-        on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))
-        device = member.key.device if on_device and isinstance(member.key, torch.Tensor) else "cpu"
-        return torch.empty((), dtype=dtype, device=device)
-    return _probe_buffer(group, member, ref, state, info)
-
-
-def _fits_state(ref: ParamRef, existing: torch.Tensor, info: TensorInfo) -> bool:
-    if ref.flat is not None and existing.ndim:
-        return info.shape == ref.tensor.shape and existing.shape == ref.flat.parameter.shape
-    return tuple(existing.shape) == info.shape
-
-
-def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo) -> torch.Tensor:
-    """Return a tensor like the optimizer creates at its first step; a whole one if the parameter is not sharded."""
-    if not isinstance(member.key, torch.Tensor):
-        return torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    if not ref.tensor.is_divided():
-        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
-    if not isinstance(group.adapter, TorchOptimizer):
-        raise _unknown_layout(ref, state, info)
-    try:
-        probed = probe_states(group.adapter.optimizer, member.key).get(state)
-    except OptimizerMismatchError as error:
-        raise OptimizerMismatchError(f"optimizer state {state_key(ref.name, state)!r}: {error}") from error
-    if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
-        raise _unknown_layout(ref, state, info)
-    return probed.make_empty().to(DTYPES[info.dtype])
-
-
-def _unknown_layout(ref: ParamRef, state: str, info: TensorInfo) -> OptimizerMismatchError:
-    return OptimizerMismatchError(
-        f"optimizer state {state_key(ref.name, state)!r} has shape {list(info.shape)}, its parameter "
-        f"{list(ref.tensor.shape)}: its layout is unknown before the optimizer's first step"
-    )

@@ -24,7 +24,7 @@ from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.direct_io import BufferedReader, BufferedWriter

@@ -30,7 +30,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.formats.registry import LAYOUT
 from holdfast.ondisk.validation import split_state_key
 from holdfast.storage import posix
-from holdfast.storage.directories import check_space
+from holdfast.storage.posix import check_space
 
 _OPTIMIZER = "optimizer"
 

@@ -25,7 +25,7 @@ from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.run.staging_dir import check_destination, staging_directory
-from holdfast.storage import directories, posix
+from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 
 
@@ -155,7 +155,7 @@ def _write_files(request: ZeroRequest, plan: Sequence[PlannedFile], staging: Pat
     total_bytes = sum(file.frame.size for file in plan) + sum(
         posix.file_size(request.source / name) for name in other_files
     )
-    directories.check_space(request.final.parent, total_bytes)
+    posix.check_space(request.final.parent, total_bytes)
     torch_files.write_torch_files(staging, plan)
     for name in (
         *(file_name for file_name in other_files if file_name not in MARKERS),

@@ -9,7 +9,7 @@ from holdfast.compat.nxd.format.rank_file import RankShard
 from holdfast.compat.nxd.format.slicing import JoinedTensor
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 
 #: The number of bytes that are read at a time.
 _CHUNK = 4 * 2**20

@@ -16,7 +16,7 @@ from holdfast.compat.nxd.format.step_dirs import check_finished
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor
-from holdfast.ondisk.blocks import crc64
+from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool

@@ -1,16 +1,15 @@
-"""Operations on whole directories: atomic renames and exchanges, removal, and a check of free space."""
+"""Atomic renames of files and directories, and exchanges of two directories. The new names are durable."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.errors import StorageError, TagExistsError
+from holdfast.errors import TagExistsError
 from holdfast.storage.posix import fsync_directory, wrap_os_errors
 
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -18,9 +17,6 @@ _AT_FDCWD = -100
 
 #: The errors of a rename to a name that is taken.
 _NAME_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
-
-#: The start of the names that an NFS client gives to removed files that its host has open, until they are closed.
-_REMOVED_BUT_OPEN = ".nfs"
 
 #: The errors of ``renameat2`` on a file system that does not support its flags.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -78,44 +74,11 @@ def replace_file(staging: Path, final: Path) -> None:
     fsync_directory(final.parent)
 
 
-def link_remaining(source: Path, target: Path, excluded: set[str]) -> None:
-    """Add the entries of one directory to another, except names in ``excluded`` and names that exist there.
-
-    Files are hard-linked. If the file system has no hard links, they are copied.
-    """
-    with wrap_os_errors("link or copy the contents of", source):
-        for entry in sorted(source.iterdir()):
-            if entry.name not in excluded and not (target / entry.name).exists():
-                _link_tree(entry, target / entry.name)
-
-
-def _link_tree(source: Path, target: Path) -> None:
-    if source.is_symlink():
-        target.symlink_to(source.readlink())
-    elif source.is_dir():
-        target.mkdir()
-        for entry in sorted(source.iterdir()):
-            _link_tree(entry, target / entry.name)
-    else:
-        try:
-            target.hardlink_to(source)
-        except OSError as error:
-            if error.errno not in {errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EXDEV}:
-                raise
-            shutil.copy2(source, target)
-
-
 def rename_path(source: Path, target: Path) -> None:
     """Rename a file or directory, and make the new name durable."""
     with wrap_os_errors("rename", source):
         _rename(source, target)
     fsync_directory(target.parent)
-
-
-def remove_directory(path: Path, hidden: Path) -> None:
-    """Remove a directory that others may read. It is renamed first, so that no reader sees a part of it."""
-    rename_path(path, hidden)
-    remove_tree(hidden)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
@@ -156,46 +119,3 @@ def _identify(path: Path) -> tuple[int, int, int]:
     """Return values that a rename keeps. The number of a removed inode may be used again, its time will not."""
     status = path.lstat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a directory and its contents, a file or a link. Missing entries are no error.
-
-    If a process of this host has files of it open on NFS, the client keeps them, and their directories, until they are
-    closed. A later call removes what is left.
-    """
-    with wrap_os_errors("remove", path):
-        if path.is_symlink() or path.is_file():
-            path.unlink(missing_ok=True)
-            return
-        shutil.rmtree(path, ignore_errors=False, onerror=_raise_unless_missing)
-
-
-def _raise_unless_missing(
-    _function: object, path: str, info: tuple[type[BaseException], BaseException, object]
-) -> None:
-    error = info[1]
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in {errno.ENOENT, errno.ESTALE} and not _is_removed_but_open(Path(path), number):
-        raise error
-
-
-def _is_removed_but_open(path: Path, number: int | None) -> bool:
-    """Return whether a file is removed already, or a directory has no other files, and a process has them open."""
-    if number == errno.EBUSY:
-        return path.name.startswith(_REMOVED_BUT_OPEN)
-    if number == errno.ENOTEMPTY:
-        return all(entry.name.startswith(_REMOVED_BUT_OPEN) or entry.is_dir() for entry in path.rglob("*"))
-    return False
-
-
-def check_space(folder: Path, nbytes: int) -> None:
-    """Raise ``StorageError`` if a directory's file system has fewer bytes free for this user than ``nbytes``."""
-    with wrap_os_errors("inspect", folder):
-        status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if status.f_blocks and free < nbytes:
-        raise StorageError(
-            errno.ENOSPC,
-            f"{folder} has {free:,} bytes free, and the checkpoint needs {nbytes:,}; nothing was written",
-        )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ondisk import blocks
-from holdfast.ondisk.blocks import Fragment
+from holdfast.ondisk import block_crcs
+from holdfast.ondisk.block_crcs import Fragment
 from tests.helpers.crc import ONES, crc64_by_bits
 
 #: Small enough for the slow CRC, large enough for several fragments.
@@ -37,37 +37,39 @@ some_places = st.lists(st.integers(0, 10**6), max_size=12)
 
 
 def test_the_check_value_is_that_of_the_standard() -> None:
-    assert crc64_by_bits(b"123456789") == blocks.crc64(b"123456789") == 0xAE8B14860A799888
+    assert crc64_by_bits(b"123456789") == block_crcs.crc64(b"123456789") == 0xAE8B14860A799888
 
 
 @given(some_bytes)
 def test_the_crc_is_that_of_the_specification(data: bytes) -> None:
-    assert blocks.crc64(data) == crc64_by_bits(data)
+    assert block_crcs.crc64(data) == crc64_by_bits(data)
 
 
 @given(some_bytes, some_places)
 def test_the_crcs_of_neighbours_join_to_the_crc_of_the_whole(data: bytes, places: list[int]) -> None:
     pieces = [(crc64_by_bits(data[start:stop]), stop - start) for start, stop in cut(data, places)]
-    assert blocks.combine_crcs(pieces) == crc64_by_bits(data)
+    assert block_crcs.combine_crcs(pieces) == crc64_by_bits(data)
 
 
 def test_nothing_joins_to_the_crc_of_no_bytes() -> None:
-    assert blocks.combine_crcs([]) == crc64_by_bits(b"") == 0
+    assert block_crcs.combine_crcs([]) == crc64_by_bits(b"") == 0
 
 
 @given(st.integers(0, 10**12))
 def test_blocks_tile_a_tensor(nbytes: int) -> None:
-    n = blocks.count_blocks(nbytes)
-    edges = [blocks.block_range(0, nbytes), blocks.block_range(max(n - 1, 0), nbytes)]
+    n = block_crcs.count_blocks(nbytes)
+    edges = [block_crcs.block_range(0, nbytes), block_crcs.block_range(max(n - 1, 0), nbytes)]
     assert edges[0][0] == 0
     assert edges[-1][1] == nbytes
-    assert n == 0 or 0 < edges[-1][1] - edges[-1][0] <= blocks.BLOCK_BYTES
-    assert all(blocks.block_range(i, nbytes)[1] == blocks.block_range(i + 1, nbytes)[0] for i in range(min(n, 3) - 1))
+    assert n == 0 or 0 < edges[-1][1] - edges[-1][0] <= block_crcs.BLOCK_BYTES
+    assert all(
+        block_crcs.block_range(i, nbytes)[1] == block_crcs.block_range(i + 1, nbytes)[0] for i in range(min(n, 3) - 1)
+    )
 
 
 def test_no_bytes_have_no_block() -> None:
-    assert blocks.count_blocks(0) == 0
-    assert blocks.assemble_crcs([], 0) == []
+    assert block_crcs.count_blocks(0) == 0
+    assert block_crcs.assemble_crcs([], 0) == []
 
 
 @given(some_bytes, st.lists(some_places, min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -79,8 +81,8 @@ def test_fragments_of_several_ranks_assemble_to_the_crc_of_each_block(data: byte
         mine = [fragment for fragment in random.choice(ways) if fragment.start // SMALL_BLOCK == block]
         result += mine * random.choice([1, 1, 3])
     random.shuffle(result)
-    with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK):
-        assert blocks.assemble_crcs(result, len(data)) == crcs_of_blocks(data)
+    with mock.patch.object(block_crcs, "BLOCK_BYTES", SMALL_BLOCK):
+        assert block_crcs.assemble_crcs(result, len(data)) == crcs_of_blocks(data)
 
 
 def damaged(data: bytes, break_one) -> list[int | None]:
@@ -88,8 +90,8 @@ def damaged(data: bytes, break_one) -> list[int | None]:
     actual = fragments_of(data, [80, 90, 100])
     at = next(i for i, fragment in enumerate(actual) if fragment.start == 80)
     actual[at : at + 1] = break_one(actual[at])
-    with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK):
-        return blocks.assemble_crcs(actual, len(data))
+    with mock.patch.object(block_crcs, "BLOCK_BYTES", SMALL_BLOCK):
+        return block_crcs.assemble_crcs(actual, len(data))
 
 
 @pytest.mark.parametrize(
@@ -112,24 +114,24 @@ def test_a_block_that_is_not_tiled_exactly_has_no_crc_and_leaves_the_others_thei
 
 
 def test_a_block_without_fragments_has_no_crc() -> None:
-    with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK):
-        assert blocks.assemble_crcs([], 130) == [None, None, None]
+    with mock.patch.object(block_crcs, "BLOCK_BYTES", SMALL_BLOCK):
+        assert block_crcs.assemble_crcs([], 130) == [None, None, None]
 
 
 @given(st.lists(st.integers(0, ONES)))
 def test_crcs_as_text_have_a_fixed_width_and_come_back(crcs: list[int]) -> None:
-    text = blocks.to_hex(crcs)
+    text = block_crcs.to_hex(crcs)
     assert len(text) == 16 * len(crcs)
-    assert blocks.from_hex(text) == crcs
+    assert block_crcs.from_hex(text) == crcs
 
 
 @pytest.mark.parametrize("text", ["0", "0" * 15, "0" * 17, "0" * 15 + "G", "0" * 15 + "A", "0x" + "0" * 14, " " * 16])
 def test_text_that_is_no_row_of_crcs_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="16 hexadecimal digits"):
-        blocks.from_hex(text)
+        block_crcs.from_hex(text)
 
 
 def test_text_with_a_sign_or_separator_inside_is_refused() -> None:
     for text in ("-" + "0" * 15, "1_" + "0" * 14, "0" * 8 + "\u0660" * 8):
         with pytest.raises(ValueError, match="16 hexadecimal digits"):
-            blocks.from_hex(text)
+            block_crcs.from_hex(text)

@@ -1,0 +1,73 @@
+"""Detection of torn snapshots: tensors that were changed between the call of a save and a copy that is made later.
+
+Some of the chunks that are copied later are hashed at the call, and again after the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.plan.file_ranges import IoChunk
+from holdfast.errors import TornSnapshotError
+from holdfast.ondisk.block_crcs import crc64
+from holdfast.storage.memory import Bytes
+
+
+class StagedChunk(NamedTuple):
+    """A chunk of tensors, and the place of its copy."""
+
+    chunk: IoChunk
+    destination: Bytes
+
+
+class SampledChunk(NamedTuple):
+    """A chunk, and its CRC at the call of the save."""
+
+    staged: StagedChunk
+    crc: int
+
+
+def sample_chunks(
+    staged_chunks: Sequence[StagedChunk], count: int, save_number: int, shard_of: ShardOf
+) -> list[SampledChunk]:
+    """Hash about ``count`` of the chunks as they are now, different ones in each save."""
+    stride = max(1, -(-len(staged_chunks) // count))
+    sampled = staged_chunks[save_number % stride :: stride]
+    crcs = run_in_threads(lambda staged: _chunk_crc(staged.chunk, shard_of), sampled)
+    return [SampledChunk(staged, crc) for staged, crc in zip(sampled, crcs, strict=True)]
+
+
+def check_sampled_chunks(sampled: Sequence[SampledChunk], shard_of: ShardOf, names: Sequence[tuple[str, str]]) -> None:
+    """Raise ``TornSnapshotError`` if a sampled chunk, or its copy, is not as at the call.
+
+    ``names`` are those of the tensors.
+    """
+    results = run_in_threads(partial(_is_unchanged, shard_of), sampled)
+    for (staged, _), is_unchanged in zip(sampled, results, strict=True):
+        if not is_unchanged:
+            raise _torn_error([names[file_range.tensor] for file_range in staged.chunk.file_ranges])
+
+
+def _is_unchanged(shard_of: ShardOf, sampled: SampledChunk) -> bool:
+    return sampled.crc == crc64(sampled.staged.destination) == _chunk_crc(sampled.staged.chunk, shard_of)
+
+
+def _chunk_crc(chunk: IoChunk, shard_of: ShardOf) -> int:
+    crc = 0
+    for file_range in chunk.file_ranges:
+        crc = shard_of(file_range.tensor).compute_crc(
+            file_range.local, file_range.local + file_range.stop - file_range.start, crc
+        )
+    return crc
+
+
+def _torn_error(names: Sequence[tuple[str, str]]) -> TornSnapshotError:
+    group, name = names[0]
+    tensor_text = f"{group} tensor {name!r}" + (f" or one of {len(names) - 1} next to it" if names[1:] else "")
+    return TornSnapshotError(
+        f"{tensor_text} changed while it was copied, by something other than a step of an optimizer "
+        '(a write to .data, a kernel, a graph); save with staging="eager". Nothing was saved'
+    )
