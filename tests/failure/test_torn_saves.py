@@ -43,7 +43,7 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
                 return shards[tensor]
 
         shards = {file_range.tensor: shard_of(file_range.tensor) for file_range in plan.file_ranges}
-        return Live(plan.file_ranges, np.empty(0, np.uint8), (), shards.__getitem__)
+        return Live(plan.file_ranges, np.empty(0, np.uint8), (), (), shards.__getitem__)
 
     with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
         actual = torn(str(tmp_path), "plain", "eager", 8)

@@ -75,7 +75,7 @@ class TestCalls:
     def test_a_reader_that_goes_away_is_no_error(self, tmp_path: Path) -> None:
         many = {f"a.rather.long.name.{i}": torch.zeros(1) for i in range(3000)}  # more than a pipe takes
         save_file(many, tmp_path / "model.safetensors")
-        for more in ("", "--json"):
+        for more in ("--all", "--json"):
             command = f"{sys.executable} -m holdfast show {tmp_path} {more} | head -c 4; echo ${{PIPESTATUS[0]}}"
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
             assert re.fullmatch(r'(path|{"pa)141\n', done.stdout)  # what cat, grep and git give there
