@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large hosts clean
+.PHONY: demo test interop frameworks matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large hosts clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -16,11 +16,19 @@ PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
-	$(BIN)/python $(PYTEST) tests --ignore tests/interop
+	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
 	$(BIN)/python $(PYTEST) tests/interop
+
+## frameworks: the tests with torchtitan, Ray Train, torchft and TRL, which are installed into .frameworks (2 GB) once
+frameworks: .frameworks/installed
+	PYTHONPATH=.frameworks $(BIN)/python $(PYTEST) tests/frameworks
+
+.frameworks/installed: requirements-frameworks.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .frameworks --requirement requirements-frameworks.txt
+	touch $@
 
 ## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
 matrix:
