@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from holdfast.components.merged_export import merge_adapters
     from holdfast.conversion.convert import convert
+    from holdfast.conversion.hub_export import export_model
     from holdfast.data.loader import ResumableLoader
     from holdfast.data.preemption import Preemption, preemption
     from holdfast.data.workers import shield_worker
@@ -128,6 +129,7 @@ _MODULES = {
     "load_lr_scheduler": "holdfast.components.api",
     "load_model": "holdfast.components.api",
     "load_optimizer": "holdfast.components.api",
+    "export_model": "holdfast.conversion.hub_export",
     "merge_adapters": "holdfast.components.merged_export",
     "open": "holdfast.view",
     "pin": "holdfast.evaluation",
@@ -193,6 +195,7 @@ __all__ = [
     "best",
     "convert",
     "diff",
+    "export_model",
     "finalize",
     "has_checkpoint",
     "iterate_new",

@@ -49,6 +49,11 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "holdfast nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
         "--convert_to_sharded --dp_size 4",
     ),
+    "export": CommandSpec(
+        "holdfast.cli.export",
+        "Write a model folder for the Hugging Face Hub.",
+        "holdfast export runs/a --to my-model --tokenizer assets/tokenizer --dtype bfloat16",
+    ),
     "alias": CommandSpec(
         "holdfast.cli.alias", "Give a checkpoint a further name.", "holdfast alias runs/a production step_1000"
     ),

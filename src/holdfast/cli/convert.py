@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ from holdfast.cli.output import print_json
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.target import Tag, resolve_path
 from holdfast.errors import InvalidArgumentError
-from holdfast.observe.events import Event, Progress
+from holdfast.observe.events import Event, OnEvent, Progress
 from holdfast.observe.terminal import escape_control_characters, progress_bar, terminal_console
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import SHARD_SIZE
@@ -139,24 +141,32 @@ def _merge_adapters(src: Path, dst: Path, max_shard_size: str, *, as_json: bool)
     with leave_on_interrupt():
         from holdfast.components.merged_export import merge_adapters  # noqa: PLC0415 - torch is slow
     merge_adapters(src, dst, max_shard_size=max_shard_size)
-    _print_result(dst, "hf", as_json=as_json)
+    print_result(dst, "hf", as_json=as_json)
 
 
 def _run_conversion(src: Path, dst: Path, options: dict[str, Any], *, as_json: bool) -> None:
     with leave_on_interrupt():
         from holdfast.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415 - torch is slow
 
+    with show_conversion(src) as show_event:
+        convert_checkpoint(src, dst, on_event=show_event, **options)
+    print_result(dst, options["to"], as_json=as_json)
+
+
+@contextmanager
+def show_conversion(src: Path) -> Iterator[OnEvent]:
+    """Show a progress bar, and yield the listener of the conversion that drives it."""
     with progress_bar(f"converting {src.name}") as show:
 
         def show_event(event: Event) -> None:
             if isinstance(event, Progress):
                 show(event.done, event.total)
 
-        convert_checkpoint(src, dst, on_event=show_event, **options)
-    _print_result(dst, options["to"], as_json=as_json)
+        yield show_event
 
 
-def _print_result(dst: Path, to: str, *, as_json: bool) -> None:
+def print_result(dst: Path, to: str, *, as_json: bool) -> None:
+    """Print the path, the format and the size of an output."""
     size = sum(map(file_size, walk_files(dst)))
     if as_json:
         print_json({"path": str(dst), "to": to, "bytes": size})

@@ -93,7 +93,7 @@ def convert(
         _as_list(include),
         _as_list(exclude),
         rename,
-        _parse_dtype(dtype),
+        parse_dtype(dtype),
         model_only,
         {"peft": ONLY_ADAPTERS, "native": WITH_ADAPTERS}.get(to, NO_ADAPTERS)
         if not selects_parameters
@@ -118,7 +118,7 @@ def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def _parse_dtype(given: torch.dtype | str | None) -> str | None:
+def parse_dtype(given: torch.dtype | str | None) -> str | None:
     """Return the name of a dtype in safetensors files."""
     dtype: Any = getattr(torch, given, None) if isinstance(given, str) else given
     if given is None:

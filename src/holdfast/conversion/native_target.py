@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import next_identity
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.state.capture import build_ranks_file, build_state_file
-from holdfast.state.model.hf_config import has_adapters
+from holdfast.state.model.hf_config import CONFIG, has_adapters, set_config_dtype
+from holdfast.state.tensors import DTYPES
 from holdfast.storage.posix import is_file, read_small
 
 #: The group whose folder transformers opens.
@@ -68,9 +69,19 @@ class NativeTarget:
         small = {
             STATE: build_state_file(carried.shared, {}),
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
-            **{f"{_MODEL}/{name}": data for name, data in companion_files(self._source.reader.path) if is_plain_model},
+            **{f"{_MODEL}/{name}": data for name, data in self._companions() if is_plain_model},
         }
-        self._files.finalize(fragments, small | self.adapter_files(), self._build_manifest)
+        small |= self.adapter_files()
+        small |= {f"{self.output_name}/{name}": data for name, data in self._companions(self._source.small_files)}
+        self._files.finalize(fragments, small, self._build_manifest)
+
+    def _companions(self, given: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, bytes]]:
+        """Yield small files for the model's folder: those of the source, or those that are given."""
+        dtype = _find_cast(self._source)
+        for name, data in companion_files(self._source.reader.path) if given is None else given.items():
+            if name == CONFIG and dtype is not None:
+                data = set_config_dtype(data, str(DTYPES[dtype]).removeprefix("torch."))  # noqa: PLW2901
+            yield name, data
 
     def adapter_files(self) -> dict[str, bytes]:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
@@ -147,6 +158,15 @@ def _plan_save(source: ConversionSource) -> SavePlan:
     files = [file for group_files in packed.values() for file in group_files]
     tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)
+
+
+def _find_cast(source: ConversionSource) -> str | None:
+    """Return the dtype to which tensors of the model are cast, or ``None`` if none is."""
+    for key, (group, name) in source.selected.sources.items():
+        dtype = source.selected.infos[key].dtype
+        if key[0] == _MODEL and dtype != source.reader.groups[group][name].dtype:
+            return dtype
+    return None
 
 
 def _model_names(source: ConversionSource) -> list[str]:

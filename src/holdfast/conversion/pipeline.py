@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -63,7 +63,7 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """The arguments of a conversion."""
+    """The arguments of a conversion. ``small_files`` are added to a folder of Hugging Face or PEFT, by their names."""
 
     source: Path
     final: Path
@@ -71,6 +71,7 @@ class ConversionRequest:
     tensor_filter: TensorFilter
     keys: Mapping[str, str]
     limit: int
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
@@ -102,7 +103,11 @@ class ConversionRequest:
         with detect_replacement(reader):
             reader.check_files()
             return ConversionSource(
-                reader, self.tensor_filter.select_tensors(reader), carry_values(reader, self.tensor_filter), self.limit
+                reader,
+                self.tensor_filter.select_tensors(reader),
+                carry_values(reader, self.tensor_filter),
+                self.limit,
+                self.small_files,
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,12 +16,16 @@ from holdfast.ondisk.files import TensorInfo
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """The tensors and values of a source to be written. ``limit``: the maximum bytes of tensors in one file."""
+    """The tensors and values of a source to be written.
+
+    ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
+    """
 
     reader: Reader
     selected: SelectedTensors
     carried: CarriedValues
     limit: int
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+
+#: The file with the configuration of a model.
+CONFIG = "config.json"
+
+#: The names under which it has the dtype of the weights, now and before transformers 5.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 #: transformers' base class, by name because transformers may not be installed.
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
@@ -40,10 +47,31 @@ def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
     config.architectures = [cls.__name__]
     if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
         config.dtype = str(dtype).removeprefix("torch.")
-    yield "config.json", config.to_json_string().encode()
+    yield CONFIG, config.to_json_string().encode()
     generation = getattr(module, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         yield "generation_config.json", generation.to_json_string().encode()
+
+
+def set_config_dtype(config: bytes, dtype: str) -> bytes:
+    """Return a ``config.json`` that says that the weights have this dtype, wherever it names one.
+
+    transformers loads a model in the dtype that its configuration names, not in that of the file. Configurations of
+    parts of the model (``text_config``) name one, too. Bytes that are not JSON are returned as they are.
+    """
+    try:
+        content = json.loads(config)
+    except (ValueError, RecursionError):
+        return config
+    return json.dumps(_replace_dtypes(content, dtype), indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _replace_dtypes(content: Any, dtype: str) -> Any:
+    if not isinstance(content, dict):
+        return content
+    replaced = {key: dtype for key in _DTYPE_KEYS if isinstance(content.get(key), str)}
+    parts = {key for key in content if key.endswith("_config") and key != "quantization_config"}
+    return content | replaced | {key: _replace_dtypes(content[key], dtype) for key in parts}
 
 
 def _is_wrapper(module: nn.Module) -> bool:
