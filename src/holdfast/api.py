@@ -81,7 +81,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     stateful: Mapping[str, Any] | None = None,
     per_rank_content: Any = None,
     step: float | None = None,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     async_save: bool = False,
     staging: str = "eager",
     staging_check: str = "sampled",
@@ -119,8 +119,8 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             such as ``{"scaler": scaler}``.
         per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that rank.
         step: The training step, stored in the manifest and used by retention policies.
-        metrics: Numbers by name, stored in the manifest and used by retention policies. Values that are not finite
-            are stored as null.
+        metrics: Numbers or tensors of one element by name, stored in the manifest and used by retention policies.
+            Values that are not finite are stored as null.
         async_save: Return as soon as the training state may change again, and write in the background. The next save
             to the same path, :func:`finalize` and the end of the process wait for the background save.
         staging: When an asynchronous save copies the state. ``"eager"``: everything is copied before the call

@@ -13,13 +13,10 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
-
-import torch
 
 from holdfast.data.preemption import Preemption, preemption
 from holdfast.engine.comm.call_check import CallDescription
@@ -33,6 +30,7 @@ from holdfast.run.scan import CheckpointInfo
 from holdfast.run.tags import TagArgument
 from holdfast.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
 from holdfast.save.handle import SaveHandle
+from holdfast.save.metrics import check_metrics, copy_metrics
 from holdfast.state.optimizer.step_counter import OptimizerStepCounter
 from holdfast.state.restore import COMPONENTS
 from holdfast.state.stateful import check_stateful_object
@@ -221,9 +219,14 @@ class Checkpointer:
             raise InvalidArgumentError(
                 f"step {step} comes after step {self._last}: steps must increase; the first one is resume() + 1"
             )
-        kept = _copy_metrics(metrics or {})
+        metrics = {} if metrics is None else metrics
+        check_metrics(metrics)
         self._last, self._counted = step, self._counter.steps
-        self._pending = {"metrics": kept, "user_content": user_content, "per_rank_content": per_rank_content}
+        self._pending = {
+            "metrics": copy_metrics(metrics),
+            "user_content": user_content,
+            "per_rank_content": per_rank_content,
+        }
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
         stops_now = self._is_stop_requested()
@@ -252,13 +255,11 @@ class Checkpointer:
 
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)
-        metrics = {name: _read_number(value) for name, value in pending.pop("metrics", {}).items()}
         handle = self._directory.save(
             tag,
             **self._components,
             stateful=self._registered or None,
             step=self._last,
-            metrics=metrics,
             overwrite=overwrite,
             forced=forced,
             **pending,
@@ -391,26 +392,3 @@ def _step_of(restored: RestoreResult) -> int:
             "known where to resume: save with step=, or load it with restore()"
         )
     return int(step)
-
-
-def _copy_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as they are now, without the graphs that tensors belong to. Raises ``InvalidArgumentError``."""
-    if not isinstance(metrics, Mapping):
-        raise InvalidArgumentError(f"metrics must be a dict of numbers by name; got {type(metrics).__qualname__}")
-    return {name: _copy_metric(name, value) for name, value in metrics.items()}
-
-
-def _copy_metric(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().clone()
-    if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # of NumPy
-        return value.item()
-    if not isinstance(value, Real):
-        raise InvalidArgumentError(
-            f"the metric {name!r} must be a number or a tensor of one element; got {value!r:.80}"
-        )
-    return value
-
-
-def _read_number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

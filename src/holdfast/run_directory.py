@@ -31,6 +31,7 @@ from holdfast.save.background import background_saves
 from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
 from holdfast.save.handle import SaveHandle
+from holdfast.save.metrics import copy_metrics
 from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
 from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.posix import local_path
@@ -149,7 +150,7 @@ class RunDirectory:
         stateful: Mapping[str, Any] | None = None,
         per_rank_content: Any = None,
         step: float | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         num_kept_ckpts: int | None = None,
         keep: Retention | int | None = None,
@@ -197,7 +198,7 @@ class RunDirectory:
             training=training,
             max_shard_size=self._max_shard_size,
             step=step,
-            metrics=metrics or {},
+            metrics=copy_metrics({} if metrics is None else metrics),
             overwrite=overwrite,
             keep=policy,
             async_save=self._async_save if async_save is None else async_save,

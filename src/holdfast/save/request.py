@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from holdfast.engine.comm.call_check import CallDescription
 from holdfast.errors import InvalidArgumentError, TagExistsError
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
-from holdfast.ondisk.validation import check_choice, check_number, check_tag, check_utf8
+from holdfast.ondisk.validation import check_choice, check_number, check_tag
 from holdfast.ondisk.values import RANKS_FILE, SHARED_FILE
 from holdfast.run.corruption import CorruptRecord, find_corrupt
 from holdfast.run.retention import Retention
+from holdfast.save.metrics import read_metrics
 from holdfast.state.training import TrainingObjects
 from holdfast.storage import posix
 
@@ -76,7 +77,7 @@ class SaveRequest:
     training: TrainingObjects
     max_shard_size: int | str
     step: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
     keep: Retention | None = None
     async_save: bool = False
@@ -149,11 +150,7 @@ class SaveRequest:
     def manifest_numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
         """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
         step = None if self.step is None else check_number("step", self.step)
-        metrics = {
-            check_utf8(name, "a metric's name"): float(check_number(name, value))
-            for name, value in self.metrics.items()
-        }
-        return step, {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        return step, read_metrics(self.metrics)
 
 
 def _check_files(files: object) -> None:

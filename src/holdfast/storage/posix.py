@@ -58,7 +58,9 @@ def _stale_as_missing() -> Iterator[None]:
 
 
 def local_path(path: str | PathLike[str]) -> Path:
-    """Return an absolute path. Raises ``InvalidArgumentError`` for the URL of an object store."""
+    """Return an absolute path. Raises ``InvalidArgumentError`` for the URL of an object store or an empty text."""
+    if path == "":
+        raise InvalidArgumentError('the path is empty: pass "." for the current folder')
     if "://" in str(path):
         raise InvalidArgumentError(
             f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
