@@ -16,19 +16,22 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import transformers
-from transformers.trainer_callback import ExportableState
 
 from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import is_native
-from holdfast.ondisk.validation import check_choice
+from holdfast.ondisk.validation import check_choice, check_tag
 from holdfast.run.retention import KeepLast, KeepTags, Retention
 from holdfast.save.request import FROZEN
-from holdfast.storage.posix import local_path, path_exists, write_small
+from holdfast.storage.posix import is_file, list_names, local_path, path_exists, read_small, remove_file, write_small
 
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
+
+#: What the ``Trainer`` puts into the directory of a checkpoint before it saves at SIGTERM (``enable_jit_checkpoint``).
+_MARK = "checkpoint-is-incomplete.txt"
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -73,6 +76,8 @@ class CheckpointMixin(_Base):
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
         self._async_save = async_save
         self._resumed: Path | None = None
+        #: The temporary directory that the ``Trainer`` itself writes into during a save.
+        self._scratch: Path | None = None
         self._adapter_only, self._frozen = adapter_only, frozen
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -88,17 +93,18 @@ class CheckpointMixin(_Base):
             The result of ``transformers.Trainer.train``.
         """
         try:
-            self._resumed, state = self._find_checkpoint(resume_from_checkpoint)
+            self._resumed, content = self._find_checkpoint(resume_from_checkpoint)
             if self._resumed is None:
                 return super().train(resume_from_checkpoint, *args, **options)
             with tempfile.TemporaryDirectory() as folder:
-                write_small(Path(folder) / _STATE_FILE, json.dumps(state).encode())
+                _write_files(Path(folder), content.get("files", {}))
+                write_small(Path(folder) / _STATE_FILE, json.dumps(content["trainer_state"]).encode())
                 return super().train(folder, *args, **options)
         finally:
             finalize()
 
     def _find_checkpoint(self, resume_from: str | bool | None) -> tuple[Path | None, Any]:
-        """Return the holdfast checkpoint to resume from and the ``Trainer``'s state in it, or two ``None``."""
+        """Return the holdfast checkpoint to resume from and its user content, or two ``None``."""
         if resume_from is None or resume_from is False:
             return None, None
         path = local_path(str(self.args.output_dir) if resume_from is True else resume_from)
@@ -106,14 +112,15 @@ class CheckpointMixin(_Base):
             return None, None
         result = restore(path)
         folder = path / result.tag if has_checkpoint(path) else path
-        return folder, result.user_content["trainer_state"]
+        return folder, result.user_content
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        del model
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
         run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
-        self._update_trainer_state(run)
+        with tempfile.TemporaryDirectory() as folder:
+            files = self._run_own_save(Path(folder), model, trial)
+        self._note_best_checkpoint(run)
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            self._remove_mark(run / _TAG.format(step))
         components: dict[str, Any] = {"model": self.model_wrapped}
         if not self.args.save_only_model:
             components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
@@ -126,26 +133,57 @@ class CheckpointMixin(_Base):
             files={_STATE_FILE: state.encode()},
             adapter_only=self._adapter_only,
             frozen=self._frozen,
-            user_content={"trainer_state": json.loads(state)},
+            user_content={"trainer_state": json.loads(state)} | ({"files": files} if files else {}),
             step=step,
             keep=self._retention_policy(),
             overwrite=True,
             async_save=self._async_save,
         )
 
-    def _update_trainer_state(self, run: Path) -> None:
-        """Record in the ``Trainer``'s state its best checkpoint and the states of its callbacks."""
+    def _run_own_save(self, folder: Path, model: Any, trial: Any) -> dict[str, Any]:
+        """Call the ``Trainer``'s save without what holdfast saves, and return the files that it has written.
+
+        It updates the states of callbacks, and subclasses add to it: TRL writes a model card, and states of its own.
+        """
+        target = folder / _TAG.format(self.state.global_step)
+        target.mkdir()
+        self._scratch = folder
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._scratch = None
+        return _read_files(target)
+
+    def _remove_mark(self, folder: Path) -> None:
+        """Remove a directory in which there is only the mark of an incomplete checkpoint: holdfast needs none."""
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero() and path_exists(folder) and list_names(folder) <= {_MARK}:
+            for name in list_names(folder):
+                remove_file(folder / name)
+            folder.rmdir()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._scratch is None else str(self._scratch)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as ``transformers.Trainer`` does; as a part of a checkpoint it is saved by holdfast."""
+        if self._scratch is None:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: they are in the checkpoint."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: it is in the checkpoint."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: it is in the checkpoint."""
+
+    def _note_best_checkpoint(self, run: Path) -> None:
+        """Record in the ``Trainer``'s state its best checkpoint, which it looked for in the temporary directory."""
         best = self.state.best_global_step
         if best and (best == self.state.global_step or path_exists(run / _TAG.format(best))):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
-        for callback in (*self.callback_handler.callbacks, self.control):
-            if isinstance(callback, ExportableState):
-                states: Any = self.state.stateful_callbacks
-                name = type(callback).__name__
-                if isinstance(states[name], list):
-                    states[name].append(callback.state())
-                else:
-                    states[name] = callback.state()
 
     def _retention_policy(self) -> Retention | None:
         if not self.args.save_total_limit:
@@ -163,8 +201,8 @@ class CheckpointMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # of a holdfast checkpoint only what subclasses have written
         if self._resumed is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
             return
         components: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         restore(self._resumed, model=self.model_wrapped, **components, stateful=self._stateful_objects(), rng=False)
@@ -182,6 +220,27 @@ class CheckpointMixin(_Base):
             restore(best, model=self.model_wrapped)
         else:
             super()._load_best_model()
+
+
+def _read_files(folder: Path) -> dict[str, Any]:
+    """Return the bytes of the files that a ``Trainer`` has written into its checkpoint, without its state, by name.
+
+    Raises ``InvalidArgumentError`` for a folder.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if path.name != _STATE_FILE]
+    for path in paths:
+        check_tag(path.name)
+        if not is_file(path):
+            raise InvalidArgumentError(
+                f"this Trainer writes the folder {path.name!r} into its checkpoints; only files are supported"
+            )
+    return {path.name: np.frombuffer(read_small(path), np.uint8) for path in paths}
+
+
+def _write_files(folder: Path, files: dict[str, Any]) -> None:
+    """Write the files of a checkpoint for the ``Trainer``. Raises ``InvalidArgumentError`` for an unsafe name."""
+    for name, content in files.items():
+        write_small(folder / check_tag(name), content.tobytes())
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):

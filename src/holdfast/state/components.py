@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from holdfast.errors import InvalidArgumentError
 from holdfast.ondisk.validation import check_tag
 
-#: Wrapper classes, by package and name because Accelerate and torchtitan may not be installed, and the attribute that
-#: holds the wrapped object.
+#: Wrapper classes, by package and name because the packages may not be installed, and the attribute that holds the
+#: wrapped object.
 _WRAPPERS = {
     ("accelerate", "AcceleratedOptimizer"): "optimizer",
     ("accelerate", "AcceleratedScheduler"): "scheduler",
+    ("torchft", "OptimizerWrapper"): "optim",
     ("torchtitan", "ModelWrapper"): "model",
 }
 

@@ -8,11 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import holdfast
+from holdfast.errors import InvalidArgumentError
+from holdfast.transformers import CheckpointMixin, Trainer
 from tests.helpers.pool import Ranks
-from tests.helpers.trainer_runs import train, train_with_accelerate
+from tests.helpers.trainer_runs import Numbers, launch, make_arguments, make_model, train, train_with_accelerate
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -112,6 +115,83 @@ def test_what_accelerate_wraps_is_saved_as_what_it_is(ranks: Ranks, tmp_path: Pa
     assert same(dict(plain.state_dict()), weights)
     assert optimizer.state[plain.weight]["step"] == 3
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 0.1
+
+
+class Counting(transformers.Trainer):
+    """A ``Trainer`` of another library, with a state of its own in a file of its checkpoints."""
+
+    count, name = 0, "count.txt"
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.count += 1
+        return super().training_step(*args, **options)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        path = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(self.count))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.count = int(Path(checkpoint, self.name).read_text())
+
+
+class MixedCounting(CheckpointMixin, Counting):
+    """The same, with checkpoints of holdfast."""
+
+
+def _count(path: Path, steps: int, name: str = "count.txt") -> int:
+    with launch():
+        trainer = MixedCounting(make_model(), make_arguments(path, 1, steps), train_dataset=Numbers())
+        trainer.name = name
+        trainer.train(resume_from_checkpoint=holdfast.has_checkpoint(path))
+        return trainer.count
+
+
+def test_a_subclass_keeps_files_of_its_own_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1, _count, tmp_path, 3) == [3]
+    assert ranks(1, _count, tmp_path, 6) == [6]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+
+
+def test_a_file_that_cannot_be_kept_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    (error,) = ranks.outcomes(1, _count, tmp_path, 3, "folder/count.txt")
+    assert isinstance(error, InvalidArgumentError)
+    assert "the folder 'folder'" in str(error)
+
+
+class Signal(transformers.TrainerCallback):
+    """What SIGTERM does with ``enable_jit_checkpoint``, some seconds later: here after the third step."""
+
+    trainer: Any
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.trainer.state.global_step == 3:
+            for callback in self.trainer.callback_handler.callbacks:
+                if type(callback).__name__ == "JITCheckpointCallback":
+                    callback.jit_manager.is_checkpoint_requested = True
+
+
+def _train_until_signal(path: Path) -> None:
+    with launch():
+        options = {"enable_jit_checkpoint": True, "save_strategy": "no"}
+        arguments = make_arguments(path, dist.get_world_size(), 8, **options)
+        trainer = Trainer(make_model(0.1), arguments, train_dataset=Numbers())
+        signal = Signal()
+        signal.trainer = trainer
+        trainer.add_callback(signal)
+        trainer.train()
+
+
+def test_a_checkpoint_at_a_signal_resumes_as_if_nothing_had_happened(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2, train, tmp_path / "whole", 8, False, 0.1)[0]
+    ranks(2, _train_until_signal, tmp_path / "run")
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+    resumed = ranks(2, train, tmp_path / "run", 8, True, 0.1)[0]
+    assert resumed["losses"] == whole["losses"]
+    assert same(resumed["weights"], whole["weights"])
 
 
 def _train(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
