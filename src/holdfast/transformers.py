@@ -25,7 +25,8 @@ from holdfast.formats.native import is_native
 from holdfast.ondisk.validation import check_choice, check_tag
 from holdfast.run.retention import KeepLast, KeepTags, Retention
 from holdfast.save.request import FROZEN
-from holdfast.storage.posix import is_file, list_names, local_path, path_exists, read_small, remove_file, write_small
+from holdfast.storage.directory_trees import remove_tree
+from holdfast.storage.posix import is_file, list_names, local_path, make_directory, path_exists, read_small, write_small
 
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
@@ -146,7 +147,7 @@ class CheckpointMixin(_Base):
         It updates the states of callbacks, and subclasses add to it: TRL writes a model card, and states of its own.
         """
         target = folder / _TAG.format(self.state.global_step)
-        target.mkdir()
+        make_directory(target)
         self._scratch = folder
         try:
             super()._save_checkpoint(model, trial)
@@ -158,9 +159,7 @@ class CheckpointMixin(_Base):
         """Remove a directory in which there is only the mark of an incomplete checkpoint: holdfast needs none."""
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero() and path_exists(folder) and list_names(folder) <= {_MARK}:
-            for name in list_names(folder):
-                remove_file(folder / name)
-            folder.rmdir()
+            remove_tree(folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._scratch is None else str(self._scratch)
@@ -227,7 +226,7 @@ def _read_files(folder: Path) -> dict[str, Any]:
 
     Raises ``InvalidArgumentError`` for a folder.
     """
-    paths = [path for path in sorted(folder.iterdir()) if path.name != _STATE_FILE]
+    paths = [folder / name for name in sorted(list_names(folder)) if name != _STATE_FILE]
     for path in paths:
         check_tag(path.name)
         if not is_file(path):
