@@ -1,0 +1,179 @@
+"""Ray Train's checkpoints by holdfast: a ``Checkpointer`` for the function that ``TorchTrainer`` runs on each worker.
+
+All workers save one checkpoint straight into the storage folder of the run, without a copy or an upload, and report it
+to Ray with its metrics. So ``result.checkpoint``, ``ray.train.get_checkpoint()`` and ``CheckpointConfig`` keep their
+meaning: Ray decides which checkpoints are kept, and removes all others. A run resumes on any number of workers.
+
+It needs Ray Train V2, which is Ray's default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import ray.train
+import ray.train.collective
+import torch.distributed as dist
+from ray.train import CheckpointUploadMode
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.engine.comm.session import current_process_group
+from holdfast.errors import InvalidArgumentError, NoCheckpointError
+from holdfast.run.scan import CheckpointInfo
+from holdfast.run.tags import TagArgument
+from holdfast.run_directory import RestoreOptions
+from holdfast.save.handle import SaveHandle
+from holdfast.save.metrics import read_metrics
+
+#: The arguments of other ``Checkpointer``s that this one does not take, and what to use instead.
+_REFUSED = {
+    "path": "checkpoints are in the storage folder of the run: pass RunConfig(storage_path=…, name=…)",
+    "keep": "Ray removes checkpoints: pass CheckpointConfig(num_to_keep=…)",
+    "signals": "Ray does not run the training in the main thread, which alone handles signals",
+}
+
+
+class RayCheckpointer(Checkpointer):
+    """A :class:`holdfast.Checkpointer` that reports each checkpoint to Ray Train. All workers make the same calls.
+
+    ::
+
+        def train_loop_per_worker(config):
+            ...
+            with holdfast.ray.RayCheckpointer(model=model, optimizer=optimizer, save_every=100) as checkpointer:
+                for step in range(checkpointer.resume() + 1, 1001):
+                    ...
+                    checkpointer.step(step, {"loss": loss})
+
+    The run directory is the storage folder of the run. The metrics that are passed to :meth:`step` are reported with
+    each checkpoint; :meth:`step` reports nothing if it does not save. With ``async_save`` a checkpoint is reported as
+    soon as it is committed, and Ray waits for it at the end of the training.
+
+    Args:
+        options: The arguments of :class:`holdfast.Checkpointer`, except ``path``, ``keep`` and ``signals``.
+
+    Raises:
+        InvalidArgumentError: The storage is an object store, or any file system of pyarrow except the local one;
+            there is no storage (``num_workers=0``); a process group lacks some of the workers; or an argument is
+            invalid.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in _REFUSED.keys() & options.keys():
+            raise InvalidArgumentError(f"RayCheckpointer has no argument {name}: {_REFUSED[name]}")
+        _check_workers(options.get("process_group"))
+        path, self._file_system = _find_storage()
+        super().__init__(path, signals=(), **options)
+        self._is_async = bool(options.get("async_save"))
+
+    def resume(
+        self, tag: TagArgument = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]
+    ) -> int:
+        """Load the latest checkpoint of the run, if there is one, into the objects of the training.
+
+        Checkpoints that were saved, but not reported because of a failure, count: they are reported now.
+
+        Args:
+            tag: The checkpoint to load; the latest by default.
+            new_ok: See :meth:`holdfast.Checkpointer.resume`.
+            options: The other arguments of :func:`holdfast.restore`, except ``on_corruption``.
+
+        Returns:
+            The last step that was completed, or 0 if there is no checkpoint. The next step is one more.
+
+        Raises:
+            NoCheckpointError: The latest checkpoint that was reported to Ray is missing or has no valid manifest.
+            CorruptCheckpointError: The checkpoint is corrupt. There is no fallback to an older one, because the
+                steps after it would get the names of checkpoints that Ray knows.
+            InvalidArgumentError: ``on_corruption`` was passed; and all other errors of
+                :meth:`holdfast.Checkpointer.resume`.
+        """
+        if "on_corruption" in options:
+            raise InvalidArgumentError("resume has no argument on_corruption under Ray: there is no fallback")
+        unreported = self._find_unreported()
+        reports = tag is None and not self._has_begun  # else they are of this process, which has passed them to Ray
+        options["on_corruption"] = "raise"
+        step = super().resume(tag, new_ok=new_ok, **options)
+        for name, metrics in unreported if reports else ():
+            self._report(self.path / name, metrics)
+        return step
+
+    def _find_unreported(self) -> list[tuple[str, dict[str, float]]]:
+        """Return the tags and metrics of the checkpoints that are newer than the latest one that Ray knows.
+
+        Ray forgets the reports that it has not processed when a worker fails, so there can be several.
+        """
+        reported = ray.train.get_checkpoint()
+        known = None if reported is None else Path(reported.path).name
+        complete = [info for info in self.list() if info.status == "complete"]
+        tags = [info.tag for info in complete]
+        newer = None if known and known not in tags else complete[tags.index(known) + 1 if known else 0 :]
+        # Another host may list the folder as it was before.
+        newer = ray.train.collective.broadcast_from_rank_zero(newer)
+        if newer is None:
+            raise NoCheckpointError(
+                f"Ray's latest checkpoint {known!r} in {self.path} is missing or cannot be read, and only Ray may "
+                "remove checkpoints there: use another RunConfig(name=…), and load an older one with holdfast.restore"
+            )
+        return [(info.tag, _as_numbers(info.metrics)) for info in newer]
+
+    def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
+        if overwrite:
+            raise InvalidArgumentError("overwrite=True is not possible under Ray, which would know the path twice")
+        handle = super()._save(tag, forced=forced)
+        metrics = read_metrics(self._pending.get("metrics", {}))
+        self._report(handle.path, _as_numbers(metrics), handle if self._is_async else None)
+        return handle
+
+    def _report(
+        self, path: Path, metrics: Mapping[str, float], handle: SaveHandle[CheckpointInfo] | None = None
+    ) -> None:
+        """Report a checkpoint to Ray: now, or when its save is committed."""
+        ray.train.report(
+            dict(metrics),
+            checkpoint=ray.train.Checkpoint(str(path), self._file_system),
+            checkpoint_dir_name=path.name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC if handle else CheckpointUploadMode.NO_UPLOAD,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=partial(_wait_for_save, handle) if handle else None,
+        )
+
+
+def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return metrics of a manifest, which has ``None`` for values that are not finite."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def _wait_for_save(handle: SaveHandle[CheckpointInfo], checkpoint: Any, name: str) -> Any:
+    """Return the checkpoint once it is committed: what Ray calls in a thread in place of an upload."""
+    del name
+    handle.wait()
+    return checkpoint
+
+
+def _find_storage() -> tuple[str, Any]:
+    """Return the storage folder of the run and its file system. Raises ``InvalidArgumentError``."""
+    try:
+        storage = ray.train.get_context().get_storage()
+    except NotImplementedError as error:
+        raise InvalidArgumentError("Ray's local mode has no storage: pass ScalingConfig with num_workers=1") from error
+    if storage.storage_filesystem.type_name != "local":
+        raise InvalidArgumentError(
+            f"the storage {storage.experiment_fs_path} is on the file system {storage.storage_filesystem.type_name!r}; "
+            "object stores are not supported yet: pass a shared folder to RunConfig(storage_path=…)"
+        )
+    return storage.experiment_fs_path, storage.storage_filesystem
+
+
+def _check_workers(process_group: dist.ProcessGroup | None) -> None:
+    """Raise ``InvalidArgumentError`` if only some of Ray's workers would save."""
+    workers, group = ray.train.get_context().get_world_size(), current_process_group(process_group)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks != workers:
+        raise InvalidArgumentError(
+            f"Ray has {workers} workers, but {ranks} would save: use TorchTrainer, and a process group of all workers"
+        )
