@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         UnsupportedTensorError,
         UnsupportedValueError,
     )
-    from holdfast.evaluation import iterate_new, pin, wait_for_new
+    from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
@@ -123,6 +123,7 @@ _MODULES = {
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
     "iterate_new": "holdfast.evaluation",
+    "iterate_pinned": "holdfast.evaluation",
     "list_aliases": "holdfast.api",
     "list_checkpoints": "holdfast.api",
     "load_checkpoint": "holdfast.api",
@@ -199,6 +200,7 @@ __all__ = [
     "finalize",
     "has_checkpoint",
     "iterate_new",
+    "iterate_pinned",
     "list_aliases",
     "list_checkpoints",
     "load_checkpoint",

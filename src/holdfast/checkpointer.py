@@ -349,8 +349,16 @@ class Checkpointer:
             elif name.partition("/")[0] in self._components:
                 yield name
             else:
-                known = ", ".join([*self._registered, *self._components]) or "nothing"
+                known = ", ".join([*self._registered, *self._component_names()]) or "nothing"
                 raise InvalidArgumentError(f"new_ok has {name!r}, but this Checkpointer saves {known}")
+
+    def _component_names(self) -> Iterable[str]:
+        """Yield the names of the components; of several models or optimizers each."""
+        for slot, given in self._components.items():
+            if isinstance(given, Mapping) and slot in {"model", "optimizer", "scheduler"}:
+                yield from (f"{slot}/{name}" for name in given)
+            else:
+                yield slot
 
 
 def _as_names(names: Collection[str]) -> Collection[str]:

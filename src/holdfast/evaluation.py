@@ -117,7 +117,8 @@ def iterate_new(
     """Yield the latest checkpoint of a run directory, then each one that is the latest when the loop comes back.
 
     The arguments and errors are those of :func:`wait_for_new`; the iteration ends if no new checkpoint appears within
-    ``timeout`` seconds.
+    ``timeout`` seconds. Retention may remove a checkpoint before the loop has opened it, unless it is pinned: see
+    :func:`iterate_pinned`.
 
     Yields:
         The latest checkpoint. If the loop is slower than the training, checkpoints are left out.
@@ -125,6 +126,30 @@ def iterate_new(
     while (latest := wait_for_new(path, after, timeout=timeout, poll_seconds=poll_seconds)) is not None:
         yield latest
         after = latest
+
+
+def iterate_pinned(
+    path: str | PathLike[str],
+    after: str | CheckpointInfo | None = None,
+    *,
+    timeout: float | None = None,
+    poll_seconds: float = 1.0,
+) -> Iterator[Checkpoint]:
+    """Yield what :func:`iterate_new` does, opened, and pinned until the loop asks for the next one.
+
+    A checkpoint that is removed before it is pinned is left out. The arguments and errors are those of
+    :func:`wait_for_new` and :func:`pin`.
+
+    Yields:
+        The open checkpoint. ``path`` of it can be passed to :func:`holdfast.load_checkpoint`.
+    """
+    for info in iterate_new(path, after, timeout=timeout, poll_seconds=poll_seconds):
+        with ExitStack() as stack:
+            try:
+                checkpoint = _open_pinned(path, info.tag, stack)
+            except NoCheckpointError:
+                continue
+            yield checkpoint
 
 
 def _find_new(run: Path, after: str | CheckpointInfo | None) -> CheckpointInfo | None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,9 @@ _TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
 
 #: What the ``Trainer`` puts into the directory of a checkpoint before it saves at SIGTERM (``enable_jit_checkpoint``).
 _MARK = "checkpoint-is-incomplete.txt"
+
+#: How the names of numbers end that say how long something took, which is no metric of the model.
+_TIMINGS = ("_runtime", "_per_second", "_time", "_flos")
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -136,6 +141,7 @@ class CheckpointMixin(_Base):
             frozen=self._frozen,
             user_content={"trainer_state": json.loads(state)} | ({"files": files} if files else {}),
             step=step,
+            metrics=_find_metrics(self.state.log_history, step),
             keep=self._retention_policy(),
             overwrite=True,
             async_save=self._async_save,
@@ -219,6 +225,16 @@ class CheckpointMixin(_Base):
             restore(best, model=self.model_wrapped)
         else:
             super()._load_best_model()
+
+
+def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
+    """Return what the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
+    logged = [(name, value) for entry in log_history if entry.get("step") == step for name, value in entry.items()]
+    return {
+        name: value
+        for name, value in logged
+        if isinstance(value, Real) and name not in {"step", "epoch"} and not name.endswith(_TIMINGS)
+    }
 
 
 def _read_files(folder: Path) -> dict[str, Any]:

@@ -379,6 +379,9 @@ def test_names_that_cannot_be_registered(tmp_path: Path) -> None:
         checkpointer.register("number", 3)
     with pytest.raises(InvalidArgumentError, match="new_ok has 'emma', but this Checkpointer saves ema"):
         checkpointer.resume(new_ok={"emma"})
+    several = holdfast.Checkpointer(checkpointer.path, model={"net": nn.Linear(2, 2), "ema": nn.Linear(2, 2)})
+    with pytest.raises(InvalidArgumentError, match="saves model/net, model/ema"):
+        several.resume(new_ok={"ema"})
 
 
 @pytest.mark.parametrize("save_every", [0, -1, 1.5, True, "10"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import evaluation
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats import native
 from holdfast.storage import filesystems
@@ -77,3 +80,30 @@ def test_a_client_of_a_file_server_lists_the_directory_before_it_trusts_a_name(t
     ):
         assert not native.holds_checkpoint(tmp_path / "s1", "another")
     assert listed == ([] if is_local else [tmp_path])
+
+
+def test_the_checkpoint_of_an_iteration_is_pinned_until_the_next(tmp_path: Path) -> None:
+    save(tmp_path, 1, num_kept_ckpts=1)
+    seen = []
+    for checkpoint in holdfast.iterate_pinned(tmp_path, timeout=0.3, poll_seconds=0.01):
+        seen.append(checkpoint.tag)
+        if len(seen) < 3:
+            save(tmp_path, len(seen) + 1, num_kept_ckpts=1)
+        assert torch.equal(checkpoint["model/w"], torch.ones(2))
+    assert seen == ["s1", "s2", "s3"]
+    save(tmp_path, 4, num_kept_ckpts=1)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["s4"]
+
+
+def test_a_checkpoint_that_retention_has_removed_is_left_out(tmp_path: Path) -> None:
+    """Between the look at the directory and the pin."""
+    save(tmp_path, 1)
+    infos = holdfast.list_checkpoints(tmp_path)
+
+    def look(*_: object, **__: object) -> Iterator[holdfast.CheckpointInfo]:
+        yield from infos
+        shutil.rmtree(tmp_path / "s1")
+        yield from infos
+
+    with mock.patch.object(evaluation, "iterate_new", look):
+        assert [checkpoint.tag for checkpoint in holdfast.iterate_pinned(tmp_path)] == ["s1"]

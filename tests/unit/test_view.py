@@ -101,3 +101,43 @@ class TestTagsOfCommands:
 
     def test_a_tag_in_the_place_of_a_pattern_is_told(self, run: Path) -> None:
         assert "use --tag step_1" in call("show", run, "step_1", code=1).stderr
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Path:
+    models = {name: torch.nn.Linear(2, 2, bias=False) for name in ("gen", "ema")}
+    torch.nn.init.ones_(models["ema"].weight)
+    holdfast.save_checkpoint(tmp_path / "run", "s", models, torch.optim.SGD(models["gen"].parameters()), step=1)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("key", ["ema", "model/ema"])
+def test_one_of_several_models_is_selected(two_models: Path, tmp_path: Path, key: str) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    result = holdfast.restore(two_models, model=model, keys={"model": key})
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    assert (result.missing, result.unexpected) == ((), ())
+    assert holdfast.open(two_models, keys={"model": key}).keys() == ["model/weight"]
+    for to, output in (("hf", "out"), ("safetensors", "one.safetensors")):
+        holdfast.convert(two_models, tmp_path / output, to=to, keys={"model": key})
+        assert torch.equal(holdfast.open(tmp_path / output)["model/weight"], torch.ones(2, 2))
+    with pytest.warns(UserWarning, match="config.json"):
+        card = holdfast.export_model(two_models, tmp_path / "hub", model=key) / "README.md"
+    assert f"| checkpoint | s, model {key} |" in card.read_text()
+
+
+def test_a_model_that_does_not_exist_is_not_selected(two_models: Path, tmp_path: Path) -> None:
+    for call in (
+        lambda: holdfast.restore(two_models, model=torch.nn.Linear(2, 2), keys={"model": "disc"}),
+        lambda: holdfast.open(two_models, keys={"model": "disc"}),
+        lambda: holdfast.convert(two_models, tmp_path / "out", to="hf", keys={"model": "disc"}),
+        lambda: holdfast.export_model(two_models, tmp_path / "out", model="disc"),
+    ):
+        with pytest.raises(InvalidArgumentError, match="it has ema, gen"):
+            call()
+
+
+def test_a_checkpoint_with_one_model_needs_no_key(tmp_path: Path) -> None:
+    """The same call may begin from another system's checkpoint, whose model has this key."""
+    holdfast.save_checkpoint(tmp_path, "s", torch.nn.Linear(2, 2))
+    holdfast.restore(tmp_path, model=torch.nn.Linear(2, 2), keys={"model": "app.net"})

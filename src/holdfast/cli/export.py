@@ -22,6 +22,7 @@ def export(  # noqa: PLR0917 - the options of a command
     ],
     to: Annotated[str, typer.Option(metavar="FOLDER", help="The output folder; must not exist.")],
     tag: Tag = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model, if the checkpoint has several.")] = None,
     config: Annotated[
         str | None, typer.Option(metavar="PATH", help="A config.json; default: that of the checkpoint.")
     ] = None,
@@ -52,6 +53,7 @@ def export(  # noqa: PLR0917 - the options of a command
             run,
             to,
             tag=tag,
+            model=model,
             config=config,
             tokenizer=tokenizer,
             card=card,

@@ -12,6 +12,7 @@ from holdfast.errors import (
     NoCheckpointError,
 )
 from holdfast.formats.detect import is_checkpoint
+from holdfast.run.aliases import list_aliases
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.lookup import checkpoint_path
 from holdfast.storage import posix
@@ -31,9 +32,12 @@ def check_run(path: Path) -> None:
 
 
 def resolve_path(path: str, tag: str | None) -> Path:
-    """Return the path of an argument or, with a tag, that of the checkpoint with this tag in the run.
+    """Return the path of an argument, or of the checkpoint that a tag, or an alias after the run's path, names.
 
     Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
     """
     resolved = posix.local_path(path)
-    return resolved if tag is None else checkpoint_path(resolved, tag)
+    if tag is not None:
+        return checkpoint_path(resolved, tag)
+    is_alias = not posix.path_exists(resolved) and resolved.name in list_aliases(resolved.parent)
+    return checkpoint_path(resolved.parent, resolved.name) if is_alias else resolved

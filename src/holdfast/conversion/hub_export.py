@@ -6,7 +6,8 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import Reader
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.warning import warn_caller
-from holdfast.ondisk.files import ADAPTER_CONFIG, is_adapter_group, parse_size
+from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, parse_size
 from holdfast.run.lookup import checkpoint_path, open_latest
 from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.state.model.hf_config import has_adapters
@@ -36,7 +37,7 @@ from holdfast.storage import posix
 _CONFIG, _CARD = "config.json", "README.md"
 
 #: A name of a model on the Hub.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 #: The group of the model in a checkpoint.
 _MODEL = "model"
@@ -47,6 +48,7 @@ def export_model(
     folder: str | PathLike[str],
     *,
     tag: TagArgument = None,
+    model: str | None = None,
     config: Any = None,
     tokenizer: Any = None,
     card: str | PathLike[str] | None = None,
@@ -69,6 +71,7 @@ def export_model(
         folder: The output path; must not exist.
         tag: The checkpoint of the run: its tag or an alias, :func:`holdfast.best`, or :data:`holdfast.LATEST`, which is
             the default.
+        model: The name of the model, if the checkpoint has several: ``"gen"``.
         config: The model's configuration: an object of transformers, a ``config.json``, or a folder with one. By
             default that of the checkpoint, which has it if the model is a ``PreTrainedModel``.
         tokenizer: A tokenizer or processor (an object with ``save_pretrained``), or a folder with the files of one.
@@ -92,25 +95,29 @@ def export_model(
         CorruptCheckpointError: The source does not match its checksums, or the output is not what was written.
     """
     path, wanted = posix.local_path(src), check_tag_argument(tag)
+    keys = {} if model is None else {_MODEL: model}
     if wanted is not None:
         path = checkpoint_path(path, wanted)
-    final, reader = posix.local_path(folder), open_latest(path)
+    final, reader = posix.local_path(folder), open_latest(path, keys)
     is_adapter = _has_only_adapters(reader)
     if is_adapter and dtype is not None:
         raise InvalidArgumentError("adapters are exported as they are: leave out dtype, or merge them into the model")
+    tensor_filter = TensorFilter(
+        dtype=parse_dtype(dtype), model_only=True, adapters=ONLY_ADAPTERS if is_adapter else NO_ADAPTERS
+    )
     files = dict(_read_companions(config, tokenizer))
-    if not is_adapter and _CONFIG not in files and _CONFIG not in dict(companion_files(reader.path)):
+    has_config = _CONFIG in files or _CONFIG in dict(companion_files(reader))
+    if not is_adapter and not has_config:
         warn_caller(f"{reader.path} has no {_CONFIG}, so from_pretrained cannot open the export: pass config=")
     if card is not None:
         files[_CARD] = posix.read_small(posix.local_path(card))
     else:
-        metadata = _collect_metadata(reader, license, base_model, is_adapter)
-        files[_CARD] = _build_card(reader, final.name, metadata, is_adapter).encode()
-    tensor_filter = TensorFilter(
-        dtype=parse_dtype(dtype), model_only=True, adapters=ONLY_ADAPTERS if is_adapter else NO_ADAPTERS
-    )
+        metadata = CardMetadata("transformers" if has_config else "", license, base_model)
+        metadata = _describe_adapter(reader, metadata) if is_adapter else metadata
+        infos = tensor_filter.select_tensors(reader).infos.values()
+        files[_CARD] = build_card(final.name, metadata, _describe_source(reader, model, infos)).encode()
     request = ConversionRequest(
-        reader.path, final, "peft" if is_adapter else "hf", tensor_filter, {}, parse_size(max_shard_size), files
+        reader.path, final, "peft" if is_adapter else "hf", tensor_filter, keys, parse_size(max_shard_size), files
     )
     return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(
         verify=True
@@ -159,19 +166,19 @@ def _as_path(given: Any, name: str) -> Path:
     return posix.local_path(given)
 
 
-def _collect_metadata(reader: Reader, license_id: str, base_model: str, is_adapter: bool) -> CardMetadata:
-    if not is_adapter:
-        return CardMetadata("transformers", license_id, base_model)
+def _describe_adapter(reader: Reader, given: CardMetadata) -> CardMetadata:
+    """Return the metadata of an adapter, whose configuration may name the base model."""
     configs = (data for name, data in read_adapter_files(reader).items() if Path(name).name == ADAPTER_CONFIG)
     named = (json.loads(data).get("base_model_name_or_path") for data in configs)
     # A path of the machine that trained is no name on the Hub.
     known = (name for name in named if isinstance(name, str) and _HUB_NAME.fullmatch(name))
-    return CardMetadata("peft", license_id, base_model or next(known, ""))
+    return replace(given, library_name="peft", base_model=given.base_model or next(known, ""))
 
 
-def _build_card(reader: Reader, title: str, metadata: CardMetadata, is_adapter: bool) -> str:
-    groups = [name for name in reader.groups if (is_adapter_group(name) if is_adapter else name == _MODEL)]
-    infos = [info for group in groups for info in reader.groups[group].values()]
-    size = f"{sum(math.prod(info.shape) for info in infos):,} elements of {', '.join(sorted({i.dtype for i in infos}))}"
-    manifest = reader.manifest if isinstance(reader, NativeReader) else None
-    return build_card(title, metadata, CardSource(reader.path.name, manifest, size))
+def _describe_source(reader: Reader, model: str | None, infos: Collection[TensorInfo]) -> CardSource:
+    dtypes = ", ".join(sorted({info.dtype for info in infos}))
+    return CardSource(
+        f"{reader.path.name}, model {model}" if model else reader.path.name,
+        reader.manifest if isinstance(reader, NativeReader) else None,
+        f"{sum(math.prod(info.shape) for info in infos):,} of {dtypes}",
+    )

@@ -78,7 +78,7 @@ class NativeTarget:
     def _companions(self, given: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, bytes]]:
         """Yield small files for the model's folder: those of the source, or those that are given."""
         dtype = _find_cast(self._source)
-        for name, data in companion_files(self._source.reader.path) if given is None else given.items():
+        for name, data in companion_files(self._source.reader) if given is None else given.items():
             if name == CONFIG and dtype is not None:
                 data = set_config_dtype(data, str(DTYPES[dtype]).removeprefix("torch."))  # noqa: PLW2901
             yield name, data
@@ -115,8 +115,8 @@ class HuggingFaceTarget(NativeTarget):
         groups = source.selected.group_names()
         if groups != [_MODEL]:
             raise InvalidArgumentError(
-                f"a Hugging Face folder contains one model, but the source has {', '.join(groups) or 'none'}: "
-                "select one by keys, or convert with model_only"
+                f"the output contains one model, but the source has {', '.join(groups) or 'none'}: "
+                'select one with keys={"model": …}, on the command line --key model=…, or leave out the others'
             )
         super().__init__(source, staging, final)
         self._check_names()
@@ -173,9 +173,10 @@ def _model_names(source: ConversionSource) -> list[str]:
     return [name for group, name in source.tensor_infos if group == _MODEL]
 
 
-def companion_files(source: Path) -> Iterator[tuple[str, bytes]]:
+def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Iterate over the companion files of the source: of transformers, holdfast, or ColossalAI's scripts."""
-    for folder in (source, source / _MODEL, source / MODELING):
+    own = (reader.model_folder,) if isinstance(reader, NativeReader) else (reader.path / _MODEL, reader.path / MODELING)
+    for folder in (reader.path, *own):
         for name in _COMPANIONS:
             if is_file(folder / name):
                 yield name, read_small(folder / name)

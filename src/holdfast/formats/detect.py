@@ -39,10 +39,11 @@ def describe_contents(folder: Path) -> str:
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """Return the reader for a checkpoint. Raises ``NoCheckpointError`` or ``FormatError``.
 
-    ``keys`` names components of other systems' checkpoints that are not detected: ``{"model": "app.net"}``.
+    ``keys`` names components of other systems' checkpoints that are not detected: ``{"model": "app.net"}``. Of several
+    models of a holdfast checkpoint it selects one: ``{"model": "gen"}``.
     """
     if is_native(path):
-        return NativeReader(path)
+        return NativeReader(path, keys=keys)
     if posix.is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys or {})
     if is_sharded_checkpoint(path):

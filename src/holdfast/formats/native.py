@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from holdfast.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     HoldfastError,
+    InvalidArgumentError,
     NoCheckpointError,
     StorageError,
 )
@@ -28,8 +29,8 @@ from holdfast.ondisk.values import ArrayCodec
 from holdfast.storage import posix
 from holdfast.storage.filesystems import forget_names
 
-#: The key of the optimizers in the values.
-OPTIMIZER = "optimizer"
+#: The names of the model and the optimizer; a name may follow after a slash: ``model/ema``.
+MODEL, OPTIMIZER = "model", "optimizer"
 
 #: The file of the values that all ranks share, and the file of the values of each rank.
 STATE, RANKS = values.SHARED_FILE, values.RANKS_FILE
@@ -113,20 +114,40 @@ class NativeReader:
     format = "holdfast"
     unread: Sequence[UnreadTensorNote] = ()
 
-    def __init__(self, path: Path, unopened: list[CorruptCheckpointError] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        unopened: list[CorruptCheckpointError] | None = None,
+        *,
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
         """Open a checkpoint.
 
         With ``unopened``, the error of each tensor file that cannot be opened is appended to this list instead of
-        raised, and its tensors are left out.
+        raised, and its tensors are left out. If there are several models, ``{"model": "gen"}`` selects one, which then
+        is the model of the checkpoint. Other ``keys`` are for other formats.
         """
         self.path = path
         self.manifest = read_manifest(path)
         with detect_replacement(self):
-            self._groups = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
+            opened = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
+        self._model = _find_model(path, opened, (keys or {}).get(MODEL))
+        self._groups = {name: files for group, files in opened.items() if (name := self._name_group(group))}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: files.tensors for group, files in self._groups.items()
         }
         self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._groups.items()}
+
+    def _name_group(self, group: str) -> str:
+        """Return the name of a group; nothing for a model that was not selected."""
+        if self._model == MODEL or group.partition("/")[0] != MODEL:
+            return group
+        return MODEL if group == self._model else ""
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the model, with its configuration."""
+        return self.path / self._model
 
     @property
     def fingerprint(self) -> str:
@@ -185,6 +206,7 @@ class NativeReader:
             if name.partition("/")[0] == OPTIMIZER:
                 value["groups"] = self._in_saved_order(value["groups"], name, table)
         _check_type({} if rank_values is None else rank_values, _PerRank, self.path / RANKS)
+        tree = {named: value for name, value in tree.items() if (named := self._name_group(name))}
         return CheckpointValues(tree, rank_values, len(ranks), ranks)
 
     def _in_saved_order(self, groups: list[dict[str, Any]], slot: str, table: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,6 +245,18 @@ class NativeReader:
                     self.read_small_file(name)
                 except CorruptCheckpointError as error:
                     yield error
+
+
+def _find_model(path: Path, groups: Collection[str], key: str | None) -> str:
+    """Return the group of the selected model. Raises ``InvalidArgumentError`` if there are several, but not this."""
+    several = sorted(group for group in groups if group.startswith(f"{MODEL}/"))
+    if key is None or not several:
+        return MODEL
+    names = [group.partition("/")[2] for group in several]
+    name = key.removeprefix(f"{MODEL}/")
+    if name not in names:
+        raise InvalidArgumentError(f"{path} has no model {key!r}: it has {', '.join(names)}")
+    return f"{MODEL}/{name}"
 
 
 def check_native_form(slot: str, value: Any, file: Path) -> Any:

@@ -61,7 +61,16 @@ class LightningCheckpoints:
         """True if checkpoints are written in holdfast's own format."""
         return self.checkpoint_format == "native"
 
-    def save(self, path: Path, model: Any, optimizer: Any, content: Mapping[str, Any], step: int | None) -> None:
+    def save(
+        self,
+        path: Path,
+        model: Any,
+        optimizer: Any,
+        content: Mapping[str, Any],
+        *,
+        step: int | None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save under a path, replacing what is there. Waits for the previous save."""
         self.finish_pending()
         displaced = _displace_lightning_checkpoint(path)
@@ -72,6 +81,7 @@ class LightningCheckpoints:
             optimizer,
             user_content=content,
             step=step,
+            metrics=metrics,
             overwrite=True,
             async_save=self.async_save,
             frozen=self.frozen,

@@ -89,7 +89,7 @@ class _Strategy(Strategy):
         others = {key: _filter_value(value, filters.get(key)) for key, value in split.others.items()}
         keys = {"models": list(models), "optimizers": list(split.optimizers)}
         content = {"keys": keys, "state": others}
-        self._checkpoints.save(path, _single_state(models), _single_state(split.optimizers), content, None)
+        self._checkpoints.save(path, _single_state(models), _single_state(split.optimizers), content, step=None)
 
     def load_checkpoint(
         self,

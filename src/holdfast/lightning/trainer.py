@@ -91,8 +91,19 @@ class _Strategy(Strategy):
         dumped, self._dumped = self._dumped, DumpedState()
         components = dumped.collect_components(checkpoint, self.model, self.optimizers)
         self._checkpoints.save(
-            path, components.model, components.optimizer, components.content, checkpoint.get("global_step")
+            path,
+            components.model,
+            components.optimizer,
+            components.content,
+            step=checkpoint.get("global_step"),
+            metrics=self._logged_metrics(),
         )
+
+    def _logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Return what the module has logged for callbacks, such as the value that ``ModelCheckpoint`` monitors."""
+        module = self.lightning_module
+        logged = {} if module is None or module._trainer is None else module.trainer.callback_metrics  # noqa: SLF001
+        return {name: value for name, value in logged.items() if value.numel() == 1 and not value.is_complex()}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint for Lightning and its hooks, without reading the model and the optimizers yet.

@@ -238,7 +238,8 @@ class LoadOperation:
         if self._session.rank != COORDINATOR_RANK:
             self._await_checkpoint(folder)
         try:
-            opened = NativeReader(folder) if self.selected.id else open_reader(folder, self._request.keys)
+            keys = self._request.keys
+            opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
             reader = self._request.reader_adapter(opened)
             self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
             return with_fused_experts(reader, self._request.training)

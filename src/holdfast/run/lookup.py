@@ -51,7 +51,7 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         resolved = resolve_checkpoint_path(path)
         with suppress(CheckpointReplacedError):
             if is_run_directory(path) or (posix.is_directory(resolved) and not is_checkpoint(resolved)):
-                return NativeReader(latest_checkpoint(path).path)
+                return NativeReader(latest_checkpoint(path).path, keys=keys)
             return open_reader(resolved, keys)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 

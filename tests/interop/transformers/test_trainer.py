@@ -43,6 +43,9 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, bef
         torch.testing.assert_close(results[0]["weights"][name], whole["weights"][name], rtol=1e-3, atol=1e-5)
     assert saved.values["user_content"]["trainer_state"]["global_step"] == 3
     state = transformers.TrainerState.load_from_json(str(tmp_path / "run/checkpoint-6/trainer_state.json"))
+    logged = state.log_history[-1]
+    metrics = {"loss": logged["loss"], "grad_norm": logged["grad_norm"], "learning_rate": logged["learning_rate"]}
+    assert holdfast.open(tmp_path / "run").metrics == pytest.approx(metrics)
     assert (state.global_step, len(state.log_history)) == (6, 6)
 
 

@@ -32,7 +32,7 @@ class ColossalaiTarget:
     def __init__(self, source: ConversionSource, staging: Path) -> None:
         self._source, self._staging = source, staging
         self._fakes = FakeTensors(source.tensor_infos)
-        self._small_files = {f"{MODELING}/{name}": data for name, data in companion_files(source.reader.path)}
+        self._small_files = {f"{MODELING}/{name}": data for name, data in companion_files(source.reader)}
         trees = self._plan_trees(self._fakes.build_tree(source, booster_schema))
         self._files = {staging / name: PlannedTorchFile(tree) for name, tree in trees}
 
