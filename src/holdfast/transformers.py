@@ -231,7 +231,7 @@ def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[s
     """Return what the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
     logged = [(name, value) for entry in log_history if entry.get("step") == step for name, value in entry.items()]
     return {
-        name: value
+        name: float(value)
         for name, value in logged
         if isinstance(value, Real) and name not in {"step", "epoch"} and not name.endswith(_TIMINGS)
     }

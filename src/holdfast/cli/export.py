@@ -9,8 +9,7 @@ import typer
 from holdfast.cli.completion import complete_checkpoints, complete_dtypes
 from holdfast.cli.convert import print_result, show_conversion
 from holdfast.cli.process import leave_on_interrupt
-from holdfast.cli.target import Tag
-from holdfast.storage.posix import local_path
+from holdfast.cli.target import Tag, resolve_path
 
 
 def export(  # noqa: PLR0917 - the options of a command
@@ -48,11 +47,11 @@ def export(  # noqa: PLR0917 - the options of a command
     with leave_on_interrupt():
         from holdfast.conversion.hub_export import export_model  # noqa: PLC0415 - torch is slow
 
-    with show_conversion(local_path(run)) as show_event:
+    src = resolve_path(run, tag)
+    with show_conversion(src) as show_event:
         path = export_model(
-            run,
+            src,
             to,
-            tag=tag,
             model=model,
             config=config,
             tokenizer=tokenizer,

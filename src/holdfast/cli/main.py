@@ -6,6 +6,7 @@ The exit codes are in the help and in docs/guides/command-line.md.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +83,13 @@ def _report_error(error: Exception | str) -> None:
     print_error(error)
 
 
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning as a line for the user, without the line of code that caused it."""
+    from holdfast.cli.output import print_warning  # noqa: PLC0415 - rich is slow to import
+
+    print_warning(message)
+
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -132,7 +140,8 @@ def main() -> None:
 
 
 def _run_app() -> None:
-    with leave_on_interrupt(), unwind_on_signals():
+    with leave_on_interrupt(), unwind_on_signals(), warnings.catch_warnings():
+        warnings.showwarning = _show_warning
         try:
             app(prog_name="holdfast")
         finally:

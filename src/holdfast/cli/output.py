@@ -55,6 +55,13 @@ def format_error_message(error: Exception) -> str:
     return str(error.args[-1]) if error.args else str(error)
 
 
+def print_warning(message: Warning | str) -> None:
+    """Print a warning on stderr."""
+    err = terminal_console(stderr=True)
+    err.print("warning:", style="bold yellow", end=" ")
+    err.print("\n".join(escape_control_characters(line) for line in str(message).splitlines()))
+
+
 def print_error(error: Exception | str, hint: str = "") -> None:
     """Print an error, and a hint how to fix it, on stderr."""
     text = format_error_message(error) if isinstance(error, Exception) else error

@@ -127,5 +127,6 @@ def _find_checkpoint(run: Path, alias: str, tag: str | Best | None) -> Checkpoin
     matches = [info for info in complete if wanted in {None, info.tag}]
     if not matches:
         which = "checkpoint" if wanted is None else f"checkpoint {wanted!r}"
-        raise NoCheckpointError(f"there is no {which} in {run} that can be read")
+        known = f"; there are {', '.join(info.tag for info in complete)}" if complete else ""
+        raise NoCheckpointError(f"there is no {which} in {run} that can be read{known}")
     return matches[-1]

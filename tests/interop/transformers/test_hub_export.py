@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 import holdfast
 from holdfast.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
 from holdfast.state.model.hf_config import set_config_dtype
-from tests.helpers.commands import invoke
+from tests.helpers.commands import invoke, run_command
 from tests.helpers.pool import Ranks
 
 
@@ -180,3 +180,18 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert "hub" in invoke("export", run, "--to", tmp_path / "out", *arguments).output
     assert (tmp_path / "out/README.md").read_text() == card.read_text()
     assert "tokenizer.json" in names(tmp_path / "out")
+
+
+def test_the_command_shows_a_warning_as_one_line(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
+    done = run_command("export", str(tmp_path / "run"), "--to", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"warning: {tmp_path}/run/s has no config.json")
+    assert ".py" not in done.stderr
+
+
+def test_the_command_takes_an_alias_after_the_path_of_a_run(run: Path, tmp_path: Path) -> None:
+    holdfast.set_alias(run, "production", "step_1")
+    invoke("export", run / "production", "--to", tmp_path / "out")
+    assert "| checkpoint | step_1 |" in (tmp_path / "out/README.md").read_text()
+    assert "no difference" in invoke("diff", run / "production", run / "step_1").output
