@@ -121,6 +121,8 @@ class Checkpointer:
         self._counter, self._counted = OptimizerStepCounter(optimizer), 0
         #: The last completed step, and the last one of which this object knows a checkpoint.
         self._last, self._saved = 0, 0
+        #: The save of the step :attr:`_saved`, if this process has made it.
+        self._handle: SaveHandle[CheckpointInfo] | None = None
         #: What the last call of :meth:`step` wants to be saved with it.
         self._pending: dict[str, Any] = {}
         #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
@@ -185,6 +187,7 @@ class Checkpointer:
             _log.log(level, "there is no checkpoint in %s: training begins at step 1", self.path)
             return 0
         self._last = self._saved = _step_of(self.restored)
+        self._handle = None
         self._pending = {}
         return self._last
 
@@ -266,7 +269,7 @@ class Checkpointer:
             **self._options,
         )
         if tag == f"step_{self._last}":
-            self._saved = self._last
+            self._saved, self._handle = self._last, handle
         return handle
 
     def list(self) -> list[CheckpointInfo]:
@@ -295,6 +298,7 @@ class Checkpointer:
     ) -> None:
         try:
             if error is None:
+                self.finalize()
                 self._save_last_step()
                 self.finalize()
             else:
@@ -304,7 +308,8 @@ class Checkpointer:
 
     def _save_last_step(self) -> None:
         """Save the last completed step if that was not done, and if the objects are still in its state."""
-        if self._last <= self._saved:
+        was_saved = self._last <= self._saved and not (self._handle is not None and self._handle.has_failed())
+        if was_saved:
             return
         if self._counter.steps == self._counted:
             self._save(f"step_{self._last}", forced=True)

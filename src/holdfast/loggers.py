@@ -41,6 +41,9 @@ def log_to_tensorboard(writer: Any) -> OnEvent:
 def log_to_wandb(run: Any = None) -> OnEvent:
     """Return a listener that logs the figures of saves and loads, over the axis ``checkpoint/step``.
 
+    The figures become a part of the row that the training is filling: its next ``run.log()``, or the end of the run,
+    stores them. Of several saves between two rows the figures of the last one remain.
+
     Args:
         run: A run of ``wandb.init``; by default the current one, when the first event is logged.
 
@@ -54,7 +57,8 @@ def log_to_wandb(run: Any = None) -> OnEvent:
             runs.append(_current_wandb_run() if run is None else run)
             # Steps of checkpoints come later than those of the training, and wandb wants them in order.
             runs[0].define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
-        runs[0].log({**figures, f"{_PREFIX}/step": step})
+        # A commit would end the row of the training, and W&B drops what is logged for a step before the current one.
+        runs[0].log({**figures, f"{_PREFIX}/step": step}, commit=False)
 
     return _Listener(send)
 

@@ -424,3 +424,14 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
     checkpointer = holdfast.Checkpointer(tmp_path, **build_training(), stateful={"ema": Counter()}, signals=())
     checkpointer.step(7)
     assert repr(checkpointer) == f"<Checkpointer of model, optimizer, ema in {str(tmp_path)!r}, step 7>"
+
+
+def test_the_last_step_is_saved_again_if_its_background_save_had_failed(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), async_save=True, signals=()) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(1)
+        with mock.patch("holdfast.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(28, "full")):
+            checkpointer.save()
+            with pytest.raises(StorageError):
+                checkpointer.finalize()
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_1"]

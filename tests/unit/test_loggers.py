@@ -66,6 +66,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real = run.log
         with mock.patch.object(run, "log", lambda row, **options: (logged.append(row), real(row, **options))):
             train(tmp_path / "run", listener)
+        run.log({})  # as the next step of a training does
         assert run.summary["checkpoint/step"] == 20
         assert names(logged) <= set(run.summary.keys())
     points: dict[str, list[tuple[int, float]]] = {}
@@ -75,6 +76,23 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 points.setdefault(name, []).append((row["checkpoint/step"], value))
     check_figures(tmp_path / "run", points)
     assert next((tmp_path / "wandb").glob("offline-run-*/*.wandb")).stat().st_size > 0
+
+
+def test_wandb_keeps_what_the_training_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if several saves come between two rows, and if a row is filled before and after a save."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    listener = log_to_wandb()
+    with wandb.init(project="a", mode="offline", dir=str(tmp_path)) as run:
+        for epoch in (1, 2, 3):
+            run.log({"loss": epoch}, step=epoch)
+            for part in (1, 2, 3):
+                state = {"w": torch.ones(2)}
+                holdfast.save_checkpoint(tmp_path / "run", f"{epoch}.{part}", state, step=epoch, on_event=listener)
+            run.log({"val_loss": 10 * epoch}, step=epoch)
+            assert run.step == epoch
+        run.log({})
+        assert (run.summary["loss"], run.summary["val_loss"], run.summary["checkpoint/step"]) == (3, 30, 3)
 
 
 def names(rows: list[dict[str, Any]]) -> set[str]:

@@ -141,7 +141,7 @@ def main() -> None:
 
 def _run_app() -> None:
     with leave_on_interrupt(), unwind_on_signals(), warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             app(prog_name="holdfast")
         finally:

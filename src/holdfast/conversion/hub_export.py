@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import tempfile
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.conversion.convert import parse_dtype
+from holdfast.conversion.hub_files import CARD, CONFIG, read_card, read_config, read_tokenizer
 from holdfast.conversion.model_card import CardMetadata, CardSource, build_card
 from holdfast.conversion.native_target import companion_files
 from holdfast.conversion.pipeline import Conversion, ConversionRequest
 from holdfast.conversion.tensor_filter import TensorFilter
-from holdfast.engine.comm.session import RankGroup
+from holdfast.engine.comm.session import RankGroup, require_equal
+from holdfast.engine.plan.spec import digest_bytes
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
@@ -28,13 +28,12 @@ from holdfast.formats.reader import Reader
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, parse_size
+from holdfast.ondisk.strict_json import parse_json
 from holdfast.run.lookup import checkpoint_path, open_latest
 from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.state.model.hf_config import has_adapters
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 from holdfast.storage import posix
-
-_CONFIG, _CARD = "config.json", "README.md"
 
 #: A name of a model on the Hub.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -94,34 +93,74 @@ def export_model(
         TagExistsError: ``folder`` exists.
         CorruptCheckpointError: The source does not match its checksums, or the output is not what was written.
     """
-    path, wanted = posix.local_path(src), check_tag_argument(tag)
-    keys = {} if model is None else {_MODEL: model}
-    if wanted is not None:
-        path = checkpoint_path(path, wanted)
-    final, reader = posix.local_path(folder), open_latest(path, keys)
-    is_adapter = _has_only_adapters(reader)
-    if is_adapter and dtype is not None:
-        raise InvalidArgumentError("adapters are exported as they are: leave out dtype, or merge them into the model")
-    tensor_filter = TensorFilter(
-        dtype=parse_dtype(dtype), model_only=True, adapters=ONLY_ADAPTERS if is_adapter else NO_ADAPTERS
-    )
-    files = dict(_read_companions(config, tokenizer))
-    has_config = _CONFIG in files or _CONFIG in dict(companion_files(reader))
-    if not is_adapter and not has_config:
-        warn_caller(f"{reader.path} has no {_CONFIG}, so from_pretrained cannot open the export: pass config=")
-    if card is not None:
-        files[_CARD] = posix.read_small(posix.local_path(card))
-    else:
-        metadata = CardMetadata("transformers" if has_config else "", license, base_model)
+    options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
+
+    def plan() -> ConversionRequest:
+        return options.plan(posix.local_path(src), posix.local_path(folder), parse_size(max_shard_size))
+
+    def compare(posted: list[bytes]) -> bytes:
+        return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()
+
+    session = RankGroup(process_group).open_session(timeout)
+    request, _ = session.vote("preparing the export", plan, lambda made: _describe_request(made).encode(), compare)
+    if request.to == "hf" and CONFIG not in request.small_files and session.rank == 0:
+        _warn_without_config(request)
+    return Conversion(request, session, on_event or ignore_event).run(verify=True)
+
+
+@dataclass(frozen=True)
+class _ExportOptions:
+    """The arguments of an export that determine what is written."""
+
+    tag: TagArgument
+    model: str | None
+    config: Any
+    tokenizer: Any
+    card: Any
+    metadata: CardMetadata
+    dtype: torch.dtype | str | None
+
+    def plan(self, path: Path, final: Path, limit: int) -> ConversionRequest:
+        """Return the conversion, with all small files."""
+        wanted, keys = check_tag_argument(self.tag), {} if self.model is None else {_MODEL: self.model}
+        reader = open_latest(path if wanted is None else checkpoint_path(path, wanted), keys)
+        is_adapter = _has_only_adapters(reader)
+        if is_adapter and self.dtype is not None:
+            raise InvalidArgumentError(
+                "adapters are exported as they are: leave out dtype, or merge them into the model"
+            )
+        adapters = ONLY_ADAPTERS if is_adapter else NO_ADAPTERS
+        tensor_filter = TensorFilter(dtype=parse_dtype(self.dtype), model_only=True, adapters=adapters)
+        files = {} if self.tokenizer is None else read_tokenizer(self.tokenizer)
+        files |= {} if self.config is None else {CONFIG: read_config(self.config)}
+        has_config = CONFIG in files or CONFIG in dict(companion_files(reader))
+        files[CARD] = self._make_card(reader, final.name, tensor_filter, has_config, is_adapter)
+        to = "peft" if is_adapter else "hf"
+        return ConversionRequest(reader.path, final, to, tensor_filter, keys, limit, files, reader.fingerprint)
+
+    def _make_card(
+        self, reader: Reader, title: str, tensor_filter: TensorFilter, has_config: bool, is_adapter: bool
+    ) -> bytes:
+        if self.card is not None:
+            return read_card(self.card)
+        metadata = replace(self.metadata, library_name="transformers" if has_config else "")
         metadata = _describe_adapter(reader, metadata) if is_adapter else metadata
         infos = tensor_filter.select_tensors(reader).infos.values()
-        files[_CARD] = build_card(final.name, metadata, _describe_source(reader, model, infos)).encode()
-    request = ConversionRequest(
-        reader.path, final, "peft" if is_adapter else "hf", tensor_filter, keys, parse_size(max_shard_size), files
+        return build_card(title, metadata, _describe_source(reader, self.model, infos)).encode()
+
+
+def _describe_request(request: ConversionRequest) -> str:
+    """Return what must be the same on all ranks."""
+    files = {name: digest_bytes(data, 8).hex() for name, data in sorted(request.small_files.items())}
+    return (
+        f"{request.final} in files of {request.limit} bytes from {request.source} ({request.fingerprint}), "
+        f"dtype {request.tensor_filter.dtype}, files {files}"
     )
-    return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(
-        verify=True
-    )
+
+
+def _warn_without_config(request: ConversionRequest) -> None:
+    if CONFIG not in dict(companion_files(open_latest(request.source, request.keys))):
+        warn_caller(f"{request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config=")
 
 
 def _has_only_adapters(reader: Reader) -> bool:
@@ -130,46 +169,14 @@ def _has_only_adapters(reader: Reader) -> bool:
     return any(map(is_adapter_group, reader.groups)) and (names is None or has_adapters(names))
 
 
-def _read_companions(config: Any, tokenizer: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and the bytes of the files of a tokenizer, then of a configuration."""
-    if tokenizer is not None:
-        yield from _read_saved(tokenizer, "tokenizer")
-    if hasattr(config, "to_json_string"):
-        yield _CONFIG, config.to_json_string().encode()
-    elif config is not None:
-        path = _as_path(config, "config")
-        path = path / _CONFIG if posix.is_directory(path) else path
-        yield _CONFIG, posix.read_small(path)
-
-
-def _read_saved(given: Any, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the files in a folder, or those that an object saves into one."""
-    if not hasattr(given, "save_pretrained"):
-        yield from _read_folder(_as_path(given, name))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        given.save_pretrained(folder)
-        yield from _read_folder(Path(folder))
-
-
-def _read_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
-    if not posix.is_directory(folder):
-        raise InvalidArgumentError(f"{folder} is not a folder")
-    for file in posix.list_files(folder):
-        if file.suffix not in {".safetensors", ".bin", ".pt", ".md"} and file.name != _CONFIG:
-            yield file.name, posix.read_small(file)
-
-
-def _as_path(given: Any, name: str) -> Path:
-    if not isinstance(given, str | PathLike):
-        raise InvalidArgumentError(f"{name} must be an object of transformers or a path; got {type(given).__name__}")
-    return posix.local_path(given)
-
-
 def _describe_adapter(reader: Reader, given: CardMetadata) -> CardMetadata:
     """Return the metadata of an adapter, whose configuration may name the base model."""
-    configs = (data for name, data in read_adapter_files(reader).items() if Path(name).name == ADAPTER_CONFIG)
-    named = (json.loads(data).get("base_model_name_or_path") for data in configs)
+    contents = (
+        parse_json(data, f"{reader.path}: {name}")
+        for name, data in read_adapter_files(reader).items()
+        if Path(name).name == ADAPTER_CONFIG
+    )
+    named = (content.get("base_model_name_or_path") for content in contents if isinstance(content, dict))
     # A path of the machine that trained is no name on the Hub.
     known = (name for name in named if isinstance(name, str) and _HUB_NAME.fullmatch(name))
     return replace(given, library_name="peft", base_model=given.base_model or next(known, ""))

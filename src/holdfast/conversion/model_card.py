@@ -35,7 +35,8 @@ def build_card(title: str, metadata: CardMetadata, source: CardSource) -> str:
     head = "".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items() if value)
     rows = "".join(f"| {_escape_cell(name)} | {_escape_cell(value)} |\n" for name, value in _describe_source(source))
     return (
-        f"---\n{head}---\n\n# {title}\n\n<!-- What the model does, what it was trained on, and its limits. -->\n\n"
+        f"---\n{head}---\n\n# {_escape_cell(title)}\n\n"
+        "<!-- What the model does, what it was trained on, and its limits. -->\n\n"
         f"## Provenance\n\n| | |\n|---|---|\n{rows}"
     )
 

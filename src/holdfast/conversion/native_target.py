@@ -13,6 +13,7 @@ from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import InvalidArgumentError
+from holdfast.formats.contained_paths import check_contained
 from holdfast.formats.huggingface import SINGLE, HuggingFaceReader
 from holdfast.formats.native import RANKS, STATE, NativeReader
 from holdfast.formats.peft import read_adapter_files
@@ -175,8 +176,14 @@ def _model_names(source: ConversionSource) -> list[str]:
 
 def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Iterate over the companion files of the source: of transformers, holdfast, or ColossalAI's scripts."""
-    own = (reader.model_folder,) if isinstance(reader, NativeReader) else (reader.path / _MODEL, reader.path / MODELING)
-    for folder in (reader.path, *own):
+    if isinstance(reader, NativeReader):  # the manifest names all its files
+        for prefix in ("", f"{reader.model_folder.relative_to(reader.path)}/"):
+            for name in _COMPANIONS:
+                if prefix + name in reader.manifest.files:
+                    yield name, reader.read_small_file(prefix + name)
+        return
+    for folder in (reader.path, reader.path / _MODEL, reader.path / MODELING):
         for name in _COMPANIONS:
             if is_file(folder / name):
+                check_contained(folder / name, reader.path)
                 yield name, read_small(folder / name)

@@ -35,11 +35,12 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.partition import split_evenly
 from holdfast.engine.plan.tensor_writers import EqualWriters
 from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
 from holdfast.formats.registry import LAYOUT, NXD, READABLE, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
+from holdfast.observe.reporter import notify_listener
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
@@ -72,6 +73,8 @@ class ConversionRequest:
     keys: Mapping[str, str]
     limit: int
     small_files: Mapping[str, bytes] = field(default_factory=dict)
+    #: The fingerprint that the source must have, if it was looked at before.
+    fingerprint: str | None = None
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
@@ -100,6 +103,8 @@ class ConversionRequest:
                 )
             keys = {key: value for key, value in keys.items() if key != LAYOUT}
         reader = open_latest(self.source, keys)
+        if self.fingerprint not in {None, reader.fingerprint}:
+            raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
         with detect_replacement(reader):
             reader.check_files()
             return ConversionSource(
@@ -162,7 +167,8 @@ class Conversion:
         """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
 
         def report(done: int, total: int) -> None:
-            self._on_event(Progress("convert", self._request.final, done, total))
+            event = Progress("convert", self._request.final, done, total)
+            notify_listener(self._on_event, event, self._request.final)
 
         return ProgressCounter(times * count_bytes(file_ranges), report).add
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import FormatError
+from holdfast.formats.contained_paths import check_contained
 from holdfast.formats.huggingface import MODEL, HuggingFaceReader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
@@ -99,6 +100,8 @@ def read_adapter_files(reader: Reader) -> dict[str, bytes]:
         return {name: reader.read_small_file(name) for name in names}
     if isinstance(reader, PeftReader):
         folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in reader.groups}
+        for folder in folders.values():
+            check_contained(folder / ADAPTER_CONFIG, reader.path)
         return {
             f"{group}/{ADAPTER_CONFIG}": posix.read_small(folder / ADAPTER_CONFIG) for group, folder in folders.items()
         }

@@ -94,10 +94,15 @@ class EventReporter:
         self._notify(event)
 
     def _notify(self, event: Event) -> None:
-        try:
-            self._on_event(event)
-        except Exception:  # noqa: BLE001 - a listener may do anything
-            _log.exception("a listener to events of %s raised", self._path)
+        notify_listener(self._on_event, event, self._path)
+
+
+def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:
+    """Call a listener. Log what it raises."""
+    try:
+        on_event(event)
+    except Exception:  # noqa: BLE001 - a listener may do anything
+        _log.exception("a listener to events of %s raised", path)
 
 
 def _format_transfer(nbytes: int, seconds: float, suffix: str = "") -> str:

@@ -32,6 +32,10 @@ class SaveHandle(Generic[Result]):
         """Return whether the save has ended: it was committed, or it failed."""
         return self._done.done()
 
+    def has_failed(self) -> bool:
+        """Return whether the save has ended with an error."""
+        return self._done.done() and self._done.exception() is not None
+
     def wait(self, timeout: float | None = None) -> Result:
         """Wait until the save has ended, and return what was committed.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,19 @@ import huggingface_hub
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, models
 
 import holdfast
-from holdfast.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
+from holdfast.errors import (
+    CheckpointReplacedError,
+    HoldfastError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    TagExistsError,
+    UnsafeNameError,
+)
 from holdfast.state.model.hf_config import set_config_dtype
 from tests.helpers.commands import invoke, run_command
 from tests.helpers.pool import Ranks
@@ -195,3 +206,116 @@ def test_the_command_takes_an_alias_after_the_path_of_a_run(run: Path, tmp_path:
     invoke("export", run / "production", "--to", tmp_path / "out")
     assert "| checkpoint | step_1 |" in (tmp_path / "out/README.md").read_text()
     assert "no difference" in invoke("diff", run / "production", run / "step_1").output
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "tokenizer_config.json"])
+@pytest.mark.parametrize("export", [holdfast.export_model, partial(holdfast.convert, to="hf")])
+def test_a_link_out_of_the_source_is_refused(tmp_path: Path, export: Any, name: str) -> None:
+    build_model().save_pretrained(tmp_path / "source")
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "source" / name).unlink(missing_ok=True)
+    (tmp_path / "source" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UnsafeNameError, match="outside"):
+        export(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_a_checkpoint_does_not_name_are_not_exported(run: Path, tmp_path: Path) -> None:
+    for folder in (run / "step_2", run / "step_2/model"):
+        (folder / "tokenizer_config.json").write_text('{"secret": 1}')
+    assert "tokenizer_config.json" not in names(holdfast.export_model(run, tmp_path / "out"))
+
+
+def test_of_the_folder_of_a_tokenizer_only_its_files_are_taken(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    build_tokenizer().save_pretrained(folder)
+    expected = names(folder)
+    build_model().save_pretrained(folder, max_shard_size="1KB")
+    for name in (".env", "id_rsa", "adapter_config.json", "pytorch_model.bin.index.json", "vocab/secret.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    os.mkfifo(folder / "tokenizer.model")
+    out = holdfast.export_model(run, tmp_path / "out", tokenizer=folder)
+    assert names(out) == expected | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert transformers.GenerationConfig.from_pretrained(out).max_new_tokens == 7
+
+
+def test_a_tokenizer_with_several_templates_is_exported_whole(run: Path, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for number, given in enumerate([tokenizer, tmp_path / "tokenizer"]):
+        out = holdfast.export_model(run, tmp_path / f"out{number}", tokenizer=given)
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template == {"default": "a", "tool_use": "b"}
+
+
+def export_differently(run: str, folder: str, argument: str, card: str) -> tuple[str, float]:
+    started, is_second = time.monotonic(), dist.get_rank() == 1
+    options: dict[str, Any] = {
+        "card": {"card": "/missing" if is_second else card},
+        "tag": {"tag": "step_1" if is_second else "step_2"},
+        "size": {"max_shard_size": "1KB" if is_second else "2KB"},
+        "folder": {},
+    }[argument]
+    if argument == "folder" and is_second:
+        folder += "2"
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.export_model(run, folder, **options)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("argument", ["card", "tag", "size", "folder"])
+def test_ranks_with_other_arguments_fail_together(ranks: Ranks, run: Path, tmp_path: Path, argument: str) -> None:
+    card = tmp_path / "card.md"
+    card.write_text("# card")
+    for message, seconds in ranks(2, export_differently, str(run), str(tmp_path / "out"), argument, str(card)):
+        assert "rank 1" in message
+        assert seconds < 60
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_listener_that_raises_changes_nothing(run: Path, tmp_path: Path) -> None:
+    def fail(event: object) -> None:
+        raise ValueError(event)
+
+    assert holdfast.export_model(run, tmp_path / "out", on_event=fail).exists()
+    assert holdfast.convert(run, tmp_path / "converted", to="native", on_event=fail).exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"[1]", b"3", b"null", b"{", b"[" * 5000, b"9" * 5000, b"\xff", b'{"a": 1, "a": 2}']
+)
+def test_a_hostile_adapter_config_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
+    adapted = peft.get_peft_model(build_model(), peft.LoraConfig(target_modules=["c_attn"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter/adapter_config.json").write_bytes(content)
+    try:
+        holdfast.export_model(tmp_path / "adapter", tmp_path / "out")
+    except HoldfastError:
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_cannot_take_much_more_space_than_it_has() -> None:
+    for depth in (480, 900):
+        hostile = b"[" * depth + b"0," * 100_000 + b"0" + b"]" * depth
+        assert len(set_config_dtype(hostile, "bfloat16")) < 3 * len(hostile)
+        nested = b'{"a_config":' * depth + b"0" + b"}" * depth
+        assert set_config_dtype(nested, "bfloat16")
+
+
+def test_a_source_that_is_replaced_meanwhile_is_not_exported_with_the_old_card(run: Path, tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder, "tokenizer.json").write_text("{}")
+            holdfast.save_checkpoint(run, "step_2", build_model(), step=3, overwrite=True)
+
+    with pytest.raises(CheckpointReplacedError):
+        holdfast.export_model(run, tmp_path / "out", tag="step_2", tokenizer=Tokenizer())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fifo_is_refused(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for argument in ("card", "config"):
+        with pytest.raises(InvalidArgumentError, match="is not a file"):
+            holdfast.export_model(run, tmp_path / "out", **{argument: tmp_path / "fifo"})
