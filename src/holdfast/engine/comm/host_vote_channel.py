@@ -68,9 +68,14 @@ class HostVoteChannel(VoteChannel):
 
         A message within the host is not enough: if it is lost, no rank is left to send it again.
         """
-        host = self._hosts.host_of[rank]
-        if self._store.add(f"{self._host_keys[host]}/departed", 1) == len(self._hosts.ranks_of[host]):
-            self._store.set(self._host_keys[host])
+        key, host = self._host_keys[self._hosts.host_of[rank]], self._hosts.host_of[rank]
+        if self._store.add(_count_key(key), 1) == len(self._hosts.ranks_of[host]):
+            self._store.set(key)
+
+    @property
+    def departure_keys(self) -> list[str]:
+        """All keys that :meth:`depart` sets."""
+        return [*self._host_keys, *map(_count_key, self._host_keys)]
 
     def read_failure(self) -> str:
         """Return the name of the type of a rank's error; empty if no rank is known to have failed."""
@@ -224,3 +229,8 @@ class HostVoteChannel(VoteChannel):
 
     def _rank_keys_of(self, host: int) -> list[str]:
         return [self._rank_keys[rank] for rank in self._hosts.ranks_of[host]]
+
+
+def _count_key(host_key: str) -> str:
+    """Return the key of the number of ranks of a host that have departed."""
+    return f"{host_key}/departed"

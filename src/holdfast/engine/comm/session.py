@@ -231,7 +231,9 @@ class Session:
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
                 have_departed = partial(self.store.check, channel.outcome_keys)
-                poll_until(have_departed, self.timeout, partial(_describe_staying_ranks, channel))
+                if poll_until(have_departed, self.timeout, partial(_describe_staying_ranks, channel)):
+                    last_vote = self._channel.published_keys if self._channel is not None else ()
+                    self.store.delete_keys(*channel.departure_keys, *last_vote)  # nobody reads them any more
 
     def _open_channel(self, store: DeadlineStore, vote: int | str) -> VoteChannel:
         """Return the messages of a vote: of each host if that are fewer than of each rank."""

@@ -7,6 +7,9 @@ from holdfast.engine.comm.store import DeadlineStore
 #: The names of messages for all ranks: rank 0 has found all outcomes, its decision, and the type of a rank's error.
 COLLECTED, DECISION, FAILED = "collected", "decision", "failed"
 
+#: The name of the message of a rank that has timed out.
+_GIVEN_UP = "given up"
+
 
 class VoteChannel:
     """The keys of one vote in the store."""
@@ -22,6 +25,16 @@ class VoteChannel:
     def outcome_keys(self) -> list[str]:
         """The keys that are set once all ranks have posted."""
         return self._rank_keys
+
+    @property
+    def departure_keys(self) -> list[str]:
+        """All keys that :meth:`depart` sets."""
+        return self.outcome_keys
+
+    @property
+    def published_keys(self) -> list[str]:
+        """The keys that stay after a vote until the next one."""
+        return [self._key(name) for name in (DECISION, COLLECTED, FAILED, _GIVEN_UP)]
 
     def post_outcome(self, rank: int, outcome: bytes) -> None:
         """Post the outcome of a rank."""
@@ -85,11 +98,11 @@ class VoteChannel:
 
     def give_up(self) -> None:
         """Publish that a rank has timed out: it has raised already, so nothing may be committed."""
-        self._store.set(self._key("given up"))
+        self._store.set(self._key(_GIVEN_UP))
 
     def is_given_up(self) -> bool:
         """Return whether a rank has timed out."""
-        return self._store.check([self._key("given up")])
+        return self._store.check([self._key(_GIVEN_UP)])
 
     def delete_outcomes(self) -> None:
         """Delete the outcomes of this vote, and what rank 0 published in the one before, in the background.
