@@ -185,7 +185,7 @@ def load_where_one_sees_nothing(path: str) -> None:
         patch.undo()
 
 
-def _no_folder(path: Path, *_: object) -> None:
+def _no_folder(path: Path, *_: object, **__: object) -> None:
     raise NoCheckpointError(f"there is no {path}")
 
 

@@ -173,7 +173,7 @@ def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path
     def move_and_write(path: Path, name: str, info: CheckpointInfo) -> None:
         if not moved:
             moved.append(info.tag)
-            info.path.rename(path.parent / "moved")
+            info.path.rename(path.with_name(f"{path.name}-moved"))
         write(path, name, info)
 
     with mock.patch.object(tags, "write_alias", move_and_write):
