@@ -12,14 +12,14 @@ from holdfast import view
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.run.catalog import list_checkpoints
-from holdfast.run.pin import held_pin
+from holdfast.run.pin import held_pin, is_being_removed
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.tags import Best, TagArgument
 from holdfast.storage.posix import list_names, local_path
 from holdfast.view import Checkpoint
 
-#: How often :func:`pin` tries again if the checkpoint is removed meanwhile, and the seconds between: a process that
-#: removes it sees the pin perhaps after its rename, and renames it back.
+#: How often :func:`pin` tries again while a process removes the checkpoint, and the seconds between: that process may
+#: see the pin, and leave the checkpoint.
 _ATTEMPTS, _RETRY_SECONDS = 40, 0.05
 
 
@@ -61,8 +61,11 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
             raise InvalidArgumentError(f"{checkpoint.path} is no checkpoint of holdfast: open it without a pin")
         with ExitStack() as pinned:
             pinned.enter_context(held_pin(checkpoint.path.parent, checkpoint.path.name, identity.run))
-            is_listed = checkpoint.path.name in list_names(checkpoint.path.parent)
-            if is_listed and holds_checkpoint(checkpoint.path, identity.id):
+            parent, name = checkpoint.path.parent, checkpoint.path.name
+            names = list_names(parent)
+            # A lock of a host that has died may stay: after some attempts it counts no more.
+            waits = attempt < _ATTEMPTS // 2 and is_being_removed(parent, name, identity.run, names)
+            if name in names and not waits and holds_checkpoint(checkpoint.path, identity.id):
                 stack.push(pinned.pop_all())
                 return checkpoint
         time.sleep(_RETRY_SECONDS)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
+from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run import cleanup, owned_lock
 from holdfast.storage import file_lock
 
@@ -235,3 +237,38 @@ def test_what_cannot_be_pinned(tmp_path: Path) -> None:
     with full, pytest.raises(StorageError, match=r"could not lock .*\.pin: No space"), holdfast.pin(tmp_path / "run"):
         pass
     assert not pins(tmp_path / "run")
+
+
+def test_a_checkpoint_is_there_as_long_as_its_pin(tmp_path: Path) -> None:
+    """Also if it is pinned while another process is about to rename it."""
+    for step in (1, 2):
+        holdfast.save_checkpoint(tmp_path, f"s{step}", {"w": torch.zeros(2)}, step=step)
+    outcomes: list[str] = []
+
+    def pin_and_look() -> None:
+        try:
+            with holdfast.pin(tmp_path, "s1") as checkpoint:
+                is_there = [checkpoint.path.exists() or time.sleep(0.001) for _ in range(300)]
+                outcomes.append("there" if all(is_there) else "missing for a moment")
+        except NoCheckpointError:
+            outcomes.append("removed before")
+
+    def rename_late(source: Path, target: Path) -> None:
+        reader.start()
+        time.sleep(0.5)
+        rename(source, target)
+
+    reader, rename = threading.Thread(target=pin_and_look), cleanup.rename_path
+    with mock.patch.object(cleanup, "rename_path", rename_late):
+        holdfast.save_checkpoint(tmp_path, "s3", {"w": torch.zeros(2)}, step=3, keep=holdfast.KeepTags("s2"))
+    reader.join()
+    assert outcomes == ["removed before"]
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["s2", "s3"]
+
+
+def test_the_lock_of_a_dead_remover_does_not_stop_pins(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path, "s1", {"w": torch.zeros(2)})
+    (info,) = holdfast.list_checkpoints(tmp_path)
+    (tmp_path / HiddenName("s1", info.run, "0" * 16, "lock").name).touch()
+    with holdfast.pin(tmp_path, "s1") as checkpoint:
+        assert checkpoint.tag == "s1"

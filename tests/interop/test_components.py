@@ -280,7 +280,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         "atomic_rename.exchange_directories",
         "posix.write_small",
     ):
-        monkeypatch.setattr(f"holdfast.components.destination.{fails}", full)
+        monkeypatch.setattr(f"holdfast.storage.{fails}", full)
     with pytest.raises(StorageError):
         holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
     with pytest.raises(StorageError):

@@ -118,7 +118,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_every_module_can_be_imported() -> None:
     run_program("""
 import pkgutil, importlib, holdfast
-extras = tuple(f"holdfast.{name}" for name in ("__main__", "lightning", "ray", "torchtitan", "transformers"))  # need other packages
+names = ("__main__", "lightning", "ray", "torchtitan", "transformers")  # need other packages
+extras = tuple(f"holdfast.{name}" for name in names)
 for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
     if not module.name.startswith(extras):
         importlib.import_module(module.name)

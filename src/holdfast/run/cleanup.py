@@ -150,13 +150,14 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
         if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):
-                is_removed = _delete_checkpoint(info, info.path.parent / name.name)
+                # Who pins the checkpoint from now on sees the lock, and waits.
+                is_removed = find_protection(info) is None and _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
                 yield info
 
 
 def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[object]:
-    """Take a lock, if possible, so that no other process removes files before the renamed checkpoint is checked.
+    """Take a lock, if possible: no other process removes files, or pins the checkpoint, as long as it is held.
 
     Without space for the lock file the removal goes on: it is what makes space.
     """

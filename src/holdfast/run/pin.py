@@ -2,10 +2,12 @@
 
 A pin is a locked file ``.TAG.RUN.ID.pin`` in the run directory, with an id of its own. The lock ends with the process.
 
-*No removal is missed*: who pins creates the file first, and looks for the checkpoint after that. Who removes renames
-the checkpoint first, and looks for pins after that; if there is one, it renames the checkpoint back. So at least one of
-both sees the other. Both look by listing the directory that they have just changed. A client of a network file system
-then asks the server, while it may remember single names wrongly if the times of the directory are too coarse.
+*No removal is missed*: who pins creates the pin first, and looks for locks of removals after that; if there is one, it
+waits. Who removes takes such a lock first, and looks for pins after that; if there is one, it leaves the checkpoint. So
+at least one of both sees the other. Both look by listing the directory that they have just changed. A client of a
+network file system then asks the server, while it may remember single names wrongly if the times of the directory are
+too coarse. If a lock cannot be made, because the disk is full, who removes looks again after its rename, and renames
+the checkpoint back.
 """
 
 from __future__ import annotations
@@ -46,6 +48,26 @@ def is_pinned(info: CheckpointInfo, names: Collection[str]) -> bool:
         if pin and (pin.tag, pin.run, pin.state) == (info.tag, info.run, "pin")
     ]
     return not all(remove_dead_pin(info.path.parent / pin.name) for pin in pins)
+
+
+def is_being_removed(parent: Path, tag: str, run: str, names: Collection[str]) -> bool:
+    """Return whether a process that may be alive has locked a checkpoint in order to remove it.
+
+    ``names`` are those in the run directory ``parent``. The lock of a save has a directory of the same id.
+    """
+    hidden = [name for name in map(parse_hidden_name, names) if name and (name.tag, name.run) == (tag, run)]
+    saves = {name.id for name in hidden if name.state == "partial"}
+    locks = (name for name in hidden if name.state == "lock" and name.id not in saves)
+    return not all(_is_lock_dead(parent / lock.name) for lock in locks)
+
+
+def _is_lock_dead(path: Path) -> bool:
+    """Return whether a lock is gone, or the process that took it is known to be dead."""
+    try:
+        with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
+            return lock.proves_death()
+    except StorageError as error:
+        return error.errno == errno.ENOENT
 
 
 def remove_dead_pin(path: Path) -> bool:
