@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
+from holdfast import evaluation
 from holdfast.cli.main import app
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
 from holdfast.ondisk.hidden_names import HiddenName
@@ -149,7 +150,7 @@ def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
     """The removal ends between the open and the pin."""
     save(tmp_path, 1)
     remaining = iter(["s1"])
-    holds = holdfast.evaluation.holds_checkpoint  # type: ignore[attr-defined]
+    holds = evaluation.holds_checkpoint
 
     def remove_and_look(path: Path, identity: str) -> bool:
         for _ in remaining:
@@ -174,7 +175,7 @@ def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
 def test_the_best_checkpoint_is_selected_again_if_it_is_removed(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, metrics={"loss": step})
-    opened, real = [], holdfast.evaluation.view.open  # type: ignore[attr-defined]
+    opened, real = [], evaluation.view.open
 
     def remove_and_open(path: Path, tag: object) -> holdfast.Checkpoint:
         if not opened:
