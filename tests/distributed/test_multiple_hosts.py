@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -283,3 +283,29 @@ def test_a_message_that_was_changed_on_its_way_fails_the_save(ranks: Ranks, tmp_
     assert all("were changed on their way" in message for message in messages)
     assert holdfast.list_checkpoints(tmp_path) == []
     assert not list(tmp_path.iterdir())
+
+
+def count_keys() -> int:
+    """Count the keys once the ones in the background are deleted."""
+    dist.barrier()
+    time.sleep(0.5)
+    keys: int = dist.distributed_c10d._get_default_store().num_keys()
+    dist.barrier()
+    return keys
+
+
+def save_often(path: str, ranks_per_host: int, async_save: bool) -> int:
+    counts, state = [], {"w": torch.arange(5000.0)}
+    hosts: AbstractContextManager[None] = on_hosts(ranks_per_host) if ranks_per_host else nullcontext()
+    with hosts:
+        for save in range(12):
+            holdfast.save_checkpoint(path, f"s{save}", state, async_save=async_save, num_kept_ckpts=1)
+            if save % 8 == 3:
+                holdfast.finalize()
+                counts.append(count_keys())
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("ranks_per_host", "async_save"), [(0, False), (0, True), (1, False)])
+def test_saves_leave_no_keys(ranks: Ranks, tmp_path: Path, ranks_per_host: int, async_save: bool) -> None:
+    assert all(growth <= 3 for growth in ranks(3, save_often, str(tmp_path), ranks_per_host, async_save))

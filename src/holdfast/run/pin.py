@@ -62,7 +62,7 @@ def is_being_removed(parent: Path, tag: str, run: str, names: Collection[str]) -
 
 
 def _is_lock_dead(path: Path) -> bool:
-    """Return whether a lock is gone, or the process that took it is known to be dead."""
+    """Return whether a lock is removed, or the process that took it is known to be dead."""
     try:
         with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
             return lock.proves_death()
