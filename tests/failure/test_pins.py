@@ -256,7 +256,7 @@ def test_a_checkpoint_is_there_as_long_as_its_pin(tmp_path: Path) -> None:
 
     def rename_late(source: Path, target: Path) -> None:
         reader.start()
-        time.sleep(0.5)
+        time.sleep(0.2)
         rename(source, target)
 
     reader, rename = threading.Thread(target=pin_and_look), cleanup.rename_path
