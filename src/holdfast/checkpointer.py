@@ -298,7 +298,7 @@ class Checkpointer:
     ) -> None:
         try:
             if error is None:
-                self.finalize()
+                self.finalize()  # so that it is known whether the last save has failed
                 self._save_last_step()
                 self.finalize()
             else:
@@ -308,8 +308,8 @@ class Checkpointer:
 
     def _save_last_step(self) -> None:
         """Save the last completed step if that was not done, and if the objects are still in its state."""
-        was_saved = self._last <= self._saved and not (self._handle is not None and self._handle.has_failed())
-        if was_saved:
+        has_failed = self._handle is not None and self._handle.has_failed()
+        if self._last <= self._saved and not has_failed:
             return
         if self._counter.steps == self._counted:
             self._save(f"step_{self._last}", forced=True)

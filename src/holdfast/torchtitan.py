@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torchtitan.components.checkpointer import BaseCheckpointManager
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    ModelWrapper,
-)
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, ModelWrapper
 
 from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.components.api import load_model, save_model
@@ -42,7 +36,7 @@ _TENSOR_STATES = (OPTIMIZER, LR_SCHEDULER)
 _SEED_STEP = 0
 
 #: holdfast's names of torchtitan's states. All others are ``stateful`` objects under their own names.
-_COMPONENTS = {MODEL: "model", OPTIMIZER: "optimizer", LR_SCHEDULER: "scheduler", DATALOADER: "dataloader"}
+_COMPONENTS = {OPTIMIZER: "optimizer", LR_SCHEDULER: "scheduler", DATALOADER: "dataloader"}
 
 
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the package has no types
@@ -88,11 +82,10 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         local_path(config.folder)  # refuses the address of an object store, which looks like a relative path below
         self.folder = local_path(base_folder or ".") / config.folder
         self.model_parts = model_parts
-        self.states = {**states, OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader}
-        if unknown := set(config.exclude_from_loading) - set(self.states):
-            raise InvalidArgumentError(
-                f"exclude_from_loading names {sorted(unknown)}; the states are {sorted(self.states)}"
-            )
+        given = {**states, OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader}
+        self.states = {name: state for name, state in given.items() if state is not None}
+        if unknown := set(config.exclude_from_loading) - set(given):
+            raise InvalidArgumentError(f"exclude_from_loading names {sorted(unknown)}; the states are {sorted(given)}")
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             raise InvalidArgumentError(
                 "last_save_in_hf and initial_load_in_hf need a model with a sd_adapter; this model has none"
@@ -121,7 +114,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
             self._restore(path, None, self.config.initial_load_model_only)
             return
         states = self._states_to_load()
-        in_dcp = {name: states.pop(name) for name in [*states] if name not in _TENSOR_STATES and states[name]}
+        in_dcp = {name: states.pop(name) for name in [*states] if name not in _TENSOR_STATES}
         restore(path, model=self.model_parts, **_name_components(states), timeout=self.config.timeout)
         dcp_load(in_dcp, storage_reader=FileSystemReader(path))
 
@@ -164,6 +157,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
             _TAG.format(step),
             **components,
             step=step,
+            overwrite=True,  # after load_step, a run reaches steps again that it has saved
             keep=self.config.keep_latest_k or None,
             async_save=async_save,
             staging=self.config.staging,
@@ -176,8 +170,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         finalize()
         dtype = getattr(torch, self.config.export_dtype)
         weights = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in ModelWrapper(self.model_parts).state_dict().items()
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in ModelWrapper(self.model_parts).state_dict().items()
         }
         if self.config.last_save_in_hf:
             path = self.folder / _TAG.format(step)
@@ -198,7 +192,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
 
 
 def _name_components(states: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a save or load for states of torchtitan, without those that are ``None``."""
+    """Return the arguments of a save or load for states of torchtitan."""
     components = {_COMPONENTS[name]: state for name, state in states.items() if name in _COMPONENTS}
     stateful = {name: state for name, state in states.items() if name not in _COMPONENTS}
     return components | {"stateful": stateful or None}

@@ -18,12 +18,11 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import transformers
 
 from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.native import is_native
+from holdfast.formats.native import NativeReader, is_native
 from holdfast.ondisk.validation import check_choice, check_tag
 from holdfast.run.retention import KeepLast, KeepTags, Retention
 from holdfast.save.request import FROZEN
@@ -103,7 +102,7 @@ class CheckpointMixin(_Base):
             if self._resumed is None:
                 return super().train(resume_from_checkpoint, *args, **options)
             with tempfile.TemporaryDirectory() as folder:
-                _write_files(Path(folder), content.get("files", {}))
+                _copy_files(self._resumed, content.get("files", ()), Path(folder))
                 write_small(Path(folder) / _STATE_FILE, json.dumps(content["trainer_state"]).encode())
                 return super().train(folder, *args, **options)
         finally:
@@ -136,10 +135,10 @@ class CheckpointMixin(_Base):
             run,
             _TAG.format(step),
             **components,
-            files={_STATE_FILE: state.encode()},
+            files=files | {_STATE_FILE: state.encode()},
             adapter_only=self._adapter_only,
             frozen=self._frozen,
-            user_content={"trainer_state": json.loads(state)} | ({"files": files} if files else {}),
+            user_content={"trainer_state": json.loads(state), "files": sorted(files)},
             step=step,
             metrics=_find_metrics(self.state.log_history, step),
             keep=self._retention_policy(),
@@ -147,7 +146,7 @@ class CheckpointMixin(_Base):
             async_save=self._async_save,
         )
 
-    def _run_own_save(self, folder: Path, model: Any, trial: Any) -> dict[str, Any]:
+    def _run_own_save(self, folder: Path, model: Any, trial: Any) -> dict[str, bytes]:
         """Call the ``Trainer``'s save without what holdfast saves, and return the files that it has written.
 
         It updates the states of callbacks, and subclasses add to it: TRL writes a model card, and states of its own.
@@ -237,7 +236,7 @@ def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[s
     }
 
 
-def _read_files(folder: Path) -> dict[str, Any]:
+def _read_files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of the files that a ``Trainer`` has written into its checkpoint, without its state, by name.
 
     Raises ``InvalidArgumentError`` for a folder.
@@ -249,13 +248,14 @@ def _read_files(folder: Path) -> dict[str, Any]:
             raise InvalidArgumentError(
                 f"this Trainer writes the folder {path.name!r} into its checkpoints; only files are supported"
             )
-    return {path.name: np.frombuffer(read_small(path), np.uint8) for path in paths}
+    return {path.name: read_small(path) for path in paths}
 
 
-def _write_files(folder: Path, files: dict[str, Any]) -> None:
-    """Write the files of a checkpoint for the ``Trainer``. Raises ``InvalidArgumentError`` for an unsafe name."""
-    for name, content in files.items():
-        write_small(folder / check_tag(name), content.tobytes())
+def _copy_files(checkpoint: Path, names: Sequence[str], folder: Path) -> None:
+    """Copy files of a checkpoint for the ``Trainer``. Raises ``CorruptCheckpointError`` if one is not as saved."""
+    reader = NativeReader(checkpoint)
+    for name in names:
+        write_small(folder / check_tag(name), reader.read_small_file(name))
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):

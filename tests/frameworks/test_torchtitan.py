@@ -221,6 +221,19 @@ def test_a_seed_checkpoint_has_only_the_model(ranks: Ranks, tmp_path: Path) -> N
     assert ranks(2, save_seed_then_load, str(tmp_path)) == [(True, True)] * 2
 
 
+def go_back(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    expected = Training(CheckpointManager, folder, **FULL).train(6).everything()
+    training = Training(CheckpointManager, folder, seed=1, **FULL)
+    assert training.checkpointer.load(step=2)
+    assert training.step == 2
+    return training.train(6).everything(), expected
+
+
+def test_a_run_that_goes_back_saves_its_steps_again(ranks: Ranks, tmp_path: Path) -> None:
+    for actual, expected in ranks(2, go_back, str(tmp_path)):
+        assert_equal(actual, expected)
+
+
 def run_with_options(folder: str) -> list[str]:
     options: dict[str, Any] = {"enable_first_step_checkpoint": True, "keep_latest_k": 2}
     training = Training(CheckpointManager, folder, **options)

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from holdfast.conversion.convert import parse_dtype
-from holdfast.conversion.hub_files import CARD, CONFIG, read_card, read_config, read_tokenizer
+from holdfast.conversion.hub_files import CARD, read_card, read_config, read_tokenizer
 from holdfast.conversion.model_card import CardMetadata, CardSource, build_card
 from holdfast.conversion.native_target import companion_files
 from holdfast.conversion.pipeline import Conversion, ConversionRequest
@@ -22,7 +22,7 @@ from holdfast.conversion.tensor_filter import TensorFilter
 from holdfast.engine.comm.session import RankGroup, require_equal
 from holdfast.engine.plan.spec import digest_bytes
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.native import NativeReader
+from holdfast.formats.native import MODEL, NativeReader
 from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import Reader
 from holdfast.observe.events import OnEvent, ignore_event
@@ -31,15 +31,12 @@ from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, 
 from holdfast.ondisk.strict_json import parse_json
 from holdfast.run.lookup import checkpoint_path, open_latest
 from holdfast.run.tags import TagArgument, check_tag_argument
-from holdfast.state.model.hf_config import has_adapters
+from holdfast.state.model.hf_config import CONFIG, has_adapters
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 from holdfast.storage import posix
 
 #: A name of a model on the Hub.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-
-#: The group of the model in a checkpoint.
-_MODEL = "model"
 
 
 def export_model(
@@ -95,17 +92,28 @@ def export_model(
     """
     options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
 
-    def plan() -> ConversionRequest:
+    def plan() -> _PlannedExport:
         return options.plan(posix.local_path(src), posix.local_path(folder), parse_size(max_shard_size))
 
     def compare(posted: list[bytes]) -> bytes:
         return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()
 
     session = RankGroup(process_group).open_session(timeout)
-    request, _ = session.vote("preparing the export", plan, lambda made: _describe_request(made).encode(), compare)
-    if request.to == "hf" and CONFIG not in request.small_files and session.rank == 0:
-        _warn_without_config(request)
-    return Conversion(request, session, on_event or ignore_event).run(verify=True)
+    planned, _ = session.vote(
+        "preparing the export", plan, lambda made: _describe_request(made.request).encode(), compare
+    )
+    if planned.lacks_config and session.rank == 0:
+        warn_caller(
+            f"{planned.request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config="
+        )
+    return Conversion(planned.request, session, on_event or ignore_event).run(verify=True)
+
+
+class _PlannedExport(NamedTuple):
+    """The conversion, and whether its output is a model that transformers cannot open."""
+
+    request: ConversionRequest
+    lacks_config: bool
 
 
 @dataclass(frozen=True)
@@ -120,9 +128,9 @@ class _ExportOptions:
     metadata: CardMetadata
     dtype: torch.dtype | str | None
 
-    def plan(self, path: Path, final: Path, limit: int) -> ConversionRequest:
+    def plan(self, path: Path, final: Path, limit: int) -> _PlannedExport:
         """Return the conversion, with all small files."""
-        wanted, keys = check_tag_argument(self.tag), {} if self.model is None else {_MODEL: self.model}
+        wanted, keys = check_tag_argument(self.tag), {} if self.model is None else {MODEL: self.model}
         reader = open_latest(path if wanted is None else checkpoint_path(path, wanted), keys)
         is_adapter = _has_only_adapters(reader)
         if is_adapter and self.dtype is not None:
@@ -136,7 +144,8 @@ class _ExportOptions:
         has_config = CONFIG in files or CONFIG in dict(companion_files(reader))
         files[CARD] = self._make_card(reader, final.name, tensor_filter, has_config, is_adapter)
         to = "peft" if is_adapter else "hf"
-        return ConversionRequest(reader.path, final, to, tensor_filter, keys, limit, files, reader.fingerprint)
+        request = ConversionRequest(reader.path, final, to, tensor_filter, keys, limit, files, reader.fingerprint)
+        return _PlannedExport(request, lacks_config=not is_adapter and not has_config)
 
     def _make_card(
         self, reader: Reader, title: str, tensor_filter: TensorFilter, has_config: bool, is_adapter: bool
@@ -158,14 +167,9 @@ def _describe_request(request: ConversionRequest) -> str:
     )
 
 
-def _warn_without_config(request: ConversionRequest) -> None:
-    if CONFIG not in dict(companion_files(open_latest(request.source, request.keys))):
-        warn_caller(f"{request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config=")
-
-
 def _has_only_adapters(reader: Reader) -> bool:
     """Return whether the model has PEFT adapters, which are not merged into its weights."""
-    names = reader.groups.get(_MODEL)
+    names = reader.groups.get(MODEL)
     return any(map(is_adapter_group, reader.groups)) and (names is None or has_adapters(names))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InvalidArgumentError
+from holdfast.state.model.hf_config import CONFIG
 from holdfast.storage import posix
 
-#: The names of the configuration of a model, and of its card.
-CONFIG, CARD = "config.json", "README.md"
+#: The name of a model card.
+CARD = "README.md"
 
 #: The names of the files of tokenizers and processors. Everything else in a folder is left out: it may be a whole
 #: model with secrets next to it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,19 +67,21 @@ class NativeTarget:
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
+        companions = self._adapt_dtype(companion_files(self._source.reader))
         small = {
             STATE: build_state_file(carried.shared, {}),
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
-            **{f"{_MODEL}/{name}": data for name, data in self._companions() if is_plain_model},
+            **{f"{_MODEL}/{name}": data for name, data in companions if is_plain_model},
         }
         small |= self.adapter_files()
-        small |= {f"{self.output_name}/{name}": data for name, data in self._companions(self._source.small_files)}
+        given = self._adapt_dtype(self._source.small_files.items())
+        small |= {f"{self.output_name}/{name}": data for name, data in given}
         self._files.finalize(fragments, small, self._build_manifest)
 
-    def _companions(self, given: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, bytes]]:
-        """Yield small files for the model's folder: those of the source, or those that are given."""
+    def _adapt_dtype(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+        """Yield small files. A configuration names the dtype to which the model is cast."""
         dtype = _find_cast(self._source)
-        for name, data in companion_files(self._source.reader) if given is None else given.items():
+        for name, data in files:
             if name == CONFIG and dtype is not None:
                 data = set_config_dtype(data, str(DTYPES[dtype]).removeprefix("torch."))  # noqa: PLW2901
             yield name, data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,8 @@ def _open_without_readahead(path: Path, access: int) -> int | None:
     if not hasattr(os, "posix_fadvise"):  # macOS
         return None
     fd = os.open(path, access | os.O_CLOEXEC)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    with suppress(OSError):  # it is only advice
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return fd
 
 

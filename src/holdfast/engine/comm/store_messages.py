@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from holdfast.engine.comm.polling import poll_until
 from holdfast.engine.comm.session import Session, translate_store_errors
 from holdfast.engine.comm.store import DeadlineStore
+from holdfast.engine.comm.vote import format_ranks
 from holdfast.errors import RankFailedError, RankTimeoutError
 
 #: The most messages that are received with one call.
@@ -46,9 +47,13 @@ class StoreMessages:
             self._session.raise_if_peer_failed()
             return self._store.check(keys)
 
+        def describe_missing() -> str:
+            missing = [sender for sender, key in zip(senders, keys, strict=True) if not self._store.check([key])]
+            return f"{format_ranks(missing)} while {_PHASE}" if missing else ""
+
         with translate_store_errors(_PHASE):
-            if not poll_until(are_sent, self._session.timeout, lambda: f"other ranks while {_PHASE}"):
-                raise RankTimeoutError(f"another rank did not send its bytes while {_PHASE} within the timeout")
+            if not poll_until(are_sent, self._session.timeout, describe_missing):
+                raise RankTimeoutError(f"waited in vain for {describe_missing()}")
             messages = self._store.get(*keys)
             self._store.delete_keys(*keys)
         return messages
