@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from os import PathLike
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from holdfast import view
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.run.catalog import list_checkpoints
+from holdfast.run.object_run import tag_of
 from holdfast.run.pin import held_pin, is_being_removed
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.tags import Best, TagArgument
-from holdfast.storage.posix import list_names, local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
+from holdfast.storage.store import store_of
 from holdfast.view import Checkpoint
 
 #: How often :func:`pin` tries again while a process removes the checkpoint, and the seconds between: that process may
@@ -60,11 +64,14 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
         if identity is None:
             raise InvalidArgumentError(f"{checkpoint.path} is no checkpoint of holdfast: open it without a pin")
         with ExitStack() as pinned:
-            pinned.enter_context(held_pin(checkpoint.path.parent, checkpoint.path.name, identity.run))
             parent, name = checkpoint.path.parent, checkpoint.path.name
-            names = list_names(parent)
-            # A lock of a host that has died may stay: after some attempts it counts no more.
-            waits = attempt < _ATTEMPTS // 2 and is_being_removed(parent, name, identity.run, names)
+            pinned_tag = tag_of(checkpoint.path)
+            pinned.enter_context(held_pin(parent, pinned_tag, identity.run))
+            names = store_of(parent).list_names(parent)
+            # The lock of a host that has died may stay: after some attempts it counts no more. That of an object store
+            # ends by itself, and who holds it looks for pins only once.
+            counts = isinstance(parent, ObjectPath) or attempt < _ATTEMPTS // 2
+            waits = counts and is_being_removed(parent, pinned_tag, identity.run, names)
             if name in names and not waits and holds_checkpoint(checkpoint.path, identity.id):
                 stack.push(pinned.pop_all())
                 return checkpoint
@@ -95,11 +102,8 @@ def wait_for_new(
     Raises:
         InvalidArgumentError: ``timeout`` is negative, or ``poll_seconds`` is not above 0.
     """
-    if (timeout is not None and timeout < 0) or poll_seconds <= 0:
-        raise InvalidArgumentError(
-            f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
-        )
-    run = local_path(path)
+    _check_times(timeout, poll_seconds)
+    run = parse_location(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         if (latest := _find_new(run, after)) is not None:
@@ -135,6 +139,7 @@ def iterate_pinned(
     path: str | PathLike[str],
     after: str | CheckpointInfo | None = None,
     *,
+    every: bool = False,
     timeout: float | None = None,
     poll_seconds: float = 1.0,
 ) -> Iterator[Checkpoint]:
@@ -143,9 +148,25 @@ def iterate_pinned(
     A checkpoint that is removed before it is pinned is left out. The arguments and errors are those of
     :func:`wait_for_new` and :func:`pin`.
 
+    Args:
+        path: As in :func:`wait_for_new`.
+        after: As in :func:`wait_for_new`.
+        every: Yield each checkpoint, the oldest first, also if the loop is slower than the training. A thread pins new
+            ones when they appear. So all that wait for the loop need disk space, whatever the retention policy is.
+        timeout: As in :func:`wait_for_new`, from the moment when the loop asks for the next one.
+        poll_seconds: As in :func:`wait_for_new`.
+
     Yields:
         The open checkpoint. ``path`` of it can be passed to :func:`holdfast.load_checkpoint`.
     """
+    if every:
+        _check_times(timeout, poll_seconds)
+        with closing(_PinCollector(parse_location(path), after, poll_seconds)) as collector:
+            while (taken := collector.take(timeout)) is not None:
+                checkpoint, pinned = taken
+                with pinned:
+                    yield checkpoint
+        return
     for info in iterate_new(path, after, timeout=timeout, poll_seconds=poll_seconds):
         with ExitStack() as stack:
             try:
@@ -155,12 +176,66 @@ def iterate_pinned(
             yield checkpoint
 
 
+class _PinCollector:
+    """Opens and pins the checkpoints of a run directory in a thread as they appear, until they are taken."""
+
+    def __init__(self, run: Path, after: str | CheckpointInfo | None, poll_seconds: float) -> None:
+        self._run, self._after, self._poll_seconds = run, after, poll_seconds
+        #: Open checkpoints with what ends their pins, or the error that ended the thread.
+        self._found: SimpleQueue[tuple[Checkpoint, ExitStack] | Exception] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._collect, name="holdfast-pins", daemon=True)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                for info in _list_new(self._run, self._after):
+                    self._after = info
+                    with ExitStack() as stack:
+                        try:
+                            checkpoint = _open_pinned(self._run, info.tag, stack)
+                        except NoCheckpointError:
+                            continue
+                        self._found.put((checkpoint, stack.pop_all()))
+                self._stopped.wait(self._poll_seconds)
+        except Exception as error:  # noqa: BLE001 - the loop raises it
+            self._found.put(error)
+
+    def take(self, timeout: float | None) -> tuple[Checkpoint, ExitStack] | None:
+        """Return the next checkpoint with what ends its pin; ``None`` if there is none in time."""
+        try:
+            found = self._found.get(timeout=timeout)
+        except Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the thread, and all pins that were not taken."""
+        self._stopped.set()
+        self._thread.join()
+        while not self._found.empty():
+            if not isinstance(found := self._found.get(), Exception):
+                found[1].close()
+
+
+def _check_times(timeout: float | None, poll_seconds: float) -> None:
+    if (timeout is not None and timeout < 0) or poll_seconds <= 0:
+        raise InvalidArgumentError(
+            f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
+        )
+
+
 def _find_new(run: Path, after: str | CheckpointInfo | None) -> CheckpointInfo | None:
     """Return the latest complete checkpoint if it is newer than ``after``, else ``None``."""
+    return next(reversed(_list_new(run, after)), None)
+
+
+def _list_new(run: Path, after: str | CheckpointInfo | None) -> list[CheckpointInfo]:
+    """Return the complete checkpoints that are newer than ``after``, oldest first."""
     complete = [info for info in list_checkpoints(run) if info.status == "complete"]
-    if not complete:
-        return None
-    latest = complete[-1]
     if isinstance(after, str):
         after = next((info for info in complete if info.tag == after), None)
-    return latest if after is None or latest.age > after.age else None
+    return [info for info in complete if after is None or info.age > after.age]

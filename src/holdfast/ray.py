@@ -18,16 +18,20 @@ from typing import Any, Unpack
 import ray.train
 import ray.train.collective
 import torch.distributed as dist
-from ray.train import CheckpointUploadMode
+from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.engine.comm.session import current_process_group
 from holdfast.errors import InvalidArgumentError, NoCheckpointError
+from holdfast.formats.native import RANKS, STATE
+from holdfast.observe.warning import warn_caller
+from holdfast.ondisk import manifest
 from holdfast.run.scan import CheckpointInfo
-from holdfast.run.tags import TagArgument
+from holdfast.run.tags import Best, TagArgument, check_tag_argument, resolve_tag
 from holdfast.run_directory import RestoreOptions
 from holdfast.save.handle import SaveHandle
 from holdfast.save.metrics import read_metrics
+from holdfast.storage import posix
 
 #: The arguments of other ``Checkpointer``s that this one does not take, and what to use instead.
 _REFUSED = {
@@ -75,10 +79,11 @@ class RayCheckpointer(Checkpointer):
     ) -> int:
         """Load the latest checkpoint of the run, if there is one, into the objects of the training.
 
-        Checkpoints that were saved, but not reported because of a failure, count: they are reported now.
+        Checkpoints that were saved, but not reported because of a failure, count: they are reported now. Other
+        checkpoints that the training function has reported to Ray do not count.
 
         Args:
-            tag: The checkpoint to load; the latest by default.
+            tag: The checkpoint to load; the latest by default. There must be none of a later step.
             new_ok: See :meth:`holdfast.Checkpointer.resume`.
             options: The other arguments of :func:`holdfast.restore`, except ``on_corruption``.
 
@@ -89,13 +94,17 @@ class RayCheckpointer(Checkpointer):
             NoCheckpointError: The latest checkpoint that was reported to Ray is missing or has no valid manifest.
             CorruptCheckpointError: The checkpoint is corrupt. There is no fallback to an older one, because the
                 steps after it would get the names of checkpoints that Ray knows.
-            InvalidArgumentError: ``on_corruption`` was passed; and all other errors of
-                :meth:`holdfast.Checkpointer.resume`.
+            InvalidArgumentError: ``on_corruption`` was passed, or there are checkpoints of later steps than ``tag``;
+                and all other errors of :meth:`holdfast.Checkpointer.resume`.
         """
         if "on_corruption" in options:
             raise InvalidArgumentError("resume has no argument on_corruption under Ray: there is no fallback")
-        unreported = self._find_unreported()
-        reports = tag is None and not self._has_begun  # else they are of this process, which has passed them to Ray
+        unreported, selected = self._find_unreported(), check_tag_argument(tag)
+        if selected is not None:
+            self._check_latest(selected)
+        reports = (
+            selected is None and not self._has_begun
+        )  # else they are of this process, which has passed them to Ray
         options["on_corruption"] = "raise"
         step = super().resume(tag, new_ok=new_ok, **options)
         for name, metrics in unreported if reports else ():
@@ -105,21 +114,57 @@ class RayCheckpointer(Checkpointer):
     def _find_unreported(self) -> list[tuple[str, dict[str, float]]]:
         """Return the tags and metrics of the checkpoints that are newer than the latest one that Ray knows.
 
-        Ray forgets the reports that it has not processed when a worker fails, so there can be several.
+        Ray forgets the reports that it has not processed when a worker fails, so there can be several. Raises
+        ``NoCheckpointError`` if the latest one that Ray knows is lost.
         """
-        reported = ray.train.get_checkpoint()
-        known = None if reported is None else Path(reported.path).name
-        complete = [info for info in self.list() if info.status == "complete"]
-        tags = [info.tag for info in complete]
-        newer = None if known and known not in tags else complete[tags.index(known) + 1 if known else 0 :]
+        reported, complete = ray.train.get_checkpoint(), self._list_complete()
+        known = None if reported is None else Path(reported.path)
+        number = self._count_known(known, [info.tag for info in complete])
         # Another host may list the folder as it was before.
-        newer = ray.train.collective.broadcast_from_rank_zero(newer)
+        newer = ray.train.collective.broadcast_from_rank_zero(None if number is None else complete[number:])
         if newer is None:
             raise NoCheckpointError(
-                f"Ray's latest checkpoint {known!r} in {self.path} is missing or cannot be read, and only Ray may "
-                "remove checkpoints there: use another RunConfig(name=…), and load an older one with holdfast.restore"
+                f"Ray's latest checkpoint {known and known.name!r} in {self.path} is missing or cannot be read, and "
+                "only Ray may remove checkpoints there: use another RunConfig(name=…), and load an older one with "
+                "holdfast.restore"
             )
         return [(info.tag, _as_numbers(info.metrics)) for info in newer]
+
+    def _count_known(self, latest: Path | None, tags: list[str]) -> int | None:
+        """Return how many checkpoints, oldest first, are not newer than all that Ray knows; ``None`` if that is lost.
+
+        ``latest`` is the path of Ray's latest checkpoint.
+        """
+        if latest is None:
+            return 0
+        if latest.name in tags:
+            return tags.index(latest.name) + 1
+        if not _is_of_caller(latest):
+            return None
+        reported = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+        names = {Path(entry.checkpoint.path).name for entry in reported}
+        if not tags and ray.train.get_context().get_world_rank() == 0:
+            warn_caller(
+                f"{self.path} has no checkpoint of holdfast, only others that were reported to Ray, the latest is "
+                f"{latest.name!r}: training begins at step 1"
+            )
+        return max((number for number, tag in enumerate(tags, 1) if tag in names), default=0)
+
+    def _list_complete(self) -> list[CheckpointInfo]:
+        return [info for info in self.list() if info.status == "complete"]
+
+    def _check_latest(self, tag: str | Best) -> None:
+        """Raise ``InvalidArgumentError`` if there are checkpoints of later steps, whose names would be used again."""
+        complete, name = self._list_complete(), resolve_tag(self.path, tag)
+        steps = [info.step for info in complete if info.tag == name and info.step is not None]
+        later = [info.tag for info in complete if steps and info.step is not None and info.step > steps[0]]
+        later = ray.train.collective.broadcast_from_rank_zero(later)
+        if later:
+            raise InvalidArgumentError(
+                f"this run cannot go on at {name!r}: it has {later[-1]!r}, and Ray does not take a checkpoint of the "
+                f"same name again; use another RunConfig(name=…), and load {str(self.path / name)!r} with "
+                "holdfast.restore"
+            )
 
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         if overwrite:
@@ -141,6 +186,11 @@ class RayCheckpointer(Checkpointer):
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=partial(_wait_for_save, handle) if handle else None,
         )
+
+
+def _is_of_caller(path: Path) -> bool:
+    """Return whether a checkpoint is not one of holdfast, of which a file may be lost."""
+    return posix.is_directory(path) and not posix.list_names(path) & {manifest.NAME, STATE, RANKS}
 
 
 def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -302,6 +305,63 @@ def resume_from_a_missing_checkpoint(config: dict[str, Any]) -> None:
 
 def test_a_missing_checkpoint_is_no_reason_to_begin_with_an_older_one(tmp_path: Path) -> None:
     fit(tmp_path / "run", 1, resume_from_a_missing_checkpoint)
+
+
+def report_own_checkpoint(step: int) -> None:
+    """Report a checkpoint that is not one of holdfast."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "weights").write_text(str(step))
+        ray.train.report({"score": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def report_own_checkpoints(config: dict[str, Any]) -> tuple[int, list[str]]:
+    """Save every second step, and report an own checkpoint at some steps. Return where it began, and the warnings."""
+    torch.manual_seed(0)
+    with RayCheckpointer(model=torch.nn.Linear(2, 2), save_every=2) as checkpointer:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = checkpointer.resume()
+        for step in range(start + 1, 7):
+            checkpointer.step(step, {"score": step})
+            if step in config["own"]:
+                report_own_checkpoint(step)
+            marker = checkpointer.path / "failed"
+            if step == config["fails"] and not marker.exists():
+                time.sleep(1.0)  # Ray has processed the reports
+                marker.touch()
+                raise OSError("failed on purpose")
+    return start, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("keep", [{}, {"checkpoint_score_attribute": "score", "checkpoint_score_order": "min"}])
+def test_a_run_continues_after_other_checkpoints_that_were_reported(tmp_path: Path, keep: dict[str, Any]) -> None:
+    path = tmp_path / "run"
+    result = fit(path, 1, report_own_checkpoints, keep=keep, failures=1, own=[3, 4], fails=5)
+    assert result.return_value == (4, [])
+    reported = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
+    assert sorted(name for name in reported if name.startswith("step")) == ["step_2", "step_4", "step_6"]
+    assert len(reported) == 5
+
+
+def test_a_run_begins_after_other_checkpoints_alone(tmp_path: Path) -> None:
+    start, messages = fit(tmp_path / "run", 1, report_own_checkpoints, failures=1, own=[1], fails=1).return_value
+    assert start == 0
+    assert any("only others that were reported to Ray" in message for message in messages)
+
+
+def resume_from_older(config: dict[str, Any]) -> None:
+    checkpointer = RayCheckpointer(model=torch.nn.Linear(2, 2), save_every=2)
+    for tag in ("step_2", holdfast.best("score", "min")):
+        with pytest.raises(InvalidArgumentError, match="cannot go on at 'step_2': it has 'step_6'"):
+            checkpointer.resume(tag)
+    assert checkpointer.resume("step_6") == 6
+    checkpointer.step(8)
+
+
+def test_a_run_does_not_go_on_at_an_older_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path / "run", 2, report_own_checkpoints, own=[], fails=0)
+    fit(tmp_path / "run", 2, resume_from_older)
+    assert tags(tmp_path / "run") == ["step_2", "step_4", "step_6", "step_8"]
 
 
 def create_invalid(config: dict[str, Any]) -> None:

@@ -107,3 +107,45 @@ def test_a_checkpoint_that_retention_has_removed_is_left_out(tmp_path: Path) -> 
 
     with mock.patch.object(evaluation, "iterate_new", look):
         assert [checkpoint.tag for checkpoint in holdfast.iterate_pinned(tmp_path)] == ["s1"]
+
+
+def test_every_checkpoint_can_be_evaluated_though_the_training_is_faster_and_keeps_one(tmp_path: Path) -> None:
+    save(tmp_path, 1, num_kept_ckpts=1)
+    seen = []
+    for checkpoint in holdfast.iterate_pinned(tmp_path, every=True, timeout=1.0, poll_seconds=0.01):
+        seen.append(checkpoint.tag)
+        for step in range(2, 6) if len(seen) == 1 else ():
+            save(tmp_path, step, num_kept_ckpts=1)
+            wait_until_pinned(tmp_path, f"s{step}")
+        assert torch.equal(checkpoint["model/w"], torch.ones(2))
+    assert seen == ["s1", "s2", "s3", "s4", "s5"]
+    save(tmp_path, 6, num_kept_ckpts=1)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["s6"]
+    assert not list(tmp_path.glob(".*.pin"))
+
+
+def test_a_loop_over_every_checkpoint_that_ends_early_leaves_no_pin_and_no_thread(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpoints = holdfast.iterate_pinned(tmp_path, every=True, poll_seconds=0.01)
+    assert next(checkpoints).tag == "s1"
+    wait_until_pinned(tmp_path, "s3")
+    checkpoints.close()  # type: ignore[attr-defined]
+    assert not list(tmp_path.glob(".*.pin"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-pins"]
+
+
+def test_an_error_of_the_thread_that_pins_is_raised_in_the_loop(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with (
+        mock.patch.object(evaluation, "held_pin", side_effect=holdfast.StorageError(5, "denied")),
+        pytest.raises(holdfast.StorageError, match="denied"),
+    ):
+        next(holdfast.iterate_pinned(tmp_path, every=True, timeout=10))
+
+
+def wait_until_pinned(path: Path, tag: str) -> None:
+    deadline = time.monotonic() + 30
+    while not list(path.glob(f".{tag}.*.pin")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
