@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast._version import __version__
     from holdfast.api import (
+        add_metrics,
         finalize,
         has_checkpoint,
         list_aliases,
@@ -67,10 +68,14 @@ if TYPE_CHECKING:
     from holdfast.run.tags import LATEST, best
     from holdfast.run_directory import RunDirectory
     from holdfast.save.handle import SaveHandle
+    from holdfast.storage.azure.store import Azure
+    from holdfast.storage.gcs.store import GCS
+    from holdfast.storage.s3.store import S3
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
 _MODULES = {
+    "Azure": "holdfast.storage.azure.store",
     "Checkpoint": "holdfast.view",
     "CheckpointDiff": "holdfast.inspection.diff",
     "CheckpointInfo": "holdfast.run.scan",
@@ -81,6 +86,7 @@ _MODULES = {
     "EmptyRunError": "holdfast.errors",
     "Event": "holdfast.observe.events",
     "FormatError": "holdfast.errors",
+    "GCS": "holdfast.storage.gcs.store",
     "HoldfastError": "holdfast.errors",
     "InvalidArgumentError": "holdfast.errors",
     "KeepBest": "holdfast.run.retention",
@@ -103,6 +109,7 @@ _MODULES = {
     "ReplicaMismatchError": "holdfast.errors",
     "RestoreResult": "holdfast.load.result",
     "ResumableLoader": "holdfast.data.loader",
+    "S3": "holdfast.storage.s3.store",
     "SaveFailed": "holdfast.observe.events",
     "SaveHandle": "holdfast.save.handle",
     "Saved": "holdfast.observe.events",
@@ -117,6 +124,7 @@ _MODULES = {
     "UnsupportedValueError": "holdfast.errors",
     "ValueDiff": "holdfast.inspection.diff",
     "__version__": "holdfast._version",
+    "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
     "diff": "holdfast.inspection.diff",
@@ -147,7 +155,10 @@ _MODULES = {
 }
 
 __all__ = [
+    "GCS",
     "LATEST",
+    "S3",
+    "Azure",
     "Checkpoint",
     "CheckpointDiff",
     "CheckpointInfo",
@@ -193,6 +204,7 @@ __all__ = [
     "UnsupportedValueError",
     "ValueDiff",
     "__version__",
+    "add_metrics",
     "best",
     "convert",
     "diff",

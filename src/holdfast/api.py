@@ -17,12 +17,13 @@ from holdfast.run.aliases import delete_alias
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
-from holdfast.run.tags import TagArgument, check_tag_argument, give_alias
+from holdfast.run.tags import TagArgument, check_tag_argument, give_alias, give_metrics
 from holdfast.run_directory import RestoreOptions, RunDirectory
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
+from holdfast.save.metrics import read_metrics
 from holdfast.save.request import FULL_EVERY
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import parse_location
 
 #: The settings of a default run directory: path, maximum shard size, timeout in seconds, process group.
 _Settings = tuple[Path, int | str, float, dist.ProcessGroup | None]
@@ -186,7 +187,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         RankTimeoutError: A rank did not arrive in time.
         StorageError: The file system reported an error.
     """
-    directory = _defaults.get_directory((local_path(path), max_shard_size, timeout, process_group))
+    directory = _defaults.get_directory((parse_location(path), max_shard_size, timeout, process_group))
     return directory.save(
         tag,
         model,
@@ -250,7 +251,7 @@ def load_checkpoint(
     Raises:
         NoCheckpointError: As in :func:`restore`, like all other errors.
     """
-    return _defaults.get_directory((local_path(path), SHARD_SIZE, timeout, process_group)).load(
+    return _defaults.get_directory((parse_location(path), SHARD_SIZE, timeout, process_group)).load(
         tag, model, optimizer, scheduler, **options
     )
 
@@ -330,7 +331,7 @@ def restore(
         RankTimeoutError: As in :func:`save_checkpoint`.
         StorageError: As in :func:`save_checkpoint`.
     """
-    directory = _defaults.get_directory((local_path(path), SHARD_SIZE, timeout, process_group))
+    directory = _defaults.get_directory((parse_location(path), SHARD_SIZE, timeout, process_group))
     return directory.restore(
         tag,
         model,
@@ -372,7 +373,7 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
     Raises:
         StorageError: The file system reported an error, so the answer is unknown.
     """
-    return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(local_path(path)))
+    return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(parse_location(path)))
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
@@ -385,7 +386,7 @@ def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
         One entry for each checkpoint. Checkpoints that cannot be read, for example because their manifest is corrupt,
         come before all others.
     """
-    return catalog.list_checkpoints(local_path(path))
+    return catalog.list_checkpoints(parse_location(path))
 
 
 def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) -> CheckpointInfo:
@@ -408,7 +409,29 @@ def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) ->
         InvalidArgumentError: The alias cannot be the name of a checkpoint.
         StorageError: The file system reported an error.
     """
-    return give_alias(local_path(path), alias, check_tag_argument(tag))
+    return give_alias(parse_location(path), alias, check_tag_argument(tag))
+
+
+def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[str, Any]) -> CheckpointInfo:
+    """Add metrics to a finished checkpoint, such as the score of an evaluator. Call it on one rank.
+
+    They count like those of the save: for :func:`best`, for :class:`KeepBest`, and in lists. The checkpoint itself does
+    not change: each added metric is a hidden file next to it, which a copy of the checkpoint's directory alone lacks.
+
+    Args:
+        path: The run directory.
+        tag: The checkpoint, as in :func:`restore`; ``None`` or ``LATEST`` for the latest.
+        metrics: Numbers, or tensors of one element, by name. A metric that was added before gets the new value.
+
+    Returns:
+        The checkpoint, with all its metrics.
+
+    Raises:
+        NoCheckpointError: There is no such checkpoint, or it was removed meanwhile.
+        InvalidArgumentError: A metric is no number, or the save has stored a metric of this name.
+        StorageError: The file system reported an error.
+    """
+    return give_metrics(parse_location(path), check_tag_argument(tag), read_metrics(metrics))
 
 
 def remove_alias(path: str | PathLike[str], alias: str) -> None:
@@ -421,7 +444,7 @@ def remove_alias(path: str | PathLike[str], alias: str) -> None:
     Raises:
         NoCheckpointError: There is no such alias.
     """
-    delete_alias(local_path(path), alias)
+    delete_alias(parse_location(path), alias)
 
 
 def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
@@ -433,4 +456,4 @@ def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
     Returns:
         The tags by alias.
     """
-    return {name: alias.tag for name, alias in aliases.list_aliases(local_path(path)).items()}
+    return {name: alias.tag for name, alias in aliases.list_aliases(parse_location(path)).items()}

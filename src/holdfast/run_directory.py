@@ -29,12 +29,13 @@ from holdfast.run.scan import CheckpointInfo
 from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.save.background import background_saves
 from holdfast.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
-from holdfast.save.checkpoint_save import CheckpointSave, SavePlanCache
+from holdfast.save.checkpoint_save import CheckpointSave
 from holdfast.save.handle import SaveHandle
 from holdfast.save.metrics import copy_metrics
 from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
+from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 
 
 class RestoreOptions(TypedDict, total=False):
@@ -120,7 +121,7 @@ class RunDirectory:
         timeout: float = 600.0,
         on_event: OnEvent | None = None,
     ) -> None:
-        self.path = local_path(path)
+        self.path = parse_location(path)
         #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
         self.runs: set[str] = set()
         #: The checkpoints that loads found corrupt. A save may take their tags.
@@ -219,12 +220,19 @@ class RunDirectory:
                 return self._run_save(replace(request, on_event=listener))
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+        save = self._make_save(request)
         try:
             return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
             if save.run_id:
                 self.runs.add(save.run_id)
+
+    def _make_save(self, request: SaveRequest) -> TrainingSave:
+        if isinstance(self.path, ObjectPath):
+            from holdfast.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
+
+            return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
+        return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """Return the event listener, on the coordinator combined with a progress bar."""
@@ -322,6 +330,8 @@ class RunDirectory:
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
         """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        if isinstance(self.path, ObjectPath):  # objects cannot be linked
             return None
         return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
 

@@ -26,12 +26,14 @@ from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.validation import check_keys
+from holdfast.run.added_metrics import read_metrics_of
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.lookup import checkpoint_path, describe_ignored_files, open_latest
+from holdfast.run.object_run import tag_of
 from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.tensors import DTYPES
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import parse_location
 
 #: The groups of tensors that belong to values, and are read through these.
 _VALUE_GROUPS = frozenset({"state", "ranks"})
@@ -84,8 +86,8 @@ class Checkpoint:
 
     @property
     def tag(self) -> str:
-        """The name of the checkpoint's directory or file."""
-        return self._reader.path.name
+        """The tag of the checkpoint; of another format, the name of its directory or file."""
+        return tag_of(self._reader.path)
 
     @property
     def step(self) -> float | None:
@@ -94,8 +96,10 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The metrics by name; ``None`` for values that are not finite."""
-        return {} if self._manifest is None else dict(self._manifest.metrics)
+        """The metrics by name, with those that were added after the save; ``None`` for values that are not finite."""
+        if self._manifest is None:
+            return {}
+        return {**self._manifest.metrics, **read_metrics_of(self.path.parent, self.tag, self._manifest.id)}
 
     @property
     def _manifest(self) -> Manifest | None:
@@ -297,7 +301,7 @@ def open(  # noqa: A001 - the public name
         StorageError: The file system reported an error.
     """
     check_keys(keys)
-    root = local_path(path)
+    root = parse_location(path)
     selected = check_tag_argument(tag)
     checkpoint = Checkpoint(open_latest(root if selected is None else checkpoint_path(root, selected), keys))
     if selected is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):

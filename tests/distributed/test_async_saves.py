@@ -252,13 +252,13 @@ INTERRUPTED = """
 import os, sys, threading, time, signal
 import torch, holdfast
 from holdfast.engine.io import write
-fill, started = write._copy_and_hash, []
+fill, started = write.copy_and_hash, []
 def slow(*a):
     if not started:
         started.append(threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start())
     time.sleep(1)
     return fill(*a)
-write._copy_and_hash = slow
+write.copy_and_hash = slow
 try:
     holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
 except KeyboardInterrupt:

@@ -158,7 +158,7 @@ def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(t
 def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "step_1", 1.0)
     save_as_other_job(tmp_path, "step_2", 2.0)
-    with change_at_call("holdfast.storage.posix.read_small", lambda: shutil.rmtree(tmp_path / "step_1")):
+    with change_at_call("holdfast.run.scan.read_manifest", lambda: shutil.rmtree(tmp_path / "step_1")):
         assert [(info.tag, info.status) for info in holdfast.list_checkpoints(tmp_path)] == [("step_2", "complete")]
 
 

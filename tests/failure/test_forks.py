@@ -65,14 +65,14 @@ def files_open(folder: Path) -> Iterator[None]:
     """A save whose files are open: it is in the middle of its writing."""
     from holdfast.engine.io import write
 
-    fill, is_filling, go_on = write._copy_and_hash, threading.Event(), threading.Event()
+    fill, is_filling, go_on = write.copy_and_hash, threading.Event(), threading.Event()
 
     def stop(*arguments: Any) -> Any:
         is_filling.set()
         go_on.wait(30)
         return fill(*arguments)
 
-    with mock.patch.object(write, "_copy_and_hash", stop):
+    with mock.patch.object(write, "copy_and_hash", stop):
         holdfast.save_checkpoint(folder, "s", {"w": torch.ones(2**20)}, async_save=True)
         assert is_filling.wait(10)
         try:

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 
 import holdfast
 import holdfast.errors
-from holdfast import api
+from holdfast import RunDirectory, api
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.storage.filesystems import Mount
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
 
@@ -112,7 +114,7 @@ def shares_locks(request: pytest.FixtureRequest) -> Iterator[bool]:
     magic = {"ext4": 0xEF53, "NFS": 0x6969, "FUSE": 0x65735546}[request.param]
     with (
         mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic),
-        mock.patch("holdfast.storage.filesystems._mount_options", return_value=["rw"]),
+        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount("nfs", "server:/data", ["rw"])),
     ):
         yield request.param != "FUSE"
 
@@ -282,3 +284,35 @@ def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_pa
     a, b = holdfast.list_checkpoints(tmp_path)
     assert (a.tag, b.tag, a.sequence, b.sequence) == ("a", "b", 1, 2)
     assert a.run == b.run
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "program", "advice"),
+    [
+        ("fuse.gcsfuse", "my-bucket", "gcsfuse", "such as gs://bucket/run"),
+        ("fuse", "mountpoint-s3", "mountpoint-s3", "such as s3://bucket/run"),
+        ("fuse.s3fs", "s3fs", "s3fs", "such as s3://bucket/run"),
+        ("fuse.rclone", "remote:data", "rclone", "pass its URL"),
+    ],
+)
+def test_a_mounted_bucket_is_recognised(tmp_path: Path, kind: str, source: str, program: str, advice: str) -> None:
+    with (
+        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=0x65735546),
+        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount(kind, source, ["rw"])),
+    ):
+        run = RunDirectory(tmp_path / "run")
+        with pytest.warns(UserWarning, match=f"a bucket that {program} has mounted.*{advice}"):
+            run.save("a", {"w": torch.zeros(2)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.save("b", {"w": torch.zeros(2)})
+
+
+def test_other_file_systems_in_user_space_are_no_buckets(tmp_path: Path) -> None:
+    with (
+        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=0x65735546),
+        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount("fuse.sshfs", "host:/data", ["rw"])),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        RunDirectory(tmp_path / "run").save("a", {"w": torch.zeros(2)})

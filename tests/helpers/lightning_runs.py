@@ -35,7 +35,7 @@ KINDS = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp2": 2, "fsdp2-full": 2, "tp": 2,
 
 
 class Lit(lightning.LightningModule):
-    def __init__(self, optimizer: str, layout: str, extra: Any) -> None:  # noqa: ARG002 - hyper-parameters
+    def __init__(self, optimizer: str, layout: str, extra: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
         if layout == "plain":

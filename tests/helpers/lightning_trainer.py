@@ -42,7 +42,7 @@ class Module(LightningModule):
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - Lightning names it
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self.net(batch[0]).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:

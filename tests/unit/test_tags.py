@@ -184,7 +184,7 @@ def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path
 
 def test_a_full_disk_leaves_nothing(run: Path) -> None:
     before = sorted(path.name for path in run.iterdir())
-    full = mock.patch("holdfast.run.aliases.replace_file", side_effect=StorageError(28, "No space left"))
+    full = mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=StorageError(28, "No space left"))
     with full, pytest.raises(StorageError):
         holdfast.set_alias(run, "production")
     assert sorted(path.name for path in run.iterdir()) == before

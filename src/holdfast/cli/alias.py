@@ -14,7 +14,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.run.aliases import delete_alias, list_aliases
 from holdfast.run.tags import give_alias
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import parse_location
 
 
 def alias(
@@ -32,7 +32,7 @@ def alias(
 
     Retention and prune do not remove a checkpoint that has an alias.
     """
-    path = local_path(run)
+    path = parse_location(run)
     check_run(path)
     if remove and (name is None or tag is not None):
         raise InvalidArgumentError("--remove needs the name of an alias, and no tag")

@@ -18,7 +18,8 @@ from holdfast.observe.events import Event, OnEvent, Progress
 from holdfast.observe.terminal import escape_control_characters, progress_bar, terminal_console
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import SHARD_SIZE
-from holdfast.storage.posix import file_size, local_path, walk_files
+from holdfast.storage.object_path import parse_location
+from holdfast.storage.store import count_stored_bytes
 
 #: The format of each file suffix. All other suffixes mean Lightning.
 _FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -92,7 +93,7 @@ def convert(  # noqa: PLR0917 - the options of a command
     """Write a checkpoint of any format in another format, one buffer at a time. SRC is only read."""
     if merge:
         _check_merge(to, [include, exclude, rename, dtype, key, layout])
-        _merge_adapters(resolve_path(src, tag), local_path(dst), max_shard_size, as_json=as_json)
+        _merge_adapters(resolve_path(src, tag), parse_location(dst), max_shard_size, as_json=as_json)
         return
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
     options |= {"rename": _parse_pairs(rename, "--rename"), "keys": _parse_keys(key), "verify": verify}
@@ -106,7 +107,7 @@ def convert(  # noqa: PLR0917 - the options of a command
     options |= {name: value for name, value in nxd_options.items() if value is not None}  # other formats refuse them
     options["layout"] = layout
     options |= {"to": to, "max_shard_size": max_shard_size}
-    _run_conversion(resolve_path(src, tag), local_path(dst), options, as_json=as_json)
+    _run_conversion(resolve_path(src, tag), parse_location(dst), options, as_json=as_json)
 
 
 def consolidate(
@@ -124,7 +125,7 @@ def consolidate(
     It is a Lightning .ckpt, a file of torch.save (.pt, .pth, .bin), or .safetensors.
     """
     src = resolve_path(checkpoint, tag)
-    dst = local_path(output_file) if output_file else src.with_name(src.name + ".consolidated")
+    dst = parse_location(output_file) if output_file else src.with_name(src.name + ".consolidated")
     to = _FORMATS_BY_SUFFIX.get(dst.suffix, "lightning")
     _run_conversion(src, dst, {"to": to, "model_only": model_only or to == "safetensors"}, as_json=as_json)
 
@@ -167,7 +168,7 @@ def show_conversion(src: Path) -> Iterator[OnEvent]:
 
 def print_result(dst: Path, to: str, *, as_json: bool) -> None:
     """Print the path, the format and the size of an output."""
-    size = sum(map(file_size, walk_files(dst)))
+    size = count_stored_bytes(dst)
     if as_json:
         print_json({"path": str(dst), "to": to, "bytes": size})
     else:

@@ -21,7 +21,7 @@ from holdfast.run.aliases import Alias, list_aliases
 from holdfast.run.catalog import StaleDirectory, list_checkpoints, list_stale_directories
 from holdfast.run.retention import sort_by_metric
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 from holdfast.storage.shared_files import own_bytes
 
 #: The share of a checkpoint's size below which its own disk space shows that it shares files. Files that are compressed
@@ -55,7 +55,7 @@ class _Listing:
     @classmethod
     def of(cls, path: Path, best: str | None) -> _Listing:
         checkpoints = list_checkpoints(path)
-        own = {info.tag: own_bytes(info.path) for info in checkpoints}
+        own = {info.tag: _own_bytes(info) for info in checkpoints}
         complete = [info for info in checkpoints if info.status == "complete"]
         ranked = sort_by_metric(complete, *_parse_best(best)) if best is not None else []
         if best is not None and complete and not ranked:
@@ -67,6 +67,11 @@ class _Listing:
     def aliases_of(self, info: CheckpointInfo) -> list[str]:
         """Return the aliases of a checkpoint."""
         return [name for name, alias in self.aliases.items() if alias == Alias(info.tag, info.id)]
+
+
+def _own_bytes(info: CheckpointInfo) -> int:
+    """Return the disk space that no other checkpoint shares. Objects are never shared."""
+    return info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path)
 
 
 def _parse_best(text: str) -> tuple[str, str]:
@@ -92,7 +97,7 @@ def ls(
     are listed before all others. "complete" means that the save was completed; only verify reads
     the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
     """
-    path = local_path(run)
+    path = parse_location(run)
     check_run(path)
     if watch and as_json:
         raise InvalidArgumentError("--watch and --json cannot be used together: leave one of them out")

@@ -15,10 +15,11 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.observe.units import format_count, format_size
 from holdfast.run.catalog import StaleDirectory, list_stale_directories
-from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection
+from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection, seems_alive
 from holdfast.run.retention import KeepLast
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import local_path, path_exists
+from holdfast.storage.object_path import parse_location
+from holdfast.storage.store import store_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def prune(
     The newest complete checkpoint is never removed. Neither are checkpoints that have an alias, or that a process has
     pinned, and files of a running save.
     """
-    path = local_path(run)
+    path = parse_location(run)
     check_run(path)
     if keep is None and not remains:
         raise InvalidArgumentError(
@@ -63,12 +64,15 @@ def prune(
         )
     expired = expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else []
     protected = {info.tag: reason for info in expired if (reason := find_protection(info))}
+    found = list_stale_directories(path) if remains else []
+    young = tuple(leftover for leftover in found if seems_alive(leftover.path, leftover.time))
     removable = _Removable(
         [info for info in expired if info.tag not in protected],
-        list_stale_directories(path) if remains else [],
+        [leftover for leftover in found if leftover not in young],
+        young,
     )
     if not dry_run:
-        removable = _remove_all(path, removable)
+        removable = _remove_all(path, removable, with_leftovers=remains)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
         kept = [*protected, *(leftover.name for leftover in removable.kept)]
@@ -85,14 +89,14 @@ def prune(
         _print_removed(removable, protected, "would remove" if dry_run else "removed")
 
 
-def _remove_all(path: Path, removable: _Removable) -> _Removable:
+def _remove_all(path: Path, removable: _Removable, *, with_leftovers: bool) -> _Removable:
     deleted = list(delete_checkpoints(removable.checkpoints))
-    cleaned = {folder.name for folder in clean_up(path, None)} if removable.leftovers else set()
+    cleaned = {folder.name for folder in clean_up(path, None)} if with_leftovers else set()
     kept = (leftover for leftover in removable.leftovers if leftover.name not in cleaned)
     return _Removable(
         deleted,
         [leftover for leftover in removable.leftovers if leftover.name in cleaned],
-        tuple(leftover for leftover in kept if path_exists(path / leftover.name)),
+        (*removable.kept, *(leftover for leftover in kept if store_of(path).path_exists(path / leftover.name))),
     )
 
 
@@ -104,6 +108,8 @@ def _print_removed(removable: _Removable, protected: Mapping[str, str], action: 
         out.print(f"kept {escape_control_characters(tag)}: {reason}")
     for leftover in removable.kept:
         name = escape_control_characters(leftover.name)
-        out.print(f"kept {name}: a process uses it or may use it, or it cannot be locked or removed")
+        young = "something of it has changed in the last 24 hours, so a process may still write it"
+        used = "a process uses it or may use it, or it cannot be locked or removed"
+        out.print(f"kept {name}: {young if seems_alive(leftover.path, leftover.time) else used}")
     total = format_count(len(removable.checkpoints), "checkpoint"), format_count(len(removable.leftovers), "leftover")
     out.print(f"{action} {total[0]} and {total[1]}, {format_size(removable.nbytes)}", style="dim")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
 
 #: The group whose folder transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"
@@ -25,9 +26,15 @@ def list_unnamed_weights(checkpoint: InspectedCheckpoint) -> Iterator[str]:
     names = checkpoint.manifest.files
     folders = {Path(name).parent for name in names if name.endswith(".safetensors") and name.startswith(_MODEL)}
     for folder in sorted(folders - {Path()}):
-        for file in posix.list_files(checkpoint.path / folder):
+        for file in _list_files(checkpoint.path / folder):
             if str(folder / file.name) not in names and (file.name.endswith(_ENDINGS) or file.name == _ADAPTER):
                 yield f"{file} is not part of this checkpoint: its manifest does not name it{_describe_effect(file)}"
+
+
+def _list_files(folder: Path) -> list[Path]:
+    if isinstance(folder, ObjectPath):
+        return [folder / name for name in sorted(folder.store.list_names(folder))]
+    return posix.list_files(folder)
 
 
 def _describe_effect(file: Path) -> str:

@@ -15,7 +15,8 @@ from holdfast.formats.detect import is_checkpoint
 from holdfast.run.aliases import list_aliases
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.lookup import checkpoint_path
-from holdfast.storage import posix
+from holdfast.storage.object_path import parse_location
+from holdfast.storage.store import store_of
 
 #: The option ``--tag`` of commands that read one checkpoint of a run.
 Tag = Annotated[
@@ -27,7 +28,7 @@ def check_run(path: Path) -> None:
     """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""
     if is_checkpoint(path) and not list_checkpoints(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run: use holdfast show")
-    if not posix.is_directory(path):
+    if not store_of(path).is_directory(path):
         raise NoCheckpointError(f"there is no folder {path}")
 
 
@@ -36,8 +37,8 @@ def resolve_path(path: str, tag: str | None) -> Path:
 
     Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
     """
-    resolved = posix.local_path(path)
+    resolved = parse_location(path)
     if tag is not None:
         return checkpoint_path(resolved, tag)
-    is_alias = not posix.path_exists(resolved) and resolved.name in list_aliases(resolved.parent)
+    is_alias = not store_of(resolved).path_exists(resolved) and resolved.name in list_aliases(resolved.parent)
     return checkpoint_path(resolved.parent, resolved.name) if is_alias else resolved

@@ -16,6 +16,7 @@ from holdfast.cli.stray_weights import list_unnamed_weights
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
 from holdfast.inspection.inspected_checkpoint import describe_unread, inspect_exact_path
 from holdfast.observe.terminal import show_progress
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.shared_files import own_bytes
 
 
@@ -71,7 +72,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         tensors=len(tally.intact),
         checksummed=checksummed,
         bytes=sum(tally.intact.values()),
-        own_bytes=own_bytes(path),
+        own_bytes=sum(tally.intact.values()) if isinstance(path, ObjectPath) else own_bytes(path),
         seconds=seconds,
         problems=tuple(tally.problems),
         notes=(

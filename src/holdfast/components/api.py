@@ -25,10 +25,13 @@ from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.state.restore import RestorePolicy
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 
 #: The pending saves of all calls.
 saves = PendingSaves()
+
+#: The default maximum size of the tensors in one file of a folder, in MiB.
+_MIB_PER_FILE = 1024
 
 
 def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users know
@@ -37,7 +40,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     shard: bool = False,
     gather_dtensor: bool = True,
     prefix: str | None = None,
-    size_per_shard: float = 1024,
+    size_per_shard: float = _MIB_PER_FILE,
     use_safetensors: bool = True,
     use_async: bool = False,
     *,
@@ -53,7 +56,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     Args:
         model: a module in any layout, or a state dict; a list holds the modules of one model.
         checkpoint: the path. An existing file is replaced. In an existing folder the model's files are replaced, and
-            all other files are kept.
+            all other files are kept. In an object store, the files of a folder are replaced one after another.
         shard: ``False``: one file. Its extension decides: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for a file
             of ``torch.save``. ``True``: a folder in the Hugging Face layout, which ``from_pretrained`` opens.
         gather_dtensor: has no effect; accepted for compatibility.
@@ -82,7 +85,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
     del gather_dtensor
     if adapter and prefix:
         raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
-    destination = Destination.for_path(local_path(checkpoint), folder=shard or adapter)
+    destination = Destination.for_path(parse_location(checkpoint), folder=shard or adapter)
     file_format = (
         adapter_file_format()
         if adapter
@@ -97,6 +100,15 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
         prefix or "",
     )
     return saves.save(request, process_group, timeout, use_async=use_async)
+
+
+def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
+    """Save a model in the Hugging Face layout in place of a folder, of which no file is kept. Every rank calls it."""
+    destination = Destination(folder.resolve(), folder=True, keeps_others=False)
+    file_format = model_file_format(destination, _MIB_PER_FILE, use_safetensors=True, model=model)
+    training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS)
+    request = ComponentRequest(destination, training, file_format.layout, file_format.text)
+    saves.save(request, None, timeout, use_async=False)
 
 
 def load_model(
@@ -140,7 +152,7 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
     shard: bool = False,
     gather_dtensor: bool = True,
     prefix: str | None = None,
-    size_per_shard: float = 1024,
+    size_per_shard: float = _MIB_PER_FILE,
     use_async: bool = False,
     *,
     model: Any = None,
@@ -170,7 +182,7 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
         timeout: how many seconds ranks wait for each other before all of them fail.
     """
     del gather_dtensor
-    destination = Destination.for_path(local_path(checkpoint), folder=shard)
+    destination = Destination.for_path(parse_location(checkpoint), folder=shard)
     file_format = optimizer_file_format(destination, size_per_shard)
     training = TrainingObjects(optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks)
     request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "")
@@ -181,7 +193,7 @@ def load_optimizer(
     optimizer: Any,
     checkpoint: str | PathLike[str],
     prefix: str | None = None,
-    size_per_shard: float = 1024,
+    size_per_shard: float = _MIB_PER_FILE,
     *,
     model: Any = None,
     strict: bool = True,
@@ -227,7 +239,7 @@ def save_lr_scheduler(
     With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, which plain torch can load.
     Otherwise it is JSON with the scheduler's class and a CRC.
     """
-    as_torch = local_path(checkpoint).suffix in TORCH
+    as_torch = parse_location(checkpoint).suffix in TORCH
     save_scheduler_state(lr_scheduler, checkpoint, (process_group, timeout), as_torch=as_torch)
 
 
@@ -243,13 +255,13 @@ def load_lr_scheduler(
     Raises ``MismatchError`` if the state is that of another scheduler class; nothing is changed then.
     """
     schedulers.read_scheduler(
-        lr_scheduler, local_path(checkpoint), saves.rank_group(process_group).open_session(timeout)
+        lr_scheduler, parse_location(checkpoint), saves.rank_group(process_group).open_session(timeout)
     )
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:
     """Wait for the pending saves of a path, and return it. A link to a folder has those of the folder, too."""
-    path = local_path(checkpoint)
+    path = parse_location(checkpoint)
     for saved_path in dict.fromkeys((path, path.resolve())):
         background_saves.finalize(saved_path)
     return path
@@ -262,19 +274,23 @@ def load_component(
     ranks_and_timeout: tuple[dist.ProcessGroup | None, float],
     *,
     strict: bool,
+    ignores_unexpected: bool = False,
 ) -> RestoreResult:
-    """Load one component. ``ranks_and_timeout``: the ranks that load together, and how many seconds they wait."""
+    """Load one component. ``ranks_and_timeout``: the ranks that load together, and how many seconds they wait.
+
+    ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
+    """
     path = wait_for_path(checkpoint)
     group, timeout = ranks_and_timeout
     ranks = saves.rank_group(group)
-    if ranks.rank == COORDINATOR_RANK:
+    if ranks.rank == COORDINATOR_RANK and not isinstance(path, ObjectPath):
         with suppress(StorageError):  # all ranks will raise it together when they read
             finish_interrupted_replace(path.parent)
     request = LoadRequest(
         path=path,
         tag=None,
         training=training,
-        policy=RestorePolicy(strict=strict, cast_dtype=True, rng=False),
+        policy=RestorePolicy(strict=strict, cast_dtype=True, rng=False, ignores_unexpected=ignores_unexpected),
         verify=True,
         reader_adapter=view,
         reader_adapter_text=f"{view.kind} with the prefix {view.prefix!r} removed"
@@ -294,5 +310,5 @@ def save_scheduler_state(
     """Save a scheduler's state as JSON or as a ``torch.save`` file. See :func:`load_component` for the arguments."""
     group, timeout = ranks_and_timeout
     schedulers.write_scheduler(
-        lr_scheduler, local_path(checkpoint), saves.rank_group(group).open_session(timeout), as_torch=as_torch
+        lr_scheduler, parse_location(checkpoint), saves.rank_group(group).open_session(timeout), as_torch=as_torch
     )

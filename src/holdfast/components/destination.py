@@ -11,16 +11,23 @@ from holdfast.components.files import FileSet, FragmentsOf
 from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.cleanup import clean_up
-from holdfast.run.staging_dir import StagingDirectory
+from holdfast.run.object_run import check_output_name
+from holdfast.run.upload_staging import make_staging
 from holdfast.storage import directory_trees, posix
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 
 @dataclass(frozen=True)
 class Destination:
-    """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file."""
+    """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file.
+
+    ``keeps_others``: files in the directory that do not belong to the component are kept.
+    """
 
     path: Path
     folder: bool
+    keeps_others: bool = True
 
     @classmethod
     def for_path(cls, path: Path, *, folder: bool) -> Destination:
@@ -29,13 +36,16 @@ class Destination:
 
     def check_replaceable(self) -> None:
         """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
-        if self.folder and posix.is_file(self.path):
+        if isinstance(self.path, ObjectPath):
+            check_output_name(self.path)
+        store = store_of(self.path)
+        if self.folder and store.is_file(self.path):
             raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
-        if not self.folder and posix.is_directory(self.path):
+        if not self.folder and store.is_directory(self.path):
             raise InvalidArgumentError(
                 f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
             )
-        if self.folder and Path.cwd().is_relative_to(self.path.resolve()):
+        if self.folder and not isinstance(self.path, ObjectPath) and Path.cwd().is_relative_to(self.path.resolve()):
             raise InvalidArgumentError(
                 f"{self.path} is, or contains, the working directory of this process, which cannot be replaced in one "
                 "step: choose another folder"
@@ -48,8 +58,9 @@ class ComponentOutput:
     def __init__(self, destination: Destination, files: FileSet) -> None:
         """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
         self._destination, self._files = destination, files
-        clean_up(destination.path.parent, tag=destination.path.name)
-        self._staging = StagingDirectory(destination.path)
+        if not isinstance(destination.path, ObjectPath):
+            clean_up(destination.path.parent, tag=destination.path.name)
+        self._staging = make_staging(destination.path)
         self._staging.create(files.nbytes)
         try:
             self.starts: Sequence[Mapping[str, int]] = [
@@ -80,18 +91,37 @@ class ComponentOutput:
                 self._staging.remove_displaced()
 
     def _publish_folder(self) -> None:
-        """Replace the folder in one step. Files in it that do not belong to the component are kept."""
+        """Replace the folder in one step."""
         final = self._destination.path
+        if isinstance(final, ObjectPath):
+            self._upload_folder(final)
+            return
         if not posix.path_exists(final):
             posix.sync_tree(self.folder)
             self._staging.publish()
             return
-        replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
-        directory_trees.link_remaining(final, self.folder, replaced)
+        if self._destination.keeps_others:
+            replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
+            directory_trees.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
         self._staging.replace()
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
             self._staging.remove_displaced()
+
+    def _upload_folder(self, final: ObjectPath) -> None:
+        """Upload the files over those that are there, and remove what readers would also take for this component."""
+        known = {str(info.path.relative_to(final)) for info in final.store.list_objects(final)}
+        stale = known
+        if self._destination.keeps_others:
+            stale = known & files_named_by(final, self._files.stale_names)
+        # Without an index no reader takes files of both saves for one model, if this one does not end.
+        for name in sorted(stale):
+            if name.endswith(".json"):
+                final.store.remove_file(final / name)
+        self._staging.replace()
+        for name in sorted(stale - self._files.file_names()):
+            final.store.remove_file(final / name)
+        self._staging.remove_displaced()
 
     def discard(self) -> None:
         """Remove the staging directory, unless the folder that it was to replace has already lost its name."""

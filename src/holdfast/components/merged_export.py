@@ -24,6 +24,7 @@ from holdfast.state.model.peft_adapters import BASE
 from holdfast.state.tensors import DTYPES
 from holdfast.state.training import TrainingObjects
 from holdfast.storage import posix
+from holdfast.storage.object_path import parse_location
 
 _MIB = 2**20
 
@@ -56,7 +57,7 @@ def merge_adapters(
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
-    final = posix.local_path(dst)
+    final = parse_location(dst)
     check_destination(final)
     _check_packages()
     reader = open_latest(posix.local_path(src))

@@ -20,6 +20,7 @@ from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.save_plan import TensorSpan, plan_into_files
 from holdfast.engine.plan.split_tensors import split_ranges
 from holdfast.errors import RankMismatchError, UnsupportedValueError
+from holdfast.run.upload_staging import check_hosts
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
 from holdfast.state.capture import STATE
@@ -89,6 +90,7 @@ class ComponentSave(SaveOperation[Path]):
     def _create_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
+            check_hosts(self.path, agreement.host_of)
             files = self._output = ComponentOutput(self._request.destination, file_set)
             if len({*agreement.host_of}) > 1:
                 # Pages that rank 0 has written must not be written back after other hosts have written next to them.

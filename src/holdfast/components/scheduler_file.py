@@ -25,7 +25,7 @@ from holdfast.ondisk import values
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 _FORMAT = "holdfast scheduler"
 
@@ -100,16 +100,17 @@ def _encode_state(state: dict[str, Any]) -> bytes:
 
 
 def _read_file(path: Path) -> Any:
-    if not posix.path_exists(path):
+    store = store_of(path)
+    if not store.path_exists(path):
         raise NoCheckpointError(f"{path} does not exist")
-    if posix.is_directory(path):
+    if store.is_directory(path):
         raise InvalidArgumentError(
             f"{path} is a folder, but a scheduler's state is one file: pass the path of the file"
         )
     if is_torch_file(path):
         return {"class": None, "state": _read_torch_file(path)}
     try:
-        file = msgspec.json.decode(posix.read_small(path, values.VALUES_LIMIT), type=_SchedulerFile)
+        file = msgspec.json.decode(store.read_small(path, values.VALUES_LIMIT), type=_SchedulerFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(f"{path} is not a file with a scheduler's state: {error}") from error
     if file.format != _FORMAT:

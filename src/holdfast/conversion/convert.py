@@ -20,7 +20,7 @@ from holdfast.ondisk.files import SHARD_SIZE, parse_size
 from holdfast.ondisk.validation import check_keys
 from holdfast.state.tensors import NAMES
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 
 
 def convert(
@@ -101,9 +101,11 @@ def convert(
     )
     key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
     request = ConversionRequest(
-        local_path(src), local_path(dst), to, tensor_filter, key_map, parse_size(max_shard_size)
+        parse_location(src), parse_location(dst), to, tensor_filter, key_map, parse_size(max_shard_size)
     )
     if to == NXD:
+        if isinstance(request.final, ObjectPath):
+            raise InvalidArgumentError(f"NxD's format is not written into an object store, as {dst}: pass a folder")
         options = {**format_options, LAYOUT: None if layout is None else str(layout)}
         path: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
         return path

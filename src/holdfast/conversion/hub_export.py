@@ -33,7 +33,7 @@ from holdfast.run.lookup import checkpoint_path, open_latest
 from holdfast.run.tags import TagArgument, check_tag_argument
 from holdfast.state.model.hf_config import CONFIG, has_adapters
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS
-from holdfast.storage import posix
+from holdfast.storage.object_path import parse_location
 
 #: A name of a model on the Hub.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -93,7 +93,7 @@ def export_model(
     options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
 
     def plan() -> _PlannedExport:
-        return options.plan(posix.local_path(src), posix.local_path(folder), parse_size(max_shard_size))
+        return options.plan(parse_location(src), parse_location(folder), parse_size(max_shard_size))
 
     def compare(posted: list[bytes]) -> bytes:
         return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()

@@ -27,7 +27,7 @@ from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.state.capture import build_ranks_file, build_state_file
 from holdfast.state.model.hf_config import CONFIG, has_adapters, set_config_dtype
 from holdfast.state.tensors import DTYPES
-from holdfast.storage.posix import is_file, read_small
+from holdfast.storage.store import store_of
 
 #: The group whose folder transformers opens.
 _MODEL = "model"
@@ -186,6 +186,7 @@ def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
         return
     for folder in (reader.path, reader.path / _MODEL, reader.path / MODELING):
         for name in _COMPANIONS:
-            if is_file(folder / name):
+            store = store_of(folder)
+            if store.is_file(folder / name):
                 check_contained(folder / name, reader.path)
-                yield name, read_small(folder / name)
+                yield name, store.read_small(folder / name)

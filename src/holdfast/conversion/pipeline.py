@@ -44,8 +44,10 @@ from holdfast.observe.reporter import notify_listener
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
-from holdfast.run.staging_dir import StagingDirectory, check_destination
+from holdfast.run.staging_dir import check_destination
+from holdfast.run.upload_staging import check_hosts, make_staging
 from holdfast.storage.direct_io import BufferedWriter
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import file_size, host_id, sync_tree
 
 #: The target of each format: made from the source, the staging path and the final path.
@@ -124,9 +126,9 @@ class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
-    """The name of the staging directory, and the number of the host of each rank."""
+    """The path of the staging directory, and the number of the host of each rank."""
 
-    staging_name: str
+    staging_path: str
     host_of: list[int]
 
 
@@ -135,7 +137,7 @@ class Conversion:
 
     def __init__(self, request: ConversionRequest, session: Session, on_event: OnEvent) -> None:
         self._request, self._session, self._on_event = request, session, on_event
-        self._staging = StagingDirectory(request.final)  # that of rank 0 is used
+        self._staging = make_staging(request.final)  # that of rank 0 is used
 
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
@@ -182,16 +184,18 @@ class Conversion:
         def choose_staging(posted: list[bytes]) -> bytes:
             seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
             require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
-            clean_up(self._request.final.parent, tag=self._request.final.name)
+            if not isinstance(self._request.final, ObjectPath):
+                clean_up(self._request.final.parent, tag=self._request.final.name)
             host_of, _ = deduplicate([by_rank.host.encode() for by_rank in seen])
-            return msgspec.msgpack.encode(_ConversionStart(self._staging.path.name, host_of))
+            check_hosts(self._request.final, host_of)
+            return msgspec.msgpack.encode(_ConversionStart(str(self._staging.path), host_of))
 
         def describe_view(opened: ConversionSource) -> bytes:
             return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, host_id()))
 
         source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_staging)
         start = msgspec.msgpack.decode(raw, type=_ConversionStart)
-        return source, self._request.final.parent / start.staging_name, start.host_of
+        return source, Path(start.staging_path), start.host_of
 
     def _create_files(
         self, source: ConversionSource, target: ConversionTarget, host_of: Sequence[int]

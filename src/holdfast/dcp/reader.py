@@ -17,6 +17,7 @@ from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.save.background import background_saves
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath, is_supported, parse_location
 
 
 class FileSystemReader(StorageReader):
@@ -38,7 +39,7 @@ class FileSystemReader(StorageReader):
     """
 
     def __init__(self, path: str | PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
-        self.path = posix.local_path(path)
+        self.path = parse_location(path)
         self._verify, self._weights_only = verify, weights_only
         self.load_id = str(uuid4())
         self._folder: DcpFolder | None = None
@@ -51,7 +52,7 @@ class FileSystemReader(StorageReader):
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """Begin a new load."""
         if checkpoint_id:
-            self.path = posix.local_path(checkpoint_id)
+            self.path = parse_location(checkpoint_id)
         self.load_id = str(uuid4())
         self._folder = None
 
@@ -60,7 +61,7 @@ class FileSystemReader(StorageReader):
 
         See torch's ``StorageReader`` for this method and the next ones.
         """
-        if not posix.path_exists(self.path):
+        if not isinstance(self.path, ObjectPath) and not posix.path_exists(self.path):
             finish_interrupted_replace(self.path.parent)
         self._folder = DcpFolder.open_folder(self.path, verify=self._verify)
         metadata = self._folder.build_metadata()
@@ -98,8 +99,8 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Return whether this is a path of a file system."""
-        return "://" not in str(checkpoint_id)
+        """Return whether this is a path of a file system, or of an object store that is supported."""
+        return is_supported(checkpoint_id)
 
 
 def _fill_tensor(folder: DcpFolder, item: ReadItem, planner: LoadPlanner) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 
 def allowed_root(root: Path) -> tuple[Path, ...]:
@@ -14,6 +16,8 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
     file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
     because a link could lead anywhere.
     """
+    if isinstance(root, ObjectPath):
+        return (root,)
     repository = root.parent.parent
     blobs = repository / "blobs"
     if root.parent.name == "snapshots" and posix.real_path(blobs) == posix.real_path(repository) / "blobs":
@@ -23,4 +27,4 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
 
 def check_contained(path: Path, root: Path) -> None:
     """Raise ``UnsafeNameError`` if ``path`` is not a regular file inside ``root``, the folder that was opened."""
-    posix.check_regular(path, within=allowed_root(root))
+    store_of(path).check_regular(path, within=allowed_root(root))

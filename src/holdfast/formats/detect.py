@@ -12,11 +12,12 @@ from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_hu
 from holdfast.formats.lightning import META
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
-from holdfast.formats.registry import READABLE
+from holdfast.formats.registry import NXD, READABLE, ReadableFormat
 from holdfast.formats.sharded.model_files import list_components
 from holdfast.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from holdfast.ondisk import manifest
-from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -25,14 +26,14 @@ def is_checkpoint(path: Path) -> bool:
         is_native(path)
         or is_sharded_checkpoint(path)
         or is_huggingface(path)
-        or any(readable.is_at(path) for readable in READABLE.values())
+        or any(readable.is_at(path) for readable in _readable_at(path))
     )
 
 
 def describe_contents(folder: Path) -> str:
     """Return a clause for messages about names that identify a format but are no regular files, such as FIFOs."""
     paths = [folder / name for name in (manifest.NAME, METADATA, META, INDEX, SINGLE)]
-    irregular = [path for path in paths if posix.path_exists(path) and not posix.is_file(path)]
+    irregular = [path for path in paths if store_of(path).path_exists(path) and not store_of(path).is_file(path)]
     return "".join(f"; {path} is not a regular file" for path in irregular)
 
 
@@ -44,22 +45,28 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path, keys=keys)
-    if posix.is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
+    if store_of(path).is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys or {})
     if is_sharded_checkpoint(path):
         return ShardedReader(path, keys or {})
     if is_huggingface(path):
         return HuggingFaceReader(path)
-    for readable in READABLE.values():
+    for readable in _readable_at(path):
         if readable.is_at(path):
             return readable.open(path, keys or {})
-    if not posix.path_exists(path):
+    if not store_of(path).path_exists(path):
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
         f"{path} is not a checkpoint of a format that holdfast reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
         "Lightning, ColossalAI or NxD" + describe_contents(path)
     )
+
+
+def _readable_at(path: Path) -> list[ReadableFormat]:
+    """Return the formats that a path may have. NxD's folders are not read from object stores."""
+    is_local = not isinstance(path, ObjectPath)
+    return [readable for name, readable in READABLE.items() if is_local or name != NXD]
 
 
 def _open_components(folder: Path, keys: Mapping[str, str]) -> Reader:

@@ -16,8 +16,8 @@ from holdfast.formats.reader import FileExtent
 from holdfast.formats.torchfile.entry_checksums import read_entry_checksums
 from holdfast.formats.torchfile.zip_reader import FileWindow, is_zip
 from holdfast.ondisk.range_checksums import RangeChecksum
-from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCh
         yield from records.find_checksums(remaining & records.files)
         remaining -= records.files
     for file in sorted(remaining):
-        window = FileWindow(file, 0, posix.file_size(file), ReaderPool())
+        window = FileWindow(file, 0, store_of(file).file_size(file), ReaderPool())
         if is_zip(window):
             yield from read_entry_checksums(window)
 

@@ -19,7 +19,7 @@ from holdfast.ondisk import block_crcs, values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.header import parse_json_object
 from holdfast.ondisk.values import ArrayCodec
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -34,7 +34,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a folder holds weights in this layout, or a file is a safetensors file."""
-    if posix.is_file(path):
+    if store_of(path).is_file(path):
         return path.suffix == ".safetensors" or is_safetensors(path)
     return bool(kinds_in(path))
 
@@ -42,10 +42,10 @@ def is_huggingface(path: Path) -> bool:
 def kinds_in(folder: Path) -> list[str]:
     """Return which of a model and an optimizer a folder holds in this layout; optimizers as holdfast writes them."""
     index, single = _OPTIMIZER
-    has_optimizer = posix.file_exists(folder / single) or (
-        posix.file_exists(folder / index) and not read_index(folder / index, folder).groups_file
+    has_optimizer = store_of(folder).file_exists(folder / single) or (
+        store_of(folder).file_exists(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    has_model = posix.file_exists(folder / INDEX) or posix.file_exists(folder / SINGLE)
+    has_model = store_of(folder).file_exists(folder / INDEX) or store_of(folder).file_exists(folder / SINGLE)
     return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
 
 
@@ -65,7 +65,7 @@ class HuggingFaceReader:
         self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._file_sets.items()}
 
     def _open_file_sets(self) -> Iterator[tuple[str, SafetensorsFiles]]:
-        if posix.is_file(self.path):
+        if store_of(self.path).is_file(self.path):
             file = SafetensorsFile.open(self.path)
             yield (OPTIMIZER if OPTIMIZER in self._header_values([file]) else MODEL), SafetensorsFiles([file])
             return
@@ -75,16 +75,17 @@ class HuggingFaceReader:
                 yield group, SafetensorsFiles([SafetensorsFile.open(path) for path in paths])
 
     def _list_files(self, index: str, single: str) -> list[Path]:
-        if posix.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
+        store = store_of(self.path)
+        if store.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
             names = sorted(set(self._weight_map(index).values()))
             return [self._checked_path(self.path / name, index) for name in names]
-        return [self._checked_path(self.path / single, index)] if posix.file_exists(self.path / single) else []
+        return [self._checked_path(self.path / single, index)] if store.file_exists(self.path / single) else []
 
     def _weight_map(self, name: str) -> dict[str, str]:
         return read_index(self.path / name, self.path).weight_map
 
     def _checked_path(self, file: Path, index: str) -> Path:
-        if not posix.path_exists(file):
+        if not store_of(file).path_exists(file):
             raise CorruptCheckpointError(f"{file} is missing; {index} names it")
         check_contained(file, self.path)
         return file
@@ -147,7 +148,7 @@ class HuggingFaceReader:
     def check_files(self) -> None:
         """Check that an index names just the tensors that are in the files. There are no checksums of the files."""
         for group, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
-            if group in self._file_sets and posix.file_exists(self.path / index):
+            if group in self._file_sets and store_of(self.path).file_exists(self.path / index):
                 self._check_index(index, self._file_sets[group])
 
     def _check_index(self, index: str, files: SafetensorsFiles) -> None:

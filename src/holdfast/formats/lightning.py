@@ -16,21 +16,21 @@ from holdfast.formats.dcp import folder
 from holdfast.formats.torch_file import read_tree
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 META = "meta.pt"
 
 
 def is_lightning(path: Path) -> bool:
     """Return whether a folder has ``meta.pt`` and the metadata of a distributed checkpoint."""
-    return posix.file_exists(path / META) and folder.is_dcp(path)
+    return store_of(path).file_exists(path / META) and folder.is_dcp(path)
 
 
 class LightningReader(TreeReader):
     """A reader of Lightning's folders. ``keys`` names components that are not detected: ``{"model": "app.net"}``."""
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
-        posix.check_regular(path / META, within=(path,))
+        store_of(path).check_regular(path / META, within=(path,))
         saved = folder.read_tree(path)
         meta = read_tree(path / META, saved.budget)
         if not isinstance(meta.root, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.param_order import restore_order
 from holdfast.ondisk.strict_json import parse_json
 from holdfast.ondisk.values import ArrayCodec
-from holdfast.storage import posix
 from holdfast.storage.filesystems import forget_names
+from holdfast.storage.store import store_of
 
 #: The names of the model and the optimizer; a name may follow after a slash: ``model/ema``.
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -70,15 +70,15 @@ class _PerRank(msgspec.Struct):
 
 def is_native(path: Path) -> bool:
     """Return whether a folder has a manifest."""
-    return posix.is_file(path / manifest.NAME)
+    return store_of(path).is_file(path / manifest.NAME)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises ``CheckpointReplacedError`` if there is none, or not any more."""
     file = path / manifest.NAME
     try:
-        posix.check_regular(file, within=(path,))
-        return manifest.decode_manifest(posix.read_small(file), str(file))
+        store_of(file).check_regular(file, within=(path,))
+        return manifest.decode_manifest(store_of(file).read_small(file), str(file))
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -91,10 +91,10 @@ def claims_to_be_native(path: Path) -> bool:
     It does if the manifest names the format, or if both ``state.json`` and ``ranks.json`` are there.
     """
     with suppress(HoldfastError):
-        table = parse_json(posix.read_small(path / manifest.NAME), manifest.NAME)
+        table = parse_json(store_of(path).read_small(path / manifest.NAME), manifest.NAME)
         if isinstance(table, dict) and table.get("format") == "holdfast":
             return True
-    return posix.is_file(path / STATE) and posix.is_file(path / RANKS)
+    return store_of(path).is_file(path / STATE) and store_of(path).is_file(path / RANKS)
 
 
 def holds_checkpoint(path: Path, identity: str) -> bool:
@@ -161,7 +161,8 @@ class NativeReader:
                 folder, _, file = name.rpartition("/")
                 group = folder or file.split(".")[0].split("-")[0]
                 try:
-                    data_file = SafetensorsFile.open(self._existing_file(name), record)
+                    with _missing_as_corrupt(self.path / name):
+                        data_file = SafetensorsFile.open(self._existing_file(name), record)
                     files_by_group.setdefault(group, []).append(data_file)
                 except CorruptCheckpointError as error:
                     if unopened is None:
@@ -171,9 +172,8 @@ class NativeReader:
 
     def _existing_file(self, name: str) -> Path:
         path = self.path / name
-        if not posix.path_exists(path):
-            raise CorruptCheckpointError(f"{path} is missing; the manifest names it")
-        posix.check_regular(path, within=(self.path,))
+        with _missing_as_corrupt(path):
+            store_of(path).check_regular(path, within=(self.path,))
         return path
 
     @property
@@ -223,7 +223,8 @@ class NativeReader:
             raise CorruptCheckpointError(
                 f"the manifest of {self.path} does not name {name}, which every checkpoint has"
             )
-        data = posix.read_small(self._existing_file(name), values.VALUES_LIMIT)
+        with _missing_as_corrupt(self.path / name):
+            data = store_of(self.path).read_small(self._existing_file(name), values.VALUES_LIMIT)
         if not _matches_record(data, record):
             raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: the file is corrupt")
         return data
@@ -245,6 +246,17 @@ class NativeReader:
                     self.read_small_file(name)
                 except CorruptCheckpointError as error:
                     yield error
+
+
+@contextmanager
+def _missing_as_corrupt(path: Path) -> Iterator[None]:
+    """Raise ``CorruptCheckpointError`` if a file that the manifest names is missing."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+            raise
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it") from error
 
 
 def _find_model(path: Path, groups: Collection[str], key: str | None) -> str:

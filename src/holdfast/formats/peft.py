@@ -17,7 +17,7 @@ from holdfast.formats.reader import CheckpointValues, FileExtent, Reader, Unread
 from holdfast.formats.torch_file import TorchFileReader
 from holdfast.ondisk.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group, is_adapter_group
 from holdfast.ondisk.values import ArrayCodec
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 #: PEFT's names of the file with the tensors of an adapter. It prefers the first.
 _SAFETENSORS, ADAPTER_BIN = f"{ADAPTER_STEM}.safetensors", f"{ADAPTER_STEM}.bin"
@@ -31,18 +31,18 @@ _DEFAULT = "default"
 
 def is_peft(path: Path) -> bool:
     """Return whether a folder holds adapters as PEFT stores them."""
-    return posix.is_directory(path) and next(_find_files(path), None) is not None
+    return store_of(path).is_directory(path) and next(_find_files(path), None) is not None
 
 
 def _find_files(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name and the file of each adapter in a folder."""
     folders = {_DEFAULT: path}
-    for folder in posix.list_subdirectories(path):
-        if not posix.path_exists(folder / _TRAINER_STATE):
+    for folder in store_of(path).list_subdirectories(path):
+        if not store_of(folder).path_exists(folder / _TRAINER_STATE):
             folders.setdefault(folder.name, folder)
     for name, folder in folders.items():
-        files = [folder / file for file in (_SAFETENSORS, ADAPTER_BIN) if posix.file_exists(folder / file)]
-        if files and posix.file_exists(folder / ADAPTER_CONFIG):
+        files = [folder / file for file in (_SAFETENSORS, ADAPTER_BIN) if store_of(folder).file_exists(folder / file)]
+        if files and store_of(folder).file_exists(folder / ADAPTER_CONFIG):
             yield name, files[0]
 
 
@@ -103,7 +103,8 @@ def read_adapter_files(reader: Reader) -> dict[str, bytes]:
         for folder in folders.values():
             check_contained(folder / ADAPTER_CONFIG, reader.path)
         return {
-            f"{group}/{ADAPTER_CONFIG}": posix.read_small(folder / ADAPTER_CONFIG) for group, folder in folders.items()
+            f"{group}/{ADAPTER_CONFIG}": store_of(folder).read_small(folder / ADAPTER_CONFIG)
+            for group, folder in folders.items()
         }
     return {}
 

@@ -14,17 +14,16 @@ from holdfast.ondisk import block_crcs, header
 from holdfast.ondisk.files import CRC_KEY, TIED_KEY, TensorInfo
 from holdfast.ondisk.header import SafetensorsHeader, parse_json_object
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.storage import posix
-from holdfast.storage.direct_io import BufferedReader
+from holdfast.storage.store import store_of
 
 
 def is_safetensors(path: Path) -> bool:
     """Return whether a file begins as safetensors files do: a header length that fits into the file, then a brace."""
-    size = posix.file_size(path)
-    if size <= header.LENGTH_BYTES:
-        return False
     start = bytearray(header.LENGTH_BYTES + 1)
-    with BufferedReader(path) as reader:
+    with store_of(path).open_reader(path) as reader:
+        size = reader.size
+        if size <= header.LENGTH_BYTES:
+            return False
         reader.read(0, memoryview(start))
     return int.from_bytes(start[:-1], "little") <= size - header.LENGTH_BYTES and start[-1:] == b"{"
 
@@ -42,12 +41,12 @@ class SafetensorsFile:
 
         With a ``record`` from a manifest, its sizes and CRC are checked. Raises ``CorruptCheckpointError``.
         """
-        size = posix.file_size(path)
-        if record is not None and size != record.size:
-            raise CorruptCheckpointError(
-                f"{path} has {size} bytes, the manifest says {record.size}: the file is corrupt or truncated"
-            )
-        with BufferedReader(path) as reader:
+        with store_of(path).open_reader(path) as reader:
+            size = reader.size
+            if record is not None and size != record.size:
+                raise CorruptCheckpointError(
+                    f"{path} has {size} bytes, the manifest says {record.size}: the file is corrupt or truncated"
+                )
             prefix = bytearray(min(header.LENGTH_BYTES, size))
             reader.read(0, memoryview(prefix))
             raw = bytearray(header.header_length(bytes(prefix), size, str(path)))

@@ -10,8 +10,8 @@ from holdfast.formats.torchfile.zip_reader import FileWindow, is_zip
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 #: A key that every file of Lightning's Trainer has.
 _LIGHTNING = "pytorch-lightning_version"
@@ -19,14 +19,14 @@ _LIGHTNING = "pytorch-lightning_version"
 
 def is_torch_file(path: Path) -> bool:
     """Return whether a file begins as those of ``torch.save`` do."""
-    if not posix.is_file(path):
+    if not store_of(path).is_file(path):
         return False
     window = _open_window(path)
     return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
 
 
 def _open_window(path: Path) -> FileWindow:
-    return FileWindow(path, 0, posix.file_size(path), ReaderPool())
+    return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool())
 
 
 def read_tree(path: Path, budget: ReadBudget | None = None) -> archive.ArchiveTree:
@@ -48,7 +48,7 @@ class TorchFileReader(TreeReader):
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         budget = ReadBudget()
-        size, tree = posix.file_size(path), read_tree(path, budget)
+        size, tree = store_of(path).file_size(path), read_tree(path, budget)
         contents = classify_tree(tree.root, keys, budget, str(path))
         is_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
         super().__init__(

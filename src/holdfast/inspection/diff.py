@@ -12,7 +12,7 @@ from holdfast.inspection.inspected_checkpoint import inspect_path
 from holdfast.inspection.tensor_pairs import info_of
 from holdfast.inspection.value_differences import ABSENT
 from holdfast.ondisk.files import TensorInfo
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import parse_location
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def diff(left: str | PathLike[str], right: str | PathLike[str], pattern: str | N
         CorruptCheckpointError: Stored bytes differ from what was saved.
         CheckpointReplacedError: Another process replaced or removed a checkpoint meanwhile.
     """
-    comparison = compare_metadata(inspect_path(local_path(left)), inspect_path(local_path(right)), pattern)
+    comparison = compare_metadata(inspect_path(parse_location(left)), inspect_path(parse_location(right)), pattern)
     if comparison.suspect:
         comparison = compare_suspects(comparison, lambda _: None)
     return _describe(comparison)

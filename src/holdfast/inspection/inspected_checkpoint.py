@@ -21,12 +21,15 @@ from holdfast.formats.sharded.inspect import inspect_shards
 from holdfast.inspection.placeholders import PlaceholderCodec
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import NAME, Manifest
+from holdfast.run.added_metrics import read_metrics_of
 from holdfast.run.catalog import is_run_directory, list_checkpoints
 from holdfast.run.lookup import describe_ignored_files, open_latest, resolve_checkpoint_path
+from holdfast.run.object_run import tag_of
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage import posix
 from holdfast.storage.file_memo import sign_file
 from holdfast.storage.filesystems import forget_names
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 #: Groups of tensors that are inside values.
 VALUE_GROUPS = frozenset({"state", "ranks"})
@@ -61,11 +64,18 @@ class InspectedCheckpoint:
         """The size of all tensors in bytes."""
         return sum(info.nbytes for _, _, info in self.iterate_tensors())
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The metrics by name, with those that were added after the save."""
+        if self.manifest is None:
+            return {}
+        return {**self.manifest.metrics, **read_metrics_of(self.path.parent, tag_of(self.path), self.manifest.id)}
+
     def file_sizes(self) -> dict[Path, int]:
         """Return the size of each file in bytes."""
         if self.manifest:
             return {self.path / name: record.size for name, record in self.manifest.files.items()}
-        return {file: posix.file_size(file) for file in sorted(self.reader.files)}
+        return {file: store_of(file).file_size(file) for file in sorted(self.reader.files)}
 
     def placeholder_codec(self, group: str) -> PlaceholderCodec:
         """Return a codec that replaces the tensors of a group, which are inside values, by placeholders."""
@@ -139,6 +149,8 @@ def _detect_removal(path: Path) -> Iterator[None]:
 
 
 def _inspect_files(path: Path) -> tuple[str, ...]:
+    if isinstance(path, ObjectPath):  # files of other systems are not read there
+        return ()
     inspection = inspect_shards(path)
     if inspection.faults:
         raise CorruptCheckpointError("\n".join(inspection.faults))

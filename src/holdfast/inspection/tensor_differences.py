@@ -14,7 +14,7 @@ import torch
 
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.engine.io.read import read_file_ranges
-from holdfast.engine.io.requests import Fragments, run_in_threads
+from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.sources import InMemorySource, Source
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
@@ -25,6 +25,7 @@ from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
 from holdfast.inspection.placeholders import TensorPlaceholder
 from holdfast.inspection.tensor_pairs import Key, TensorPair, info_of
 from holdfast.ondisk.dtypes import dtype_width
+from holdfast.process.worker_threads import run_in_threads
 
 #: The number of elements that one thread compares at a time, and the number of such slices per read.
 _SLICE, _SLICES = 2**19, 8

@@ -48,6 +48,7 @@ from holdfast.state.per_rank import RankState, SavedRankStates, restore_resized,
 from holdfast.state.restore import LoadTargets, format_lines
 from holdfast.state.training import TrainingObjects
 from holdfast.storage.filesystems import is_local
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import host_id, list_names, path_exists
 
 #: Seconds that a rank waits for a checkpoint that another host sees.
@@ -104,7 +105,7 @@ class LoadOperation:
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks."""
         self.selected = self._select_checkpoint()
-        folder = Path(self.selected.folder)
+        folder = self.selected.locate(self._request.path)
         reader, targets, decision = self._match_targets(folder)
         global_spec = self._exchange_specs(targets, decision)
         plan = self._plan_reads(reader, targets, global_spec, decision)
@@ -206,7 +207,8 @@ class LoadOperation:
     ) -> ReadPlan:
         """Run the last checks before the caller's objects are changed, and plan which rank reads what."""
         request = self._request
-        exchange = request.share_reads == "always" or (request.share_reads == "auto" and decision.hosts > 1)
+        has_page_cache = decision.hosts == 1 and not isinstance(request.path, ObjectPath)
+        exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
         def check_and_plan() -> ReadPlan:
             tensors = list(global_spec.iter_tensors())
@@ -257,13 +259,13 @@ class LoadOperation:
         A client of a network file system may remember for half a minute that a name was missing, or was another
         directory. It asks the server again if the directory is listed. If that does not help, the caller raises.
         """
-        if is_local(folder.parent):
+        if isinstance(folder, ObjectPath) or is_local(folder.parent):
             return
 
         def is_visible() -> bool:
             with suppress(StorageError):
                 list_names(folder.parent)
-                return path_exists(folder) and self.selected.still_exists()
+                return path_exists(folder) and self.selected.still_exists(self._request.path)
             return False
 
         # The other ranks wait for the error of this one for at most the timeout.
@@ -313,7 +315,7 @@ class LoadOperation:
             reconstructed=tuple(reconstructed),
             skipped_checkpoints=tuple(record.tag for record in self.selected.corrupt),
             run=manifest.run if manifest else "",
-            path=Path(self.selected.folder),
+            path=self.selected.locate(self._request.path),
             id=manifest.id if manifest else "",
             matched_by=dict(targets.matched_by),
         )

@@ -26,8 +26,13 @@ from holdfast.run.catalog import find_checkpoint, list_checkpoints_strictly
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
+from holdfast.run.object_run import has_lost_files, lost_files_error
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 from holdfast.run.tags import resolve_tag
+from holdfast.storage.object_path import ObjectPath, make_object_path
+
+#: Seconds between two attempts to select a checkpoint while others are replaced.
+_RETRY_SECONDS = 0.01
 
 #: The maximum number of tags that a message names.
 _MAX_SHOWN = 5
@@ -45,9 +50,14 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     is_latest: bool = False
     corrupt: list[CorruptRecord] = []
 
-    def still_exists(self) -> bool:
-        """Return whether the folder still holds this checkpoint."""
-        return not self.id or holds_checkpoint(Path(self.folder), self.id)
+    def locate(self, run: Path) -> Path:
+        """Return the path of the folder. ``run`` is the path that the caller has passed."""
+        return make_object_path(run.store, self.folder) if isinstance(run, ObjectPath) else Path(self.folder)
+
+    def still_exists(self, run: Path) -> bool:
+        """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
+        folder = self.locate(run)
+        return not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,8 @@ class CheckpointSelector:
         self._filling_error: HoldfastError | None = None
         #: The errors of failed attempts, by tag and id: a tag may be reused meanwhile, and copies have the same id.
         self._errors: dict[tuple[str, str], HoldfastError] = {}
+        #: The tags and ids of checkpoints that were read again, because bytes may have changed on their way.
+        self._read_again: set[tuple[str, str]] = set()
         self.skipped = SkippedCheckpoints()
         self.ignored: str | None = None
         self.filled: set[tuple[str, str]] = set()
@@ -131,28 +143,37 @@ class CheckpointSelector:
         """
         if self._failed is not None:
             self._handle_failure(*self._failed)
-        finish_interrupted_replace(self._request.path)
+        if not isinstance(self._request.path, ObjectPath):
+            finish_interrupted_replace(self._request.path)
         return self._retry_until_stable()
 
     def _handle_failure(self, selected: SelectedCheckpoint, error: HoldfastError) -> None:
         """Return if another attempt may succeed; raise the error otherwise."""
-        if not selected.still_exists():
+        if not selected.still_exists(self._request.path):
             if self._filling_error is error:
                 self._filling_error = CheckpointReplacedError(
                     f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
                 )
             if self._is_timed_out():
                 raise self._timeout_error(error) from error
+        elif self._may_read_again(selected, error):
+            self._read_again.add((selected.tag, selected.id))
         elif self._may_fall_back(selected, error):
             self._errors[selected.tag, selected.id] = error
         else:
             raise self._filling_error or error
+
+    def _may_read_again(self, selected: SelectedCheckpoint, error: HoldfastError) -> bool:
+        """Return whether bytes may have changed on their way through a network without encryption."""
+        is_distant = isinstance(self._request.path, ObjectPath) and isinstance(error, CorruptCheckpointError)
+        return is_distant and (selected.tag, selected.id) not in self._read_again
 
     def _may_fall_back(self, selected: SelectedCheckpoint, error: HoldfastError) -> bool:
         """Return whether another checkpoint may be loaded instead."""
         if not selected.is_latest or self._request.on_corruption == "raise":
             return False
         is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
         is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
         return is_missing or is_mismatched or isinstance(error, CorruptCheckpointError)
 
@@ -173,6 +194,7 @@ class CheckpointSelector:
             except CheckpointReplacedError as error:
                 if self._is_timed_out():
                     raise self._timeout_error(error) from error
+                time.sleep(_RETRY_SECONDS)
             except (CorruptCheckpointError, NoCheckpointError) as error:
                 if self._filling_error is None:
                     raise
@@ -215,7 +237,9 @@ def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
     """Select a checkpoint by its folder. Raises ``CheckpointReplacedError`` if it is replaced or removed meanwhile."""
     try:
         return SelectedCheckpoint(str(folder), tag, read_manifest(folder).id)
-    except NoCheckpointError:
+    except NoCheckpointError as error:
+        if has_lost_files(folder):
+            raise lost_files_error(folder) from error
         raise
     except HoldfastError:  # all ranks raise it when they read the manifest
         return SelectedCheckpoint(str(folder), tag)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-import secrets
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +17,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError, StorageError
 from holdfast.ondisk.validation import check_tag, is_tag
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.atomic_rename import replace_file
-from holdfast.storage.posix import check_regular, list_names, read_small, remove_file, write_small
+from holdfast.storage.store import store_of
 
 _NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")
 
@@ -36,30 +34,22 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write_alias(path: Path, name: str, info: CheckpointInfo) -> None:
     """Make ``name`` an alias of a checkpoint in a run directory, also if it was one of another."""
-    file = _alias_path(path, name)
-    draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-    try:
-        write_small(draft, msgspec.json.encode(Alias(info.tag, info.id)))
-        replace_file(draft, file)
-    except StorageError:
-        with suppress(StorageError):
-            remove_file(draft)
-        raise
+    store_of(path).replace_small(_alias_path(path, name), msgspec.json.encode(Alias(info.tag, info.id)))
 
 
 def delete_alias(path: Path, name: str) -> None:
     """Remove an alias. Raises ``NoCheckpointError`` if there is none of this name."""
     if read_alias(path, name) is None:
         raise NoCheckpointError(f"there is no alias {name!r} in {path}")
-    remove_file(_alias_path(path, name))
+    store_of(path).remove_file(_alias_path(path, name))
 
 
 def read_alias(path: Path, name: str) -> Alias | None:
     """Return what an alias means, or ``None`` if there is none of this name. Raises ``CorruptCheckpointError``."""
     file = _alias_path(path, name)
     try:
-        check_regular(file, within=(path,))
-        return msgspec.json.decode(read_small(file, _MAX_BYTES), type=Alias)
+        store_of(file).check_regular(file, within=(path,))
+        return msgspec.json.decode(store_of(file).read_small(file, _MAX_BYTES), type=Alias)
     except msgspec.DecodeError as error:
         raise CorruptCheckpointError(f"{file} is corrupt: set the alias {name!r} again, or remove the file") from error
     except StorageError as error:
@@ -71,7 +61,7 @@ def read_alias(path: Path, name: str) -> Alias | None:
 def list_aliases(path: Path) -> dict[str, Alias]:
     """Return the aliases in a run directory that can be read, by name."""
     aliases = {}
-    for name in _alias_names(list_names(path)):
+    for name in _alias_names(store_of(path).list_names(path)):
         with suppress(HoldfastError):  # a load by this name says what is wrong
             if (alias := read_alias(path, name)) is not None:
                 aliases[name] = alias

@@ -10,6 +10,7 @@ from holdfast.errors import NoCheckpointError
 from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import parse_hidden_name
 from holdfast.ondisk.manifest import LARGEST
+from holdfast.run.object_run import list_tags, list_unpublished, tag_of_folder
 from holdfast.run.scan import (
     CheckpointInfo,
     displaced_checkpoints,
@@ -19,6 +20,7 @@ from holdfast.run.scan import (
     scan_run,
 )
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
@@ -101,6 +103,8 @@ class StaleDirectory:
 
 def list_stale_directories(run: Path) -> list[StaleDirectory]:
     """Return the hidden directories of saves and removals in a run, except those that still are its checkpoints."""
+    if isinstance(run, ObjectPath):
+        return _list_unpublished(run)
     displaced = {hidden.name for hidden in displaced_checkpoints(posix.list_names(run))}
     stale = []
     for folder in posix.list_hidden_directories(run):
@@ -110,3 +114,11 @@ def list_stale_directories(run: Path) -> list[StaleDirectory]:
         if usage := posix.disk_usage(folder):  # else it was committed or removed meanwhile
             stale.append(StaleDirectory(folder.name, hidden.tag, folder, *usage, hidden.state))
     return stale
+
+
+def _list_unpublished(run: ObjectPath) -> list[StaleDirectory]:
+    """Return the folders in an object store that no pointer names, and the uploads in progress."""
+    return [
+        StaleDirectory(folder.path.name, tag_of_folder(folder.path.name), folder.path, folder.time, folder.nbytes)
+        for folder in list_unpublished(run, list_tags(run))
+    ]

@@ -14,15 +14,28 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.run.added_metrics import list_metric_files, remove_metrics_of
 from holdfast.run.aliases import has_alias
 from holdfast.run.catalog import cached_checkpoints
+from holdfast.run.lease import held_lease, remove_if_over
+from holdfast.run.object_run import (
+    delete_checkpoint_objects,
+    delete_prefix,
+    discard_abandoned,
+    find_tag,
+    list_tags,
+    list_unpublished,
+)
+from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.pin import is_pinned, remove_dead_pin
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.staging_lock import StagingLock, acquire_lock
 from holdfast.storage.atomic_rename import rename_noreplace, rename_path
 from holdfast.storage.directory_trees import remove_tree
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import list_names, path_exists
+from holdfast.storage.store import store_of
 
 #: Seconds without a change after which the staging directory of a dead first save of another job is removed.
 _ABANDONED_SECONDS = 600.0
@@ -34,6 +47,8 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
     ``run`` and ``tag`` restrict the removal to one run and one tag; ``None`` means all. A directory is kept if a living
     process uses it, or if that is unknown. Hidden corrupt checkpoints are removed only if both are ``None``.
     """
+    if isinstance(path, ObjectPath):
+        return _clean_up_objects(path)
     finish_interrupted_replace(path)
     removed, names = [], _list_hidden(path)
     for hidden in names:
@@ -49,7 +64,58 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
             continue
         if _remove_if_dead(path, hidden):
             removed.append(path / hidden.name)
+    if run is None:
+        _remove_stale_metrics(path)
     return removed
+
+
+def _remove_stale_metrics(path: Path) -> None:
+    """Remove metrics that were added to checkpoints that have been removed or replaced since."""
+    ids = {info.tag: info.id for info in cached_checkpoints(path)}
+    for file in list_metric_files(store_of(path).list_names(path)):
+        if ids.get(file.tag) not in {file.id, ""}:  # "": it cannot be read now
+            remove_metrics_of(path, file.tag, file.id)
+
+
+def _clean_up_objects(run: ObjectPath) -> list[Path]:
+    """Remove what saves into an object store have left, if nothing of it has changed for a day.
+
+    No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails.
+    """
+    entries = list_tags(run)
+    for entry in entries:
+        if time.time() - entry.objects[-1].time > ABANDONED_SECONDS:  # else its save may still withdraw it
+            for outdated in entry.objects[:-1]:
+                run.store.remove_version(outdated.path, outdated.etag)
+    unpublished = list_unpublished(run, entries)
+    abandoned = [folder.path for folder in unpublished if not seems_alive(folder.path, folder.time)]
+    removed, failures = _discard_abandoned(abandoned)
+    for upload, began in run.store.list_uploads(run):  # its reply was lost, and the save has begun another one
+        if time.time() - began > ABANDONED_SECONDS:
+            run.store.abort_upload(upload)
+    for hidden in _list_hidden(run):
+        if hidden.state in {"pin", "lock"}:
+            remove_if_over(run / hidden.name, ABANDONED_SECONDS)
+    _remove_stale_metrics(run)
+    if failures:
+        raise failures[0]
+    return removed
+
+
+def seems_alive(folder: Path, time_of_change: float) -> bool:
+    """Return whether the save of a folder in an object store may go on. On a disk, a lock tells it."""
+    return isinstance(folder, ObjectPath) and time.time() - time_of_change <= ABANDONED_SECONDS
+
+
+def _discard_abandoned(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[HoldfastError]]:
+    """Delete what dead saves have uploaded. Return what was deleted, and why others could not be."""
+    removed, failures = list[Path](), list[HoldfastError]()
+    for folder in folders:
+        try:
+            removed += [folder] if discard_abandoned(folder) else []
+        except HoldfastError as error:
+            failures.append(error)
+    return removed, failures
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
@@ -93,7 +159,9 @@ def _find_displaced(path: Path, name: HiddenName) -> list[HiddenName]:
 
 
 def _list_hidden(path: Path) -> list[HiddenName]:
-    return [hidden for name in sorted(list_names(path)) if (hidden := parse_hidden_name(name)) is not None]
+    return [
+        hidden for name in sorted(store_of(path).list_names(path)) if (hidden := parse_hidden_name(name)) is not None
+    ]
 
 
 def _remove_lock_file(path: Path, lock: HiddenName, names: Collection[HiddenName]) -> None:
@@ -135,7 +203,7 @@ def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[
 
 def find_protection(info: CheckpointInfo) -> str | None:
     """Return why a checkpoint must not be removed to save space; ``None`` if nothing is against it."""
-    names = list_names(info.path.parent)
+    names = store_of(info.path).list_names(info.path.parent)
     if is_pinned(info, names):
         return "a process has pinned it"
     return "it has an alias" if has_alias(info, names) else None
@@ -147,13 +215,43 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
     Skip those that have an alias, and those that another process has pinned, removed or replaced.
     """
     for info in checkpoints:
+        if isinstance(info.path, ObjectPath):
+            if _delete_object_checkpoint(info, info.path):
+                yield info
+            continue
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
         if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):
                 # Who pins the checkpoint from now on sees the lock, and waits.
                 is_removed = find_protection(info) is None and _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
+                remove_metrics_of(info.path.parent, info.tag, info.id)
                 yield info
+
+
+def _delete_object_checkpoint(info: CheckpointInfo, folder: ObjectPath) -> bool:
+    """Delete a checkpoint in an object store, unless it is protected or was replaced. Return whether it is deleted."""
+    if find_protection(info) is not None:
+        return False
+    run, lock = folder.parent, HiddenName(info.tag, info.run, secrets.token_hex(8), "lock")
+    with held_lease(run / lock.name):
+        # Who pins the checkpoint from now on sees the lease, and waits.
+        is_deleted = find_protection(info) is None and _delete_if_unchanged(info, folder)
+    if is_deleted:
+        remove_metrics_of(run, info.tag, info.id)
+    return is_deleted
+
+
+def _delete_if_unchanged(info: CheckpointInfo, folder: ObjectPath) -> bool:
+    """Delete a checkpoint in an object store unless it was replaced. Return whether it is deleted."""
+    run, entry = folder.parent, find_tag(folder.parent, info.tag)
+    if folder.name == info.tag:  # it was copied there, without a pointer
+        delete_prefix(folder)
+    elif entry is not None and entry.names_checkpoint(info.id):
+        delete_checkpoint_objects(run, entry)
+    else:
+        return False
+    return True
 
 
 def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.scan import read_info
 from holdfast.storage import atomic_rename, posix
+from holdfast.storage.object_path import ObjectPath
 
 
 class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -27,8 +28,8 @@ class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, folder: Path, tag: str) -> CorruptRecord:
-        """Record the present state of a directory."""
-        return cls(tag, posix.tree_state(folder))
+        """Record the present state of a directory. One in an object store keeps its tag: its keys never change."""
+        return cls(tag, "" if isinstance(folder, ObjectPath) else posix.tree_state(folder))
 
     def is_in(self, folder: Path) -> bool:
         """Return whether a directory holds this checkpoint, unchanged."""

@@ -11,9 +11,12 @@ from holdfast.formats.detect import describe_contents, is_checkpoint, open_reade
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from holdfast.run.object_run import Pointer, checkpoint_folder, find_tag, has_lost_files, lost_files_error
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.tags import Best, resolve_tag
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 #: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
 _ATTEMPTS = 100
@@ -32,7 +35,7 @@ def latest_checkpoint(path: Path) -> CheckpointInfo:
 
 def describe_ignored_files(path: Path) -> str | None:
     """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
-    if not is_checkpoint(path):
+    if isinstance(path, ObjectPath) or not is_checkpoint(path):
         return None
     ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
     if not ignored:
@@ -50,18 +53,24 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     for _ in range(_ATTEMPTS):
         resolved = resolve_checkpoint_path(path)
         with suppress(CheckpointReplacedError):
-            if is_run_directory(path) or (posix.is_directory(resolved) and not is_checkpoint(resolved)):
-                return NativeReader(latest_checkpoint(path).path, keys=keys)
+            if is_run_directory(path) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
+                resolved = latest_checkpoint(path).path
+                return NativeReader(resolved, keys=keys)
             return open_reader(resolved, keys)
+        if has_lost_files(resolved):
+            raise lost_files_error(resolved)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 
 
 def resolve_checkpoint_path(path: Path) -> Path:
-    """Return ``path``, or the hidden directory that holds its checkpoint after an interrupted replace.
+    """Return ``path``, or the path that has the checkpoint of this tag.
 
-    A replace is interrupted if the save died between its two renames.
+    In an object store the name of a folder is a tag and an id. On a file system a save that replaced a checkpoint may
+    have died between two renames: then the checkpoint is in a hidden directory.
     """
-    if posix.path_exists(path):
+    if isinstance(path, ObjectPath):
+        return _resolve_object_path(path)
+    if store_of(path).path_exists(path):
         return path
     displaced = (
         path.parent / hidden.name
@@ -69,6 +78,16 @@ def resolve_checkpoint_path(path: Path) -> Path:
         if hidden.tag == path.name
     )
     return next(displaced, path)
+
+
+def _resolve_object_path(path: ObjectPath) -> Path:
+    is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
+    if is_in_bucket_root or is_native(path):
+        return path
+    entry = find_tag(path.parent, path.name)
+    if entry is None or not isinstance(entry.pointer, Pointer):
+        return path
+    return checkpoint_folder(path.parent, entry.tag, entry.pointer.id)
 
 
 def checkpoint_path(path: Path, tag: str | Best) -> Path:

@@ -8,6 +8,8 @@ at least one of both sees the other. Both look by listing the directory that the
 network file system then asks the server, while it may remember single names wrongly if the times of the directory are
 too coarse. If a lock cannot be made, because the disk is full, who removes looks again after its rename, and renames
 the checkpoint back.
+
+In an object store, pins and locks have the same names, and are leases: see :mod:`holdfast.run.lease`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.run.lease import LOCK_SECONDS, held_lease, remove_if_over
 from holdfast.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import last_change_time, wrap_os_errors
 
 
@@ -33,6 +37,10 @@ def held_pin(parent: Path, tag: str, run: str) -> Iterator[None]:
     Raises ``StorageError`` if the pin cannot be created.
     """
     path = parent / HiddenName(tag, run, secrets.token_hex(8), "pin").name
+    if isinstance(path, ObjectPath):
+        with held_lease(path):
+            yield
+        return
     with closing(acquire_as_owner(path, lambda: OwnedLock(path))):
         yield
 
@@ -63,6 +71,8 @@ def is_being_removed(parent: Path, tag: str, run: str, names: Collection[str]) -
 
 def _is_lock_dead(path: Path) -> bool:
     """Return whether a lock is removed, or the process that took it is known to be dead."""
+    if isinstance(path, ObjectPath):
+        return remove_if_over(path, LOCK_SECONDS)
     try:
         with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
             return lock.proves_death()
@@ -72,6 +82,8 @@ def _is_lock_dead(path: Path) -> bool:
 
 def remove_dead_pin(path: Path) -> bool:
     """Remove a pin if its holder is known to be dead. Return whether it is removed, now or before."""
+    if isinstance(path, ObjectPath):
+        return remove_if_over(path)
     try:
         with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
             is_dead = lock.proves_death() or _is_abandoned(path)

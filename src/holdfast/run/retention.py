@@ -90,11 +90,15 @@ class KeepBest(Retention):
 
     ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric are
     not kept by this policy.
+
+    By default each save must have the metric. With ``required=False`` it need not: then an evaluator can add the metric
+    later, with :func:`holdfast.add_metrics`.
     """
 
     metric: str
     number: int = 1
     mode: Literal["min", "max"] = "min"
+    required: bool = True
 
     def __post_init__(self) -> None:
         _check_count("KeepBest", self.number)
@@ -109,8 +113,11 @@ class KeepBest(Retention):
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
         del step
-        if self.metric not in metrics:
-            raise InvalidArgumentError(f"KeepBest needs {self.metric!r} of every checkpoint: pass metrics=")
+        if self.required and self.metric not in metrics:
+            raise InvalidArgumentError(
+                f"KeepBest needs {self.metric!r} of every checkpoint: pass metrics=, or "
+                "KeepBest(..., required=False) if an evaluator adds it later"
+            )
 
 
 @dataclass(frozen=True)

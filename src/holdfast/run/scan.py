@@ -16,9 +16,20 @@ from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, For
 from holdfast.formats.native import claims_to_be_native, read_manifest
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.ondisk.manifest import NAME, Manifest
+from holdfast.run.added_metrics import list_metric_files, read_added_metrics
+from holdfast.run.object_run import (
+    TAGS,
+    TagEntry,
+    checkpoint_folder,
+    is_copied_folder,
+    list_tags,
+    map_requests,
+)
 from holdfast.storage import posix
 from holdfast.storage.file_memo import FileMemo, sign_file
 from holdfast.storage.filesystems import is_local
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,8 @@ class CheckpointInfo:
         status: ``"complete"``, ``"damaged"`` if the manifest is corrupt, or ``"unreadable"`` if the format is newer or
             the file system refuses access.
         step: The training step, if one was saved.
-        metrics: The metrics by name; ``None`` for values that are not finite.
+        metrics: The metrics by name, with those that were added after the save; ``None`` for values that are not
+            finite.
         sequence: The position in the order of all saves into the run directory.
         time: The time of the save in seconds since 1970.
         nbytes: The total size in bytes of the files that the manifest lists.
@@ -57,10 +69,10 @@ class CheckpointInfo:
     world_size: int = 0
 
     @classmethod
-    def of(cls, path: Path, manifest: Manifest) -> CheckpointInfo:
-        """Create the information from a manifest. The tag is the directory's name, also after a rename."""
+    def of(cls, path: Path, manifest: Manifest, tag: str | None = None) -> CheckpointInfo:
+        """Create the information from a manifest. The tag is by default the directory's name, also after a rename."""
         return cls(
-            tag=path.name,
+            tag=path.name if tag is None else tag,
             path=path,
             step=manifest.step,
             metrics=dict(manifest.metrics),
@@ -95,15 +107,70 @@ def scan_run(path: Path, read_info_of: ReadInfo) -> list[CheckpointInfo]:
 
     The objects are cached and shared: callers must not change them.
     """
+    if isinstance(path, ObjectPath):
+        return _scan_objects(path, read_info_of)
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
-        tags = _candidate_tags(posix.list_names(path))
+        names = posix.list_names(path)
+        tags = _candidate_tags(names)
         for name in sorted(tags.keys() - infos.keys()):
             with suppress(CheckpointReplacedError):
                 infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
         if tags.keys() <= infos.keys():
             checkpoints = [info for name in tags if (info := infos[name]) is not None]
-            return sorted(checkpoints, key=lambda info: (info.status == "complete", *info.age, info.tag))
+            return _sort_infos(_with_added_metrics(path, names, checkpoints))
+
+
+def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
+
+
+def _scan_objects(run: ObjectPath, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there."""
+    names = run.store.list_names(run)
+    entries = list_tags(run) if TAGS in names else []
+    infos = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
+    copied = [name for name in sorted(names - infos.keys()) if is_copied_folder(name)]
+
+    def read_copied(name: str) -> CheckpointInfo | None:
+        with suppress(CheckpointReplacedError):
+            return read_info_of(run / name, name)
+        return None
+
+    found = [*infos.values(), *(info for info in map_requests(read_copied, copied) if info is not None)]
+    return _sort_infos(_with_added_metrics(run, names, found))
+
+
+def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
+    pointer = entry.pointer
+    if isinstance(pointer, HoldfastError):
+        status: Literal["damaged", "unreadable"] = (
+            "damaged" if isinstance(pointer, CorruptCheckpointError) else "unreadable"
+        )
+        return CheckpointInfo(entry.tag, entry.path, status, problem=_error_text(pointer))
+    return CheckpointInfo(
+        tag=entry.tag,
+        path=checkpoint_folder(run, entry.tag, pointer.id),
+        step=pointer.step,
+        metrics=dict(pointer.metrics),
+        sequence=pointer.sequence,
+        time=pointer.time,
+        nbytes=pointer.nbytes,
+        run=pointer.run,
+        id=pointer.id,
+        saved_as=entry.tag,
+        world_size=pointer.world_size,
+    )
+
+
+def _with_added_metrics(path: Path, names: Collection[str], infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    if not (files := list_metric_files(names)):
+        return infos
+    added = read_added_metrics(path, files)
+    return [
+        replace(info, metrics=info.metrics | metrics) if (metrics := added.get((info.tag, info.id))) else info
+        for info in infos
+    ]
 
 
 def _cached_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
@@ -158,6 +225,8 @@ def _is_other_directory(folder: Path) -> bool:
     A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
     left. Then it asks again.
     """
+    if isinstance(folder, ObjectPath):
+        return not store_of(folder).is_file(folder / NAME)
     if not posix.is_directory_without(folder, NAME):
         return False
     if is_local(folder.parent):

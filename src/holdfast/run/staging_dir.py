@@ -22,9 +22,12 @@ from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up, restore_displaced
+from holdfast.run.object_run import check_output_name, find_tag
 from holdfast.run.scan import read_info
 from holdfast.run.staging_lock import StagingLock, acquire_lock, confirm_lock
 from holdfast.storage import atomic_rename, directory_trees, posix
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 #: The most attempts to replace a path while other processes change it.
 _ATTEMPTS = 100
@@ -201,9 +204,14 @@ def check_destination(final: Path) -> None:
     Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is inside a holdfast checkpoint,
     whose manifest lists all files in it.
     """
-    if posix.path_exists(final):
+    if isinstance(final, ObjectPath):
+        check_output_name(final)
+    has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
+    if has_tag or store_of(final).path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
+        if isinstance(folder, ObjectPath) and not folder.key:  # a bucket is no checkpoint
+            break
         info = read_info(folder, folder.name) if is_native(folder) else None
         if info is not None and info.status == "complete" and not is_run_directory(folder):
             raise InvalidArgumentError(f"{final} is inside the checkpoint {folder}: choose a path outside of it")

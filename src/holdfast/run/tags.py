@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from holdfast.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
-from holdfast.formats.native import holds_checkpoint, is_native
+from holdfast.formats.native import holds_checkpoint, is_native, read_manifest
 from holdfast.ondisk.validation import check_choice, check_tag
+from holdfast.run.added_metrics import remove_metrics_of, write_added_metric
 from holdfast.run.aliases import delete_alias, read_alias, write_alias
 from holdfast.run.catalog import list_checkpoints_strictly
 from holdfast.run.retention import sort_by_metric
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.posix import list_names
+from holdfast.storage.store import store_of
 
 #: How often :func:`give_alias` tries again if the checkpoint is removed meanwhile, and the seconds between.
 _ATTEMPTS, _RETRY_SECONDS = 40, 0.05
@@ -110,19 +112,38 @@ def give_alias(run: Path, alias: str, tag: str | Best | None) -> CheckpointInfo:
     checkpoint must still be in a list of the directory. Raises ``NoCheckpointError`` and ``TagExistsError``.
     """
     for _ in range(_ATTEMPTS):
-        info = _find_checkpoint(run, alias, tag)
+        if any((info.tag, info.status) == (alias, "complete") for info in list_checkpoints_strictly(run)):
+            raise TagExistsError(f"there is a checkpoint {alias!r} in {run}: choose another alias")
+        info = _find_checkpoint(run, tag)
         write_alias(run, alias, info)
-        if info.path.name in list_names(run) and holds_checkpoint(info.path, info.id):
+        if info.path.name in store_of(run).list_names(run) and holds_checkpoint(info.path, info.id):
             return info
         delete_alias(run, alias)
         time.sleep(_RETRY_SECONDS)
     raise NoCheckpointError(f"the checkpoints in {run} are removed or replaced faster than one can get an alias")
 
 
-def _find_checkpoint(run: Path, alias: str, tag: str | Best | None) -> CheckpointInfo:
+def give_metrics(run: Path, tag: str | Best | None, metrics: Mapping[str, float | None]) -> CheckpointInfo:
+    """Add metrics to a checkpoint in a run directory, by default to the latest. Return the checkpoint with them.
+
+    Raises ``NoCheckpointError``, and ``InvalidArgumentError`` if the save has stored one of the metrics.
+    """
+    info = _find_checkpoint(run, tag)
+    if stored := sorted(metrics.keys() & read_manifest(info.path).metrics.keys()):
+        raise InvalidArgumentError(
+            f"the checkpoint {info.tag!r} was saved with the metric {stored[0]!r}, which cannot be changed: choose "
+            "another name"
+        )
+    for name, value in metrics.items():
+        write_added_metric(run, info.tag, info.id, name, value)
+    if not holds_checkpoint(info.path, info.id):
+        remove_metrics_of(run, info.tag, info.id)
+        raise NoCheckpointError(f"the checkpoint {info.tag!r} in {run} was removed or replaced meanwhile")
+    return replace(info, metrics={**info.metrics, **metrics})
+
+
+def _find_checkpoint(run: Path, tag: str | Best | None) -> CheckpointInfo:
     complete = [info for info in list_checkpoints_strictly(run) if info.status == "complete"]
-    if any(info.tag == alias for info in complete):
-        raise TagExistsError(f"there is a checkpoint {alias!r} in {run}: choose another alias")
     wanted = None if tag is None else resolve_tag(run, tag)
     matches = [info for info in complete if wanted in {None, info.tag}]
     if not matches:

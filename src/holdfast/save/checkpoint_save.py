@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,9 +17,8 @@ from holdfast.engine.integrity.base_comparison import FileSamples
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.engine.io.requests import Fragments
-from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
 from holdfast.engine.plan.omitted_ranges import omit_ranges
-from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan, plan_save
+from holdfast.engine.plan.save_plan import plan_save
 from holdfast.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -30,46 +26,28 @@ from holdfast.errors import (
     NoCheckpointError,
     TagExistsError,
 )
-from holdfast.formats.native import RANKS, read_manifest
-from holdfast.formats.native import STATE as STATE_FILE
-from holdfast.observe.reporter import EventReporter, note_corrupt
+from holdfast.formats.native import read_manifest
+from holdfast.observe.reporter import note_corrupt
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.manifest import Manifest
 from holdfast.run.catalog import CheckpointIdentity, next_identity
 from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
-from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.incremental import Candidates, IncrementalSave
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
-from holdfast.save.operation import SaveOperation
 from holdfast.save.request import SaveRequest
-from holdfast.state.capture import build_ranks_file, build_state_file
-from holdfast.state.step_only_tensors import step_only_tensors
+from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.storage import posix
 from holdfast.storage.atomic_rename import rename_path
 from holdfast.storage.directory_trees import remove_tree
-from holdfast.storage.shared_files import Sharing
-
-
-@dataclass
-class SavePlanCache:
-    """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
-
-    ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
-    is not on rank 0's host, if there is one. ``sharing`` is what is known about the file system.
-    """
-
-    key: bytes = b""
-    plan: SavePlan = EMPTY_PLAN
-    saves: int = 0
-    witness: int | None = None
-    sharing: Sharing = field(default_factory=Sharing)
+from holdfast.storage.filesystems import find_bucket_mount
+from holdfast.storage.posix import path_exists
 
 
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
@@ -95,18 +73,15 @@ class _OpenedSave(msgspec.Struct, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class CheckpointSave(SaveOperation[CheckpointInfo]):
-    """A save of a training state as one checkpoint of a run."""
+class CheckpointSave(TrainingSave):
+    """A save of a training state as one checkpoint of a run directory."""
 
     def __init__(
         self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, base: Base, timeout: float
     ) -> None:
-        super().__init__(ranks, timeout)
-        self._request, self._cache, self._next_base = request, cache, base
-        self._merged_values: Mapping[str, Any] = {}
-        self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
+        super().__init__(request, ranks, cache, timeout)
+        self._next_base = base
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
-        self._removes_old = False
         self._base = base.checkpoint
         is_incremental = request.incremental is True  # other values are refused in the vote
         self._incremental = IncrementalSave(self._session, self._base if is_incremental else None, cache.sharing)
@@ -115,19 +90,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._replaces_corrupt = False
         #: On rank 0, the files of the new checkpoint.
         self._committed_files: Mapping[str, BaseFile] = {}
-        self._reporter = EventReporter(
-            self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
-        )
-
-    @property
-    def path(self) -> Path:
-        """The path of the new checkpoint."""
-        return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
-
-    @property
-    def run_id(self) -> str:
-        """The id of the checkpoint's run; empty before :meth:`prepare_save`."""
-        return self._identity.run
 
     def prepare_save(self) -> None:
         """Capture the training state, plan the save, and create the staging directory."""
@@ -139,18 +101,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             trusts_versions = self._is_overlapped and self._request.staging.check != "full"
             omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
             self._plan = omit_ranges(self._plan, omitted)
-
-    @property
-    def _is_overlapped(self) -> bool:
-        return self._request.background is not None and self._request.background.staging == "overlapped"
-
-    def _deferred_copies(self) -> DeferredCopies:
-        options = self._request.background
-        if options is None or not self._is_overlapped:
-            return DeferredCopies()
-        keys = step_only_tensors(self._captured, self._request.training.optimizer)
-        numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
-        return DeferredCopies(numbers, sys.maxsize if options.check == "full" else SAMPLED_CHUNKS, self._cache.saves)
 
     def complete_staging(self) -> None:
         """See :class:`SaveOperation`. Then check that tensors that were trusted to be unchanged are."""
@@ -170,10 +120,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         if self._removes_old:
             self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
         return info
-
-    def mark_returned(self) -> float:
-        """Record that the call returns to the caller, and return for how many seconds it blocked."""
-        return self._reporter.mark_returned()
 
     def _roll_back(self, error: BaseException) -> None:
         self._next_base.checkpoint = None  # the next save writes everything
@@ -245,6 +191,8 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
             if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
+            if cache.saves == 0:
+                _warn_of_bucket_mount(request.path)
             identity = next_identity(request.path, request.runs)
             clean_up(request.path, identity.run)
             clean_up_first_saves(request.path, request.tag)
@@ -281,13 +229,6 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
         self._files.create_files(existing=set(candidates.numbers()))
         return candidates
 
-    def _hash_replicas(self) -> bytes:
-        save = 0 if self._request.replica_check == "full" else self._cache.saves
-        digests, seconds = self._writer.hash_replicas(save)
-        if self._plan.replicas:
-            self._reporter.record_replica_check(seconds)
-        return digests
-
     @property
     def _files(self) -> CheckpointFiles:
         return CheckpointFiles(self._staging.path, self._plan)
@@ -304,9 +245,7 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             return HashedResult(fragments, self._captured.rank_values)
 
         def commit(fragments: Fragments, rank_values: list[bytes]) -> bytes:
-            ranks_file = build_ranks_file(rank_values, self._merged_values)
-            state_file = build_state_file(self._merged_values, self._captured.shared_values)
-            small_files = {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}
+            small_files = self._build_small_files(rank_values)
             committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
             self._committed_files = self._incremental.check_links(identify_files(self._staging.path, committed))
             self._publish_checkpoint(committed)
@@ -344,9 +283,14 @@ class CheckpointSave(SaveOperation[CheckpointInfo]):
             if existing.age > CheckpointInfo.of(self.path, committed).age:
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
 
-    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
-        step, metrics = self._request.manifest_numbers()
-        return build_manifest(
-            CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
-            files,
+
+def _warn_of_bucket_mount(run: Path) -> None:
+    """Warn if a run directory is in a bucket that is mounted through FUSE."""
+    existing = next(folder for folder in (run, *run.parents) if path_exists(folder))
+    mount = find_bucket_mount(existing)
+    if mount is not None:
+        url = f"pass its URL instead, such as {mount.scheme}://bucket/{run.name}" if mount.scheme else "pass its URL"
+        warn_caller(
+            f"{run} is in a bucket that {mount.program} has mounted. Such mounts may copy files instead of renaming "
+            f"them, so a crash can leave a mixed checkpoint, and a save may fail: {url}"
         )

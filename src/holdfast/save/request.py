@@ -11,16 +11,19 @@ from typing import Any
 
 from holdfast.engine.comm.call_check import CallDescription
 from holdfast.errors import InvalidArgumentError, TagExistsError
+from holdfast.formats.native import is_native
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.validation import check_choice, check_number, check_tag
 from holdfast.ondisk.values import RANKS_FILE, SHARED_FILE
+from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.corruption import CorruptRecord, find_corrupt
 from holdfast.run.retention import Retention
 from holdfast.save.metrics import read_metrics
 from holdfast.state.training import TrainingObjects
 from holdfast.storage import posix
+from holdfast.storage.object_path import ObjectPath
 
 #: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.
 STAGING = ("eager", "overlapped")
@@ -133,11 +136,20 @@ class SaveRequest:
     def check_destination(self) -> None:
         """Raise ``TagExistsError`` if the tag is taken and must not be overwritten."""
         final = self.path / self.tag
+        if isinstance(final, ObjectPath):
+            self._check_object_destination(final)
+            return
         exists = posix.path_exists(final)
         if self.overwrite and posix.is_directory_without(final, manifest.NAME):
             raise TagExistsError(f"{final} is not a holdfast checkpoint and is not overwritten; choose another tag")
         if exists and not self.overwrite and self.find_corrupt() is None:
             raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+
+    def _check_object_destination(self, final: ObjectPath) -> None:
+        if not self.overwrite and any(info.tag == self.tag for info in cached_checkpoints(self.path)):
+            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+        if self.overwrite and is_native(final):
+            raise TagExistsError(f"{final} was copied there, and is not overwritten; choose another tag, or remove it")
 
     def find_corrupt(self) -> CorruptRecord | None:
         """Return the checkpoint with this tag if it was found corrupt, else ``None``."""

@@ -93,10 +93,15 @@ class ShardWriter:
         if self._plan.needs_exchange:
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
-        file_ranges, shard_of = self._ranges_in_memory(staged)
+        file_ranges, shard_of = self.ranges_in_memory(staged)
         return write_file_ranges(files, file_ranges, shard_of, on_moved)
 
-    def _ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+    def synchronize(self) -> None:
+        """Wait for the work that the caller has enqueued on the accelerators."""
+        synchronize_devices(self._tensors.values(), self._accelerator)
+
+    def ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+        """Return the bytes that this rank has, of its shards or their staged copies, and where these are."""
         if staged is None:
             return self._plan.file_ranges, self._shard_of
         return staged.file_ranges, staged.shard_of
@@ -109,7 +114,7 @@ class ShardWriter:
         striped: Fragments = {}
         if staged is None:
             striped = write_stripes(files, self._plan.stripe_tasks, self._shard_of, cells, on_moved)
-        file_ranges, shard_of = self._ranges_in_memory(staged)
+        file_ranges, shard_of = self.ranges_in_memory(staged)
         kept, cut = cut_out(file_ranges, self._plan.sent)
         packed: list[tuple[int, Fragment]] = []
         for transfer, file_range in (

@@ -60,8 +60,9 @@ class SavedRankStates:
 class RankState:
     """The values that one rank gets back: generator states, seed texts of other generators, loader states, content.
 
-    ``loader`` is this rank's loader state or, if ``split``, the states of all ranks that saved. ``lost`` are the
-    components that were saved and cannot be restored on this number of ranks, each with the reason.
+    ``loader`` is this rank's loader state or, if ``split``, the states of all ranks that saved: for another number of
+    ranks, or for a loader with ``needs_all_states``. ``lost`` are the components that were saved and cannot be restored
+    on this number of ranks, each with the reason.
     """
 
     generators: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +96,8 @@ def restore_same_world_size(
     """
     state = RankState(content=rank_values.get(CONTENT))
     if dataloader is not None and LOADER in rank_values:
-        state.loader = [rank_values[LOADER]]
+        state.split = getattr(dataloader, "needs_all_states", False)
+        state.loader = saved.decode_component(LOADER, saved.arrays) if state.split else [rank_values[LOADER]]
     if generators and RNG in rank_values:
         missing = [name for name in rng.EVERYWHERE if name not in rank_values[RNG]]
         if missing:

@@ -58,7 +58,7 @@ class RestorePolicy:
     ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
     ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
     those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
-    ``"stateful/scaler"``.
+    ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
     """
 
     strict: bool
@@ -67,6 +67,7 @@ class RestorePolicy:
     per_rank_content: bool = False
     allow_missing: frozenset[str] = frozenset()
     lenient: frozenset[str] = frozenset()
+    ignores_unexpected: bool = False
 
     def is_strict(self, component: str) -> bool:
         """Return whether all names of a component, such as ``"model"`` or ``"model/generator"``, must match."""
@@ -115,6 +116,8 @@ class MismatchReport:
 
     def refused_names(self, policy: RestorePolicy) -> list[str]:
         """Return the names that are only in the checkpoint and must not be."""
+        if policy.ignores_unexpected:
+            return []
         return [name for component, name in self.unexpected if policy.is_strict(component)]
 
     def tolerated_reasons(self, policy: RestorePolicy) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.errors import TagExistsError
-from holdfast.storage.posix import fsync_directory, wrap_os_errors
+from holdfast.errors import StorageError, TagExistsError
+from holdfast.storage.posix import fsync_directory, remove_file, wrap_os_errors, write_small
 
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -72,6 +73,18 @@ def replace_file(staging: Path, final: Path) -> None:
     with wrap_os_errors("rename to its final name", staging):
         _rename(staging, final)
     fsync_directory(final.parent)
+
+
+def replace_small(path: Path, data: bytes) -> None:
+    """Write a small file in one atomic step, in place of the one that is there, if any. Make it durable."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_small(draft, data)
+        replace_file(draft, path)
+    except StorageError:
+        with suppress(StorageError):
+            remove_file(draft)
+        raise
 
 
 def rename_path(source: Path, target: Path) -> None:

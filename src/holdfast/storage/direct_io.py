@@ -158,6 +158,12 @@ class BufferedReader(ClosingMixin):
         with wrap_os_errors("open", path):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        with wrap_os_errors("inspect", self._path):
+            return os.fstat(self._fd).st_size
+
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before.
 

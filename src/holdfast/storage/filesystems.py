@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import StorageError
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import list_names, wrap_os_errors
 
 #: File systems of one host: all its processes see each lock. Other hosts can only use them through one of another kind,
@@ -25,8 +28,19 @@ _LOCAL = {
     0xCA451A4E: "bcachefs",
 }
 
-#: The magic number of all versions of NFS.
-_NFS = 0x6969
+#: The magic numbers of all versions of NFS, and of FUSE.
+_NFS, _FUSE = 0x6969, 0x65735546
+
+#: The scheme of the URLs of buckets, by the program that mounts them through FUSE; empty if it mounts several kinds.
+_BUCKET_SCHEMES = {
+    "mountpoint-s3": "s3",
+    "s3fs": "s3",
+    "goofys": "s3",
+    "gcsfuse": "gs",
+    "blobfuse": "az",
+    "blobfuse2": "az",
+    "rclone": "",
+}
 
 #: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
 _STATFS_BYTES = 512
@@ -46,6 +60,8 @@ def filesystem_magic(path: Path) -> int:
 
 def is_local(path: Path) -> bool:
     """Return whether the kind of a directory's file system is known to belong to one host only."""
+    if isinstance(path, ObjectPath):
+        return False
     return filesystem_magic(path) in _LOCAL
 
 
@@ -55,6 +71,8 @@ def forget_names(path: Path) -> None:
     A client of a network file system remembers names for up to half a minute: which ones were missing, and which file
     or directory had the others. It asks again if the directory is listed.
     """
+    if isinstance(path, ObjectPath):  # nothing is remembered
+        return
     with suppress(StorageError):  # there is no such directory
         if not is_local(path):
             list_names(path)
@@ -69,17 +87,47 @@ def shares_locks(path: Path) -> bool | None:
     magic = filesystem_magic(path)
     if magic in _LOCAL:
         return True
-    options = _mount_options(path) if magic == _NFS else []
-    return "local_lock=all" not in options if options else None
+    mount = _find_mount(path) if magic == _NFS else None
+    return None if mount is None else "local_lock=all" not in mount.options
 
 
-def _mount_options(path: Path) -> list[str]:
-    """Return the options of the file system that a directory is on; none if they are unknown."""
+@dataclass(frozen=True, slots=True)
+class BucketMount:
+    """A bucket that a program has mounted through FUSE, and the scheme of its URL; empty if unknown."""
+
+    program: str
+    scheme: str
+
+
+def find_bucket_mount(path: Path) -> BucketMount | None:
+    """Return the mount of a bucket that a directory is on; ``None`` for another file system."""
+    mount = _find_mount(path) if filesystem_magic(path) == _FUSE else None
+    if mount is None:
+        return None
+    # Programs name themselves in the type, such as fuse.gcsfuse, or in the source.
+    for program in (mount.type.removeprefix("fuse."), mount.source):
+        if program in _BUCKET_SCHEMES:
+            return BucketMount(program, _BUCKET_SCHEMES[program])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system: its type, what is mounted, and the options of the file system."""
+
+    type: str
+    source: str
+    options: Sequence[str]
+
+
+def _find_mount(path: Path) -> Mount | None:
+    """Return the mount that a directory is on; ``None`` if it is unknown."""
     with wrap_os_errors("inspect", path):
         number = path.stat().st_dev
         device = f"{os.major(number)}:{os.minor(number)}"
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             fields = line.split()
             if fields[2] == device:
-                return fields[-1].split(",")
-    return []
+                kind, source, options = fields[-3:]
+                return Mount(kind, source, options.split(","))
+    return None

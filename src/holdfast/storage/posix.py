@@ -12,7 +12,7 @@ import platform
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -63,7 +63,7 @@ def local_path(path: str | PathLike[str]) -> Path:
         raise InvalidArgumentError('the path is empty: pass "." for the current folder')
     if "://" in str(path):
         raise InvalidArgumentError(
-            f"{path} is not a path of a file system; object stores are not supported yet: use a local or shared folder"
+            f"{path} is not a path of a file system; object stores are not supported here: use a local or shared folder"
         )
     return Path(path).absolute()
 
@@ -72,6 +72,17 @@ def make_directory(path: Path) -> None:
     """Create a directory and its parents; existing ones are no error."""
     with wrap_os_errors("create the folder", path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+def make_private_directory(path: Path) -> None:
+    """Create a directory that only this user may enter. Raises ``StorageError`` if another thing has the name."""
+    with wrap_os_errors("create the folder", path):
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        found = path.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    if not is_private:
+        raise StorageError(errno.EACCES, f"{path} is not a folder that only this user may enter: remove it")
 
 
 def make_empty_directory(path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from holdfast.storage.closing import ClosingMixin
 from holdfast.storage.direct_io import BufferedReader
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import RangeReader
 
 #: The most files that are kept open, with one or two descriptors each; further ones are opened for each read. The
 #: usual limit of a process is 1024 descriptors.
@@ -23,9 +25,9 @@ class ReaderPool(ClosingMixin):
     """
 
     def __init__(self, open_reader: Callable[[Path], BufferedReader] = BufferedReader) -> None:
-        """Create an empty pool. ``open_reader`` opens one file."""
+        """Create an empty pool. ``open_reader`` opens one file of a file system."""
         self._open_reader = open_reader
-        self._readers: dict[Path, BufferedReader] = {}
+        self._readers: dict[Path, RangeReader] = {}
         self._stack, self._lock = ExitStack(), threading.Lock()
         weakref.finalize(self, self._stack.close)
 
@@ -39,14 +41,17 @@ class ReaderPool(ClosingMixin):
         with self._lend_reader(path) as reader:
             yield from reader.read_in_chunks(offset, into)
 
-    def _lend_reader(self, path: Path) -> AbstractContextManager[BufferedReader]:
+    def _lend_reader(self, path: Path) -> AbstractContextManager[RangeReader]:
         pooled = self._readers.get(path) or self._add_reader(path)
-        return self._open_reader(path) if pooled is None else nullcontext(pooled)
+        return self._open(path) if pooled is None else nullcontext(pooled)
 
-    def _add_reader(self, path: Path) -> BufferedReader | None:
+    def _open(self, path: Path) -> RangeReader:
+        return path.store.open_reader(path) if isinstance(path, ObjectPath) else self._open_reader(path)
+
+    def _add_reader(self, path: Path) -> RangeReader | None:
         with self._lock:
             if path not in self._readers and len(self._readers) < _MAX_OPEN:
-                self._readers[path] = self._stack.enter_context(self._open_reader(path))
+                self._readers[path] = self._stack.enter_context(self._open(path))
             return self._readers.get(path)
 
     def close(self) -> None:

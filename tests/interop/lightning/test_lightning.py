@@ -105,7 +105,7 @@ def test_last_may_be_a_link(ranks: Ranks, tmp_path: Path) -> None:
 class Freeze(Callback):
     """Freezes the first parameter."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - of Lightning
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         next(pl_module.parameters()).requires_grad_(requires_grad=False)
 
 

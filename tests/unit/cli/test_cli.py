@@ -26,7 +26,7 @@ class TestCalls:
     @pytest.mark.parametrize("command", ["show", "verify"])
     def test_what_is_no_checkpoint_is_exit_2_and_two_lines(self, tmp_path: Path, command: str) -> None:
         (tmp_path / "text.txt").write_text("hello")
-        for path in (tmp_path, tmp_path / "text.txt", tmp_path / "nothing", "s3://bucket/run"):
+        for path in (tmp_path, tmp_path / "text.txt", tmp_path / "nothing", "hdfs://host/run"):
             result = invoke(command, path, code=2)
             assert result.stdout == ""
             assert result.stderr.startswith("error: ")

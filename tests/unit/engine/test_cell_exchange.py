@@ -28,8 +28,10 @@ def transfers(draw: st.DrawFn) -> list[CellTransfer]:
     return rows
 
 
-@given(transfers(), st.sampled_from([1, 16, 2**20]))
-def test_received_bytes_are_gathered_into_runs_of_their_files(rows: list[CellTransfer], run_bytes: int) -> None:
+@given(transfers(), st.sampled_from([1, 16, 2**20]), st.sampled_from([1, 2**20]))
+def test_received_bytes_are_gathered_into_runs_of_their_files(
+    rows: list[CellTransfer], run_bytes: int, min_uncopied: int
+) -> None:
     rng = np.random.default_rng(len(rows))
     expected: dict[tuple[int, int], int] = {}
     parts: dict[int, list[Bytes]] = {}
@@ -39,7 +41,10 @@ def test_received_bytes_are_gathered_into_runs_of_their_files(rows: list[CellTra
         expected |= {(row.file, row.start + number): byte for number, byte in enumerate(data.tolist())}
     crc = np.zeros(8, np.uint8)
     messages = {rank: np.concatenate([*data, crc]) for rank, data in parts.items()}
-    with mock.patch.object(cell_exchange, "_RUN_BYTES", run_bytes):
+    with (
+        mock.patch.object(cell_exchange, "_RUN_BYTES", run_bytes),
+        mock.patch.object(cell_exchange, "_MIN_UNCOPIED", min_uncopied),
+    ):
         runs = list(cell_exchange._gather_runs(tabulate_transfers(rows[::-1]), messages))
     written = [((run.file, run.start + number), byte) for run in runs for number, byte in enumerate(run.data.tolist())]
     assert dict(written) == expected
@@ -47,5 +52,8 @@ def test_received_bytes_are_gathered_into_runs_of_their_files(rows: list[CellTra
     adjacent = sum(
         (first.file, first.stop) == (second.file, second.start) for first, second in itertools.pairwise(rows)
     )
-    if run_bytes == 2**20:
+    if min_uncopied == 1:  # large transfers stay where they are
+        assert len(runs) == len(rows)
+        assert all(any(np.shares_memory(run.data, message) for message in messages.values()) for run in runs)
+    elif run_bytes == 2**20:
         assert len(runs) == len(rows) - adjacent

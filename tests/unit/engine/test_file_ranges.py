@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from holdfast.engine.io import read, requests, write
 from holdfast.engine.io.read_order import WINDOW, rotate_by_rank
-from holdfast.engine.io.requests import merge_fragments, run_in_threads
+from holdfast.engine.io.requests import merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges
 from holdfast.engine.plan.file_ranges import FileRange, IoChunk, file_chunks, tensor_chunks
 from holdfast.ondisk import block_crcs
 from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.direct_io import SECTOR_BYTES
 from holdfast.storage.memory import BufferPool
 

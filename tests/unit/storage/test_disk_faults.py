@@ -13,6 +13,7 @@ import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.errors import StorageError
 from holdfast.storage import atomic_rename, posix
+from holdfast.storage.store import PosixStore
 
 
 def save(path: Path, step: int, **options: Any) -> None:
@@ -32,7 +33,7 @@ def refusing(name: str) -> Any:
             raise StorageError(5, f"could not read {path}: Input/output error")
         return read(path, limit)
 
-    return mock.patch.object(posix, "read_small", refuse)
+    return mock.patch.object(PosixStore, "read_small", staticmethod(refuse))
 
 
 def test_a_run_whose_latest_checkpoint_the_disk_refuses_does_not_begin_again(tmp_path: Path) -> None:

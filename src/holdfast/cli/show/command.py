@@ -17,7 +17,8 @@ from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedChec
 from holdfast.inspection.name_patterns import match_names
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.ondisk.files import TensorInfo
-from holdfast.storage.posix import local_path
+from holdfast.run.object_run import tag_of
+from holdfast.storage.object_path import parse_location
 
 
 def show(  # noqa: PLR0917 - options of the command
@@ -60,7 +61,7 @@ def show(  # noqa: PLR0917 - options of the command
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:
     """Return a hint for a pattern that matches nothing. The user may have passed a tag in its place."""
-    if any(info.tag == pattern for info in inspected_checkpoint.list_targets(local_path(checkpoint))):
+    if any(info.tag == pattern for info in inspected_checkpoint.list_targets(parse_location(checkpoint))):
         return f"There is a checkpoint with this tag: use --tag {pattern}."
     return "Without a pattern all tensors are shown."
 
@@ -107,12 +108,12 @@ def _json_record(
     return {
         "path": str(inspected.path),
         "format": inspected.reader.format,
-        "tag": inspected.path.name if manifest else None,
+        "tag": tag_of(inspected.path) if manifest else None,
         "step": manifest.step if manifest else None,
         "sequence": manifest.sequence if manifest else None,
         "time": manifest.time if manifest else None,
         "world_size": manifest.provenance.world_size if manifest else None,
-        "metrics": dict(manifest.metrics) if manifest else {},
+        "metrics": inspected.metrics,
         "bytes": sum(files.values()),
         "files": [{"path": str(file), "bytes": size} for file, size in files.items()],
         "tensors": [

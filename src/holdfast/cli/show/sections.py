@@ -20,6 +20,7 @@ from holdfast.observe.terminal import escape_control_characters
 from holdfast.observe.units import format_count, format_size
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Provenance
+from holdfast.run.object_run import tag_of
 
 #: The maximum number of lines per value.
 _MAX_LINES = 30
@@ -43,7 +44,7 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
     if inspected.manifest:
         manifest, provenance = inspected.manifest, inspected.manifest.provenance
         rows += [
-            ("tag", inspected.path.name),
+            ("tag", tag_of(inspected.path)),
             ("step", "" if manifest.step is None else str(manifest.step)),
             ("sequence", str(manifest.sequence)),
             (
@@ -52,7 +53,7 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
                 + (f" by {format_count(provenance.world_size, 'rank')}" if provenance.world_size else ""),
             ),
             *_wrap_rows("with", _format_versions(provenance)),
-            *_wrap_rows("metrics", format_metrics(manifest.metrics)),
+            *_wrap_rows("metrics", format_metrics(inspected.metrics)),
         ]
     rows.append(("size", f"{format_size(sum(files.values()))} in {format_count(len(files), 'file')}"))
     return Table(

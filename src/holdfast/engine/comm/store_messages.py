@@ -21,15 +21,19 @@ _PHASE = "exchanging bytes of files"
 
 
 class StoreMessages:
-    """The messages of one rank in one session: at most one to each rank, and one from each."""
+    """The messages of one rank in one round of a session: at most one to each rank, and one from each."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, number: int = 0) -> None:
+        self._session, self._round = session, number
+
+    def for_round(self, number: int) -> StoreMessages:
+        """Return the messages of another round, which do not mix with those of this one."""
+        return StoreMessages(self._session, number)
 
     def send(self, message: bytes, receiver: int) -> None:
         """Send a message. Do not wait until it is received."""
         with translate_store_errors(_PHASE):
-            self._store.set(_message_key(self._session.rank, receiver), message)
+            self._store.set(self._key(self._session.rank, receiver), message)
 
     def receive(self, senders: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Wait for the messages of ranks, and yield each sender with its message.
@@ -41,7 +45,7 @@ class StoreMessages:
             yield from zip(batch, self._receive_batch(batch), strict=True)
 
     def _receive_batch(self, senders: Sequence[int]) -> list[bytes]:
-        keys = [_message_key(sender, self._session.rank) for sender in senders]
+        keys = [self._key(sender, self._session.rank) for sender in senders]
 
         def are_sent() -> bool:
             self._session.raise_if_peer_failed()
@@ -64,6 +68,5 @@ class StoreMessages:
             raise RankFailedError("a single rank has no other rank to exchange bytes with")
         return self._session.store
 
-
-def _message_key(sender: int, receiver: int) -> str:
-    return f"message/{receiver}/{sender}"
+    def _key(self, sender: int, receiver: int) -> str:
+        return f"message/{self._round}/{receiver}/{sender}"

@@ -17,13 +17,14 @@ import numpy as np
 from holdfast.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
 from holdfast.engine.integrity.columns import concatenate_tables
 from holdfast.engine.integrity.fragments import FragmentTable
-from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.engine.plan.save_plan import SavePlan, StripedShard
 from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.ondisk.block_crcs import crc64
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.exact_reader import ExactReaderFactory

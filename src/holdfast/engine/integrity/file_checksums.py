@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from awscrt.checksums import combine_crc32
 
-from holdfast.engine.io.requests import run_in_threads
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import combine, crc64
 from holdfast.ondisk.range_checksums import RangeChecksum
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import BufferPool
 from holdfast.storage.reader_pool import ReaderPool
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from holdfast.engine.integrity.sampling import SampledRange, sample_everything, sample_some
-from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.engine.plan.save_plan import ReplicatedShard, SavePlan
 from holdfast.engine.plan.spec import digest_bytes
 from holdfast.ondisk.block_crcs import combine_crcs, crc64
+from holdfast.process.worker_threads import run_in_threads
 
 #: Bytes that one thread hashes at a time.
 _BATCH_BYTES = 16 * CHUNK

@@ -70,8 +70,7 @@ class CheckpointFiles:
         if they leave a gap in a tensor.
         """
         records = dict(self._finish_data(fragments, unchanged))
-        indexes = {index_path(group): build_index(files) for group, files in self.plan.groups.items() if len(files) > 1}
-        for name, data in sorted({**indexes, **small_files}.items()):
+        for name, data in sorted({**build_indexes(self.plan), **small_files}.items()):
             posix.make_parents(self.folder, name)
             posix.write_small(self.folder / name, data)
             records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
@@ -83,21 +82,38 @@ class CheckpointFiles:
 
     def _finish_data(self, fragments: Fragments, unchanged: UnchangedBlocks) -> Iterator[tuple[str, FileRecord]]:
         """Write the headers, which contain the CRCs of all blocks. A linked file has this header already."""
-        numbers = itertools.count()
-        for number, file in enumerate(self.plan.files):
-            crcs = []
-            for entry in file.entries.values():
-                tensor = next(numbers)
-                group, name = self.plan.tensors[tensor]
-                known = _with_unchanged(fragments.get(tensor, []), unchanged.crcs.get(tensor, {}), entry.nbytes)
-                crcs.append(require_block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
-            header = file.build_header(itertools.chain(*crcs))
+        for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
+            file = self.plan.files[number]
             if number not in unchanged.linked:
                 with BufferedWriter(self.folder / file.path) as writer:
                     writer.write(0, memoryview(header))
                     writer.sync()
-            crc = block_crcs.crc64(header)
-            yield file.path, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+            yield file.path, record
+
+
+def build_headers(
+    plan: SavePlan, fragments: Fragments, unchanged: UnchangedBlocks = UnchangedBlocks()
+) -> Iterator[tuple[bytes, FileRecord]]:
+    """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
+
+    ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+    """
+    numbers = itertools.count()
+    for file in plan.files:
+        crcs = []
+        for entry in file.entries.values():
+            tensor = next(numbers)
+            group, name = plan.tensors[tensor]
+            known = _with_unchanged(fragments.get(tensor, []), unchanged.crcs.get(tensor, {}), entry.nbytes)
+            crcs.append(require_block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
+        header = file.build_header(itertools.chain(*crcs))
+        crc = block_crcs.crc64(header)
+        yield header, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+
+
+def build_indexes(plan: SavePlan) -> dict[str, bytes]:
+    """Return the index of each group of several files, by its path."""
+    return {index_path(group): build_index(files) for group, files in plan.groups.items() if len(files) > 1}
 
 
 def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:

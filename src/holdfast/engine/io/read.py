@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from holdfast.engine.io.read_order import rotate_by_rank
-from holdfast.engine.io.requests import (
-    Fragments,
-    OnBytesMoved,
-    SinkOf,
-    ignore_progress,
-    merge_fragments,
-    run_in_threads,
-)
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
-from holdfast.engine.io.sources import Source
+from holdfast.engine.io.sources import Source, paths_of
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
+from holdfast.storage.object_path import ObjectPath
 
 
 def read_file_ranges(
@@ -28,8 +24,9 @@ def read_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size.
     """
+    grain = _choose_grain(files)
     with SourceReader(files, ExactReaderFactory()) as reader:
-        return _read_all(reader, _sorted_chunks(file_ranges), sink_of, on_moved)
+        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain, sink_of, on_moved)
 
 
 def read_host_shared(
@@ -44,22 +41,43 @@ def read_host_shared(
     Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
     """
     with SourceReader(files) as reader:
-        return _read_all(reader, rotate_by_rank(_sorted_chunks(file_ranges), rank), sink_of, on_moved)
+        chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
+        return _read_all(reader, chunks, _FILE_GRAIN, sink_of, on_moved)
 
 
-def _sorted_chunks(file_ranges: Sequence[FileRange]) -> list[IoChunk]:
-    return list(tensor_chunks(sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))))
+class _ReadGrain(NamedTuple):
+    """The bytes of a read, and the number of reads at a time."""
+
+    nbytes: int
+    threads: int
 
 
-def _read_all(reader: SourceReader, chunks: Iterable[IoChunk], sink_of: SinkOf, on_moved: OnBytesMoved) -> Fragments:
-    buffers = BufferPool(CHUNK)
+_FILE_GRAIN = _ReadGrain(CHUNK, THREADS)
+
+#: Each request to an object store costs a tenth of a second before its first byte, and one connection is slow.
+_OBJECT_GRAIN = _ReadGrain(16 * 2**20, 8)
+
+
+def _choose_grain(files: Sequence[Source]) -> _ReadGrain:
+    return _OBJECT_GRAIN if any(isinstance(path, ObjectPath) for path in paths_of(files)) else _FILE_GRAIN
+
+
+def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[IoChunk]:
+    ordered = sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))
+    return list(tensor_chunks(ordered, grain.nbytes))
+
+
+def _read_all(
+    reader: SourceReader, chunks: Iterable[IoChunk], grain: _ReadGrain, sink_of: SinkOf, on_moved: OnBytesMoved
+) -> Fragments:
+    buffers = BufferPool(grain.nbytes)
 
     def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
         fragments = _read_chunk(chunk, sink_of, buffers, reader)
         on_moved(chunk.size)
         return fragments
 
-    return merge_fragments(run_in_threads(read_one, chunks))
+    return merge_fragments(run_in_threads(read_one, chunks, grain.threads))
 
 
 def _read_chunk(

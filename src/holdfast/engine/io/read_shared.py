@@ -12,15 +12,7 @@ import numpy as np
 
 from holdfast.engine.io.p2p import P2PExchange, SentBytes, Works
 from holdfast.engine.io.read_order import rotate_by_rank
-from holdfast.engine.io.requests import (
-    THREADS,
-    Fragments,
-    OnBytesMoved,
-    SinkOf,
-    ignore_progress,
-    merge_fragments,
-    run_in_threads,
-)
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.io.tensor_bytes import ByteSink
@@ -31,6 +23,7 @@ from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribu
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.block_crcs import Fragment
+from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 

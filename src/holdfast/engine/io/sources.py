@@ -5,7 +5,7 @@ Such a tensor is described so that it can be read like a file that contains only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,15 @@ class InMemorySource:
 
 #: Anything that byte ranges are read from.
 Source = Path | ChunkedSource | InMemorySource
+
+
+def paths_of(sources: Iterable[Source]) -> Iterator[Path]:
+    """Yield the files that sources are read from."""
+    for source in sources:
+        if isinstance(source, Path):
+            yield source
+        elif isinstance(source, ChunkedSource):
+            yield from (chunk.order_hint[0] for chunk in source.chunks)
 
 
 def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.torn_snapshot import SampledChunk, StagedChunk, check_sampled_chunks, sample_chunks
@@ -21,6 +21,7 @@ from holdfast.engine.io.write_stripes import assemble_stripes
 from holdfast.engine.plan.file_ranges import FileRange, tensor_chunks
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
 
 #: The number of deferred chunks that are hashed at the call, different ones at each save; it takes about 5 ms.

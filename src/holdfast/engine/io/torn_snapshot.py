@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from holdfast.engine.io.requests import ShardOf, run_in_threads
+from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.plan.file_ranges import IoChunk
 from holdfast.errors import TornSnapshotError
 from holdfast.ondisk.block_crcs import crc64
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
 
 

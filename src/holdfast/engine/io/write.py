@@ -13,10 +13,10 @@ from holdfast.engine.io.requests import (
     ProviderOf,
     ignore_progress,
     merge_fragments,
-    run_in_threads,
 )
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
 from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from holdfast.storage.memory import BufferPool, Bytes
 
@@ -61,14 +61,14 @@ def _write_chunk(
     for file_range in chunk.file_ranges:
         size = file_range.stop - file_range.start
         buffer_slice = buffer[filled : filled + size]
-        crc = _copy_and_hash(buffer_slice, provider_of(file_range.tensor), file_range.local)
+        crc = copy_and_hash(buffer_slice, provider_of(file_range.tensor), file_range.local)
         fragments.append((file_range.tensor, Fragment(file_range.start, file_range.stop, crc)))
         filled += size
     writer.write(chunk.offset, buffer[lead:filled].data)
     return fragments
 
 
-def _copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:
+def copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:
     """Copy bytes of a tensor, and hash each slice while it is still in the processor's nearest cache."""
     crc = 0
     for done in range(0, len(buffer_slice), _SLICE):

@@ -14,13 +14,14 @@ import numpy as np
 
 from holdfast.engine.io.cell_exchange import CellExchange
 from holdfast.engine.io.p2p import P2PExchange, Works
-from holdfast.engine.io.requests import THREADS, Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.file_ranges import FileRange, count_bytes
+from holdfast.engine.plan.file_ranges import FileRange, count_bytes, split_at_blocks
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.engine.plan.transfers import cut_out
-from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
+from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.process.worker_threads import THREADS
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
 from holdfast.storage.memory import Bytes, aligned_buffer
 
@@ -199,8 +200,6 @@ def _same_page_offset(data: Bytes, file_range: FileRange) -> Bytes:
 
 def hash_fragments(file_range: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
     """Yield the fragments of a file range that may span several blocks."""
-    start = file_range.start
-    while start < file_range.stop:
-        stop = min(file_range.stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield file_range.tensor, Fragment(start, stop, crc64(data[start - file_range.start : stop - file_range.start]))
-        start = stop
+    for piece in split_at_blocks(file_range):
+        crc = crc64(data[piece.start - file_range.start : piece.stop - file_range.start])
+        yield piece.tensor, Fragment(piece.start, piece.stop, crc)

@@ -5,7 +5,8 @@ meanwhile. So a plan for several hosts divides each file into cells of :data:`CE
 host write all bytes of a cell. Ranks of other hosts send their bytes in it to a rank of this host.
 
 Most cells contain bytes of one shard only, and need no message. Ranks that hold the same bytes divide them at cell
-boundaries. Cells with bytes that belong to no tensor, such as headers, belong to the host of rank 0.
+boundaries. Cells with bytes that belong to no tensor, such as headers, belong to the host of rank 0, or to each rank in
+turn.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ CELL_BYTES = 64 * 2**10
 
 #: The most groups of ranks whose bytes in one cell are placed one by one; a cell with more is crowded.
 MAX_GROUPS = 32
+
+
+#: Multiples of it, without their whole parts, are spread evenly. The cells of one tensor are written by the ranks at
+#: one fraction of each, those of the next tensor by those at another: so all ranks write as many.
+_GOLDEN_RATIO = 0.6180339887498949
 
 
 class _PlacedPiece(NamedTuple):
@@ -60,11 +66,34 @@ class CellPlan:
     received: TransferTable
 
 
-class CellPlanner:
-    """Plans which rank writes which bytes of a save from several hosts. ``host_of`` has the host of each rank."""
+@dataclass(frozen=True)
+class CellGrain:
+    """The size of cells in bytes, and whether cells with bytes of several ranks are dealt out to all ranks.
 
-    def __init__(self, writer_map: WriterMap, host_of: Sequence[int], rank: int) -> None:
+    If they are, each rank writes about as many bytes, and sends to many others. If not, rank 0 writes the headers of
+    files, and a rank sends to as few others as possible.
+    """
+
+    nbytes: int
+    is_dealt: bool = False
+
+    def header_rank(self, file: int, ranks: int) -> int:
+        """Return the rank that writes the header of a file."""
+        return file % ranks if self.is_dealt else 0
+
+
+class CellPlanner:
+    """Plans which rank writes which bytes of a save from several hosts. ``host_of`` has the host of each rank.
+
+    The parts of uploads to an object store are cells, too: each of ``grain.nbytes``, with one rank that writes it.
+    """
+
+    def __init__(
+        self, writer_map: WriterMap, host_of: Sequence[int], rank: int, grain: CellGrain | None = None
+    ) -> None:
         self._map, self._host_of, self._rank = writer_map, host_of, rank
+        self._grain = grain or CellGrain(CELL_BYTES)
+        self._cell_bytes = self._grain.nbytes
         self._cells: dict[tuple[int, int], _PlacedCell] = {}
         self._hosts_of: dict[Writers, dict[int, list[int]]] = {}
         #: Whether there are writers with each number, and all of them are on other hosts.
@@ -82,8 +111,7 @@ class CellPlanner:
         for writers, file_ranges in ranges_by_writers.items():
             own += self._choose_ranges(writers, file_ranges)
         self._choose_ranges((self._rank,), stripe_ranges)  # only to look at their cells
-        if self._rank == 0:
-            self._place_gaps()
+        self._place_gaps()
         placed = [
             (file, placed)
             for (file, _), cell in sorted(self._cells.items())
@@ -113,15 +141,15 @@ class CellPlanner:
         shared: set[tuple[int, int]] = set()
         for run in _merge_runs(ordered):
             start, stop = run.start, run.stop
-            if start % CELL_BYTES and self._is_shared(run, start // CELL_BYTES, writers):
-                shared.add((run.file, start // CELL_BYTES))
-                start += CELL_BYTES - start % CELL_BYTES
-            if stop % CELL_BYTES and self._is_shared(run, stop // CELL_BYTES, writers):
-                shared.add((run.file, stop // CELL_BYTES))
-                stop -= stop % CELL_BYTES
+            if start % self._cell_bytes and self._is_shared(run, start // self._cell_bytes, writers):
+                shared.add((run.file, start // self._cell_bytes))
+                start += self._cell_bytes - start % self._cell_bytes
+            if stop % self._cell_bytes and self._is_shared(run, stop // self._cell_bytes, writers):
+                shared.add((run.file, stop // self._cell_bytes))
+                stop -= stop % self._cell_bytes
             if start < stop:
                 whole_cells.append(_file_run(run.file, start, stop))
-        chosen = [*split_evenly(whole_cells, writers.index(self._rank), len(writers))]
+        chosen = [*split_evenly(whole_cells, writers.index(self._rank), len(writers), self._cell_bytes)]
         chosen += (
             _file_run(file, placed.piece.start, placed.piece.stop)
             for file, cell in shared
@@ -132,7 +160,7 @@ class CellPlanner:
 
     def _is_shared(self, run: FileRange, cell: int, writers: Writers) -> bool:
         """Return whether a cell has bytes of others than ``writers``, who hold a run. If so, its pieces are placed."""
-        key, start = (run.file, cell), cell * CELL_BYTES
+        key, start = (run.file, cell), cell * self._cell_bytes
         if key not in self._cells:
             pieces = self._find_pieces(run.file, start)
             if pieces is not None and all(piece.writers == writers for piece in pieces):
@@ -143,14 +171,14 @@ class CellPlanner:
                 self._cells[key] = self._place_cell(*key, pieces)
         placed = self._cells[key]
         if placed.receiver is not None and writers:
-            piece = FilePiece(max(start, run.start), min(start + CELL_BYTES, run.stop), writers)
+            piece = FilePiece(max(start, run.start), min(start + self._cell_bytes, run.stop), writers)
             placed.add_piece(self._place_in_crowded(run.file, piece, placed.receiver))
         return True
 
     def _find_pieces(self, file: int, start: int) -> list[FilePiece] | None:
         """Return the pieces of the cell at byte ``start``; ``None`` if the cell is crowded."""
         pieces, groups = list[FilePiece](), set[Writers]()
-        for piece in self._map.iter_pieces(file, start, start + CELL_BYTES):
+        for piece in self._map.iter_pieces(file, start, start + self._cell_bytes):
             pieces.append(piece)
             groups.add(piece.writers)
             if len(groups) > MAX_GROUPS:
@@ -158,12 +186,17 @@ class CellPlanner:
         return pieces
 
     def _place_gaps(self) -> None:
-        """Place the cells with bytes that belong to no tensor, of which rank 0 may hold nothing else."""
+        """Place the cells with bytes that belong to no tensor, of which their writer may hold nothing else."""
         for file in range(len(self._map.file_sizes)):
+            if self._header_rank(file) != self._rank:
+                continue
             for gap in self._map.iter_gaps(file):
                 for edge in gap:
-                    if edge % CELL_BYTES:
-                        self._is_shared(_file_run(file, edge, edge), edge // CELL_BYTES, ())
+                    if edge % self._cell_bytes:
+                        self._is_shared(_file_run(file, edge, edge), edge // self._cell_bytes, ())
+
+    def _header_rank(self, file: int) -> int:
+        return self._grain.header_rank(file, len(self._host_of))
 
     def _place_cell(self, file: int, cell: int, pieces: Sequence[FilePiece]) -> _PlacedCell:
         """Choose the host that writes a cell, and the ranks that have and that write each piece."""
@@ -172,14 +205,13 @@ class CellPlanner:
             for piece in reversed(pieces)
             if piece.writers
         }
-        has_gap = any(not piece.writers for piece in pieces)
-        host = self._host_of[0] if has_gap else self._choose_host(shares, file + cell)
+        host = self._choose_host(file, cell, pieces, shares)
         writer_of = {
             writers: min(local, key=lambda rank: abs(rank - share))
             for writers, share in shares.items()
             if (local := self._ranks_on(host, writers))
         }
-        receivers = sorted({*writer_of.values()}) or [0]
+        receivers = sorted({*writer_of.values()}) or [self._header_rank(file)]
         placed = _PlacedCell({})
         for piece in pieces:
             if piece.writers in writer_of:
@@ -189,12 +221,17 @@ class CellPlanner:
                 placed.add_piece(_PlacedPiece(piece, shares[piece.writers], receiver))
         return placed
 
-    def _choose_host(self, shares: Mapping[Writers, int], turn: int) -> int:
+    def _choose_host(self, file: int, cell: int, pieces: Sequence[FilePiece], shares: Mapping[Writers, int]) -> int:
         """Return the host that writes a cell: if possible, one that has all of its bytes.
 
         ``shares`` has, for each group of writers, the rank that writes its bytes in the neighbouring cells.
         """
-        leading = sorted(shares)[turn % len(shares)]
+        if any(not piece.writers for piece in pieces):
+            return self._host_of[self._header_rank(file)]
+        leading = sorted(shares)[(file + cell) % len(shares)]
+        if self._grain.is_dealt:
+            dealt = self._dealt_position(file, cell)
+            leading = next(piece.writers for piece in pieces if piece.start <= dealt < piece.stop)
         host = self._host_of[shares[leading]]
         if all(host in self._ranks_by_host(writers) for writers in shares):
             return host
@@ -204,21 +241,30 @@ class CellPlanner:
         ranks = (rank for host in hosts for rank in self._ranks_on(host, leading))
         return self._host_of[min(ranks, key=lambda rank: (abs(rank - shares[leading]), rank))]
 
+    def _dealt_position(self, file: int, cell: int) -> int:
+        """Return the byte of a cell whose writer gets the whole cell."""
+        start, stop = cell * self._cell_bytes, min((cell + 1) * self._cell_bytes, self._map.file_sizes[file])
+        fraction = self._map.tensor_number(file, start) * _GOLDEN_RATIO % 1
+        return start + int(fraction * (stop - start))
+
     def _choose_receiver(self, file: int, cell: int) -> int:
         """Choose the rank that receives the pieces of a cell with very many writers.
 
-        It is the same one for as many cells as possible, so that each rank sends to few others.
+        Unless cells are dealt, it is the same one for as many cells as possible, so that a rank sends to few others.
         """
-        start, stop = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self._map.file_sizes[file])
+        start, stop = cell * self._cell_bytes, min((cell + 1) * self._cell_bytes, self._map.file_sizes[file])
         if self._map.has_gap(file, start, stop):
-            return 0
+            return self._header_rank(file)
+        if self._grain.is_dealt:
+            dealt = self._dealt_position(file, cell)
+            return self._share_at(file, dealt, next(self._map.iter_pieces(file, dealt, dealt + 1)).writers)
         first = self._map.first_tensor_start(file, start, stop)
         return next(self._map.iter_pieces(file, first, first + 1)).writers[0]
 
     def _receive_crowded(self, file: int, cell: int) -> TransferTable:
         """Return what this rank receives in a crowded cell: tens of thousands of pieces, in the worst case."""
-        start, host = cell * CELL_BYTES, self._host_of[self._rank]
-        starts, stops, numbers = self._map.tabulate_pieces(file, start, start + CELL_BYTES)
+        start, host = cell * self._cell_bytes, self._host_of[self._rank]
+        starts, stops, numbers = self._map.tabulate_pieces(file, start, start + self._cell_bytes)
         unknown = self._map.numbers.writers[len(self._is_remote) :]
         if unknown:
             found = [bool(writers) and not self._ranks_on(host, writers) for writers in unknown]

@@ -37,7 +37,7 @@ def count_bytes(file_ranges: Iterable[FileRange]) -> int:
 
 
 class IoChunk(NamedTuple):
-    """A contiguous range of one file, at most :data:`CHUNK` bytes long, and the file ranges that it consists of."""
+    """A contiguous range of one file, and the file ranges that it consists of."""
 
     file: int
     offset: int
@@ -48,37 +48,56 @@ class IoChunk(NamedTuple):
 def file_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
     """Return chunks split at multiples of :data:`CHUNK` in the file: for direct writes."""
     return _group_adjacent(
-        _split_at_boundaries(file_ranges, lambda file_range: file_range.offset),
+        _split_at_boundaries(file_ranges, lambda file_range: file_range.offset, CHUNK),
         lambda file_range: file_range.offset % CHUNK == 0,
+        CHUNK,
     )
 
 
-def tensor_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
-    """Return chunks split at multiples of :data:`CHUNK` in the tensor, so never inside an element: for reads."""
-    return _group_adjacent(_split_at_boundaries(file_ranges, lambda file_range: file_range.start), lambda _: False)
+def tensor_chunks(file_ranges: Iterable[FileRange], limit: int | None = None) -> Iterator[IoChunk]:
+    """Return chunks split at multiples in the tensor, so never inside an element: for reads.
+
+    They have at most ``limit`` bytes, by default :data:`CHUNK`.
+    """
+    limit = CHUNK if limit is None else limit
+    split = _split_at_boundaries(file_ranges, lambda file_range: file_range.start, limit)
+    return _group_adjacent(split, lambda _: False, limit)
 
 
-def _split_at_boundaries(file_ranges: Iterable[FileRange], position: Callable[[FileRange], int]) -> Iterator[FileRange]:
-    """Yield ranges that cross no multiple of ``CHUNK`` by ``position``, and no block boundary of their tensor."""
+def split_at_blocks(file_range: FileRange) -> Iterator[FileRange]:
+    """Yield the parts of a range in each block of its tensor."""
+    remaining = file_range
+    while remaining.start < remaining.stop:
+        size = min(remaining.stop - remaining.start, BLOCK_BYTES - remaining.start % BLOCK_BYTES)
+        yield remaining.slice_bytes(0, size)
+        remaining = remaining.slice_bytes(size, remaining.stop - remaining.start - size)
+
+
+def _split_at_boundaries(
+    file_ranges: Iterable[FileRange], position: Callable[[FileRange], int], limit: int
+) -> Iterator[FileRange]:
+    """Yield ranges that cross no multiple of ``limit`` by ``position``, and no block boundary of their tensor."""
     for file_range in file_ranges:
         remaining = file_range
         while remaining.start < remaining.stop:
             size = min(
                 remaining.stop - remaining.start,
                 BLOCK_BYTES - remaining.start % BLOCK_BYTES,
-                CHUNK - position(remaining) % CHUNK,
+                limit - position(remaining) % limit,
             )
             yield remaining if size == remaining.stop - remaining.start else remaining.slice_bytes(0, size)
             remaining = remaining.slice_bytes(size, remaining.stop - remaining.start - size)
 
 
-def _group_adjacent(file_ranges: Iterable[FileRange], starts_chunk: Callable[[FileRange], bool]) -> Iterator[IoChunk]:
+def _group_adjacent(
+    file_ranges: Iterable[FileRange], starts_chunk: Callable[[FileRange], bool], limit: int
+) -> Iterator[IoChunk]:
     """Group ranges that are adjacent in a file. A range for which ``starts_chunk`` is true begins a new chunk."""
     current: list[FileRange] = []
     file = offset = size = 0
     for file_range in file_ranges:
         nbytes = file_range.stop - file_range.start
-        follows = file_range.file == file and file_range.offset == offset + size and size + nbytes <= CHUNK
+        follows = file_range.file == file and file_range.offset == offset + size and size + nbytes <= limit
         if current and (not follows or starts_chunk(file_range)):
             yield IoChunk(file, offset, size, current)
             current = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from holdfast.engine.plan.cells import CellPlanner
+from holdfast.engine.plan.cells import CellGrain, CellPlanner
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.partition import split_evenly
@@ -105,11 +105,13 @@ class TensorSpan(NamedTuple):
 EMPTY_PLAN = SavePlan((), {}, (), (), (), {}, needs_exchange=False)
 
 
-def plan_save(global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[int] = ()) -> SavePlan:
+def plan_save(
+    global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[int] = (), grain: CellGrain | None = None
+) -> SavePlan:
     """Return the plan of ``rank``. Its files are the same on every rank.
 
     ``limit`` is the most bytes of tensors in one file. ``host_of`` has the number of the host of each rank; it may be
-    empty if all ranks are on one host.
+    empty if all ranks are on one host. With a ``grain``, cells of this size are written by one rank of one host.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     groups = _pack_groups(tensors, global_spec.tied_names(), limit)
@@ -129,7 +131,7 @@ def plan_save(global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[
     spans = {
         key: _tensor_spans(tensors[key], numbered_starts) for key in dict.fromkeys(tensor_of[name] for name in names)
     }
-    plan = _plan_spans(tensors, spans, rank, [file.size for file in files], host_of)
+    plan = _plan_spans(tensors, spans, rank, [file.size for file in files], host_of=host_of, grain=grain)
     rank_order = order_ranks(tensors.values(), len(global_spec.spec_of))
     return replace(plan, files=files, groups=groups, tensors=names, rank_order=rank_order)
 
@@ -164,7 +166,7 @@ def plan_into_files(
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     spans = dict(sorted(spans_by_tensor.items(), key=_span_positions))
     rank_order = order_ranks((tensors[key] for key in spans), len(global_spec.spec_of))
-    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of), tensors=names, rank_order=rank_order)
+    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of=host_of), tensors=names, rank_order=rank_order)
 
 
 def _plan_spans(
@@ -172,7 +174,9 @@ def _plan_spans(
     spans: Mapping[tuple[str, str], Sequence[TensorSpan]],
     rank: int,
     file_sizes: Sequence[int],
+    *,
     host_of: Sequence[int],
+    grain: CellGrain | None = None,
 ) -> SavePlan:
     """Return the plan of ``rank`` for tensors with known places, without the descriptions of the files."""
     builder = _SavePlanBuilder(rank)
@@ -188,8 +192,10 @@ def _plan_spans(
         return replace(plan, file_ranges=builder.build_file_ranges(), needs_exchange=_has_stripes(tensors))
     writers = ShardWriters({key: tensors[key] for key in spans}, _writer_ranks)
     writer_map = WriterMap(_spans_by_file(spans), file_sizes, writers)
-    cells = CellPlanner(writer_map, host_of, rank).plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
-    return replace(plan, **vars(cells), needs_exchange=_has_stripes(tensors) or _may_share_cells(tensors))
+    planner = CellPlanner(writer_map, host_of, rank, grain)
+    cells = planner.plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
+    needs_exchange = grain is not None or _has_stripes(tensors) or _may_share_cells(tensors)
+    return replace(plan, **vars(cells), needs_exchange=needs_exchange)
 
 
 def _spans_by_file(spans: Mapping[tuple[str, str], Sequence[TensorSpan]]) -> dict[int, list[PlacedTensor]]:

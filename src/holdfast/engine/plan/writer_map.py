@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,10 @@ class WriterMap:
         self.file_sizes, self._tensor_writers = file_sizes, tensor_writers
         self._spans = {file: sorted(of_file) for file, of_file in spans.items()}
         self._starts = {file: [span.start for span in of_file] for file, of_file in self._spans.items()}
+        #: The number of the first span of each file, over all files.
+        files = sorted(self._spans)
+        counts = accumulate((len(self._spans[file]) for file in files), initial=0)
+        self._first_numbers = dict(zip(files, counts, strict=False))
         #: The bytes of tensors of each kind, and of these the bytes before each span of each file.
         self._totals: dict[object, int] = {}
         self._before: dict[int, list[int]] = {
@@ -94,6 +99,10 @@ class WriterMap:
         starts = self._starts.get(file, [])
         number = bisect_right(starts, start - 1)
         return starts[number] if number < len(starts) and starts[number] < stop else start
+
+    def tensor_number(self, file: int, position: int) -> int:
+        """Return the number, over all files, of the tensor that has a byte of a file, or that is next to it."""
+        return self._first_numbers[file] + max(0, bisect_right(self._starts[file], position) - 1)
 
     def has_gap(self, file: int, start: int, stop: int) -> bool:
         """Return whether any of the bytes ``[start, stop)`` of a file belong to no tensor."""

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader
 from holdfast.ondisk import block_crcs
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 NAME = "checksums.json"
 
@@ -53,11 +53,11 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
     Raises ``CorruptCheckpointError`` if they belong to other metadata, ``FormatError`` if their version is unknown.
     """
     file = folder / NAME
-    if not posix.file_exists(file):
+    if not store_of(file).file_exists(file):
         return None
-    posix.check_regular(file, within=(folder,))
+    store_of(file).check_regular(file, within=(folder,))
     try:
-        checksums = msgspec.json.decode(posix.read_small(file), type=RecordChecksums)
+        checksums = msgspec.json.decode(store_of(file).read_small(file), type=RecordChecksums)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"{file} cannot be read as checksums: {error}") from error
     if (checksums.format, checksums.version) != (_FORMAT, _VERSION):

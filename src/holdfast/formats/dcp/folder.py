@@ -26,8 +26,8 @@ from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.ondisk.validation import check_relative_path
-from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 METADATA = ".metadata"
 
@@ -37,7 +37,7 @@ _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 
 def is_dcp(path: Path) -> bool:
     """Return whether a folder has the metadata of a distributed checkpoint."""
-    return posix.file_exists(path / METADATA) or posix.file_exists(path / "__0.metadata")
+    return store_of(path).file_exists(path / METADATA) or store_of(path).file_exists(path / "__0.metadata")
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class DcpDirectory:
             )
 
     def _metadata_files(self) -> list[Path]:
-        if posix.file_exists(self.path / METADATA):
+        if store_of(self.path).file_exists(self.path / METADATA):
             return [self.path / METADATA]
         by_rank = {
             int(match[1]): file
-            for file in posix.list_files(self.path)
+            for file in store_of(self.path).list_files(self.path)
             if (match := _RANK_METADATA.fullmatch(file.name))
         }
         return [by_rank[rank] for rank in sorted(by_rank)]
@@ -138,8 +138,8 @@ class DcpDirectory:
         """Return the metadata, merged over all ranks, and its raw bytes."""
         merged, all_bytes = DcpMetadata(), b""
         for file in self._metadata_files():
-            posix.check_regular(file, within=(self.path,))
-            raw = posix.read_small(file)
+            store_of(file).check_regular(file, within=(self.path,))
+            raw = store_of(file).read_small(file)
             merged.merge_rank(metadata.decode_metadata(raw, str(file), self._budget), str(file))
             self._tiling_budget.earn(len(raw))
             all_bytes += raw
@@ -180,10 +180,10 @@ class DcpDirectory:
 
     def _file_size(self, name: str) -> int:
         file = self.path / check_relative_path(name, str(self.path / METADATA))
-        if not posix.path_exists(file):
+        if not store_of(file).path_exists(file):
             raise CorruptCheckpointError(f"{file} is missing; the metadata names it")
-        posix.check_regular(file, within=(self.path,))
-        return posix.file_size(file)
+        store_of(file).check_regular(file, within=(self.path,))
+        return store_of(file).file_size(file)
 
 
 def locate_chunk(name: str, info: TensorInfo, window: FileWindow) -> sources.StridedLocation:

@@ -25,7 +25,7 @@ from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 _NAME = re.compile(r"shard-\d{5,9}-model-\d{5,9}-of-\d{5,9}\.safetensors")
 
@@ -39,17 +39,19 @@ class _Offsets(msgspec.Struct, frozen=True):
 
 def is_sharded(path: Path) -> bool:
     """Return whether a folder has such files."""
-    return posix.is_directory(path) and any(_NAME.fullmatch(file.name) for file in posix.list_files(path))
+    return store_of(path).is_directory(path) and any(
+        _NAME.fullmatch(file.name) for file in store_of(path).list_files(path)
+    )
 
 
 class ShardsReader(TreeReader):
     """A reader of a folder of shards, which holds a model and nothing else."""
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
-        files = [file for file in posix.list_files(path) if _NAME.fullmatch(file.name)]
+        files = [file for file in store_of(path).list_files(path) if _NAME.fullmatch(file.name)]
         chunks: dict[tuple[str, str], dict[IndexBox, SourceChunk]] = {}
         for file in files:
-            posix.check_regular(file, within=(path,))
+            store_of(file).check_regular(file, within=(path,))
             for name, dtype, chunk in _list_chunks(SafetensorsFile.open(file)):
                 chunks.setdefault((name, dtype), {}).setdefault(chunk.box, chunk)
         if len({name for name, _ in chunks}) < len(chunks):

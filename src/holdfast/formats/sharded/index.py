@@ -11,7 +11,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, UnsafeNameError
 from holdfast.formats.contained_paths import check_contained
 from holdfast.ondisk.validation import check_relative_path
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ def read_index(path: Path, root: Path) -> ShardIndex:
     """
     check_contained(path, root)
     try:
-        index = msgspec.json.decode(posix.read_small(path), type=ShardIndex)
+        index = msgspec.json.decode(store_of(path).read_small(path), type=ShardIndex)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"{path} is not a valid index of tensor files: {error}") from error
     for name in index.list_files():
@@ -55,7 +55,7 @@ def files_named_by(folder: Path, names: Iterable[str]) -> set[str]:
     """Return those of ``names`` that are in a folder, and the files that the indexes among them name."""
     files: set[str] = set()
     for name in names:
-        if posix.is_file(folder / name):
+        if store_of(folder).is_file(folder / name):
             files.add(name)
             if name.endswith(".json"):
                 files |= _files_in_index(folder / name)

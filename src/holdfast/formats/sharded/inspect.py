@@ -17,7 +17,7 @@ from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, ModelFile, fo
 from holdfast.formats.sharded.shards import merge_states, read_shard
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 _SHARD = re.compile(
     r"(pytorch_model|model|pytorch_optim|optimizer)(\.[^-]+)?(-stage-\d{5})?.*-\d{5}\.(bin|safetensors)"
@@ -45,7 +45,7 @@ class Inspection:
 
 def inspect_shards(path: Path) -> Inspection:
     """Inspect a folder. The result is empty if ``path`` is not a folder, or has no index."""
-    folders = folders_of(path) if posix.is_directory(path) else []
+    folders = folders_of(path) if store_of(path).is_directory(path) else []
     indexes = [file for folder in folders for file in list_model_files(folder) if file.is_index]
     if not indexes:
         return Inspection()
@@ -60,20 +60,20 @@ def inspect_shards(path: Path) -> Inspection:
         named.update(index_file.path.parent / name for name in index.list_files())
         faults += _find_faults(index_file, index, path)
     for unmerged in (folder / _UNMERGED for folder in folders):
-        if posix.is_directory(unmerged):
+        if store_of(unmerged).is_directory(unmerged):
             faults.append(f"{unmerged} was not removed: a pipeline stage did not finish its save")
     return Inspection(tuple(faults), tuple(note for folder in folders for note in _left_over(folder, named)))
 
 
 def _left_over(folder: Path, named: set[Path]) -> Iterator[str]:
-    for file in posix.list_files(folder):
+    for file in store_of(folder).list_files(folder):
         if _SHARD.fullmatch(file.name) and "-of-" not in file.name and file not in named:
             yield f"{file} is in no index: it was left by an earlier save"
 
 
 def _find_faults(index_file: ModelFile, index: ShardIndex, root: Path) -> Iterator[str]:
     folder = index_file.path.parent
-    missing = [name for name in index.list_files() if not posix.path_exists(folder / name)]
+    missing = [name for name in index.list_files() if not store_of(folder).path_exists(folder / name)]
     for name in missing:
         yield f"{folder / name} is missing; {index_file.path.name} names it{_explain_fault(index_file, index)}"
     sizes: _Sizes = {}

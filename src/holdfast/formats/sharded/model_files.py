@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import FormatError
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -58,7 +58,7 @@ def parse_file_name(path: Path) -> ModelFile | None:
 
 def list_model_files(folder: Path) -> Iterator[ModelFile]:
     """Yield the indexes and single files in a folder."""
-    for path in posix.list_files(folder):
+    for path in store_of(folder).list_files(folder):
         if (file := parse_file_name(path)) is not None:
             yield file
 
@@ -84,7 +84,7 @@ def folders_of(folder: Path) -> list[Path]:
     Subfolders are recognized by an index of files of ``torch.save``, which no other system has in folders with these
     names.
     """
-    subfolders = [folder / name for name in _FOLDERS if posix.is_directory(folder / name)]
+    subfolders = [folder / name for name in _FOLDERS if store_of(folder).is_directory(folder / name)]
     is_colossalai = any(
         file.is_index and file.form == "bin" for subfolder in subfolders for file in list_model_files(subfolder)
     )

@@ -28,7 +28,7 @@ from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 _GROUPS = "param_groups"
 
@@ -37,10 +37,10 @@ _SLOTS = frozenset({MODEL, OPTIMIZER, "scheduler"})
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Return whether a folder has a model or optimizer with an index, or a file is an index or a flat optimizer."""
-    if posix.is_directory(path):
+    if store_of(path).is_directory(path):
         return bool(list_components(path))
     file = parse_file_name(path)
-    return posix.is_file(path) and ((file is not None and file.is_index) or is_flat_optimizer(path))
+    return store_of(path).is_file(path) and ((file is not None and file.is_index) or is_flat_optimizer(path))
 
 
 def is_flat_optimizer(path: Path) -> bool:
@@ -60,10 +60,12 @@ class ShardedReader(TreeReader):
     def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
         self._files: list[Path] = []
         self._budget, self._digests = ReadBudget(), list[int]()
-        self._root = path if posix.is_directory(path) else posix.real_path(path).parent
-        components = list_components(path) if posix.is_directory(path) else []
+        self._root = path if store_of(path).is_directory(path) else path.resolve().parent
+        components = list_components(path) if store_of(path).is_directory(path) else []
         files = (
-            [file for file in components if file.kind in kinds] if posix.is_directory(path) else [_single_file(path)]
+            [file for file in components if file.kind in kinds]
+            if store_of(path).is_directory(path)
+            else [_single_file(path)]
         )
         tree = {file.kind: self._read_component(file) for file in files} | self._read_other_values(path)
         format_name = "colossalai" if _is_colossalai(self._files) else "huggingface"
@@ -77,7 +79,7 @@ class ShardedReader(TreeReader):
             return tree if file.kind == MODEL else {"state": merge_states({file.path: tree}), _GROUPS: tree[_GROUPS]}
         index, folder = read_index(file.path, self._root), file.path.parent
         self._files.append(file.path)
-        self._digests.append(crc64(posix.read_small(file.path)))
+        self._digests.append(crc64(store_of(file.path).read_small(file.path)))
         names = dict.fromkeys(index.weight_map.values())
         shards = {name: self._read_shard(folder / name) for name in names}
         if file.kind == MODEL:
@@ -89,10 +91,12 @@ class ShardedReader(TreeReader):
 
     def _read_other_values(self, path: Path) -> dict[str, Any]:
         """Return the scheduler and the user content next to the subfolders of a model and an optimizer."""
-        if not posix.is_directory(path) or folders_of(path) == [path]:
+        if not store_of(path).is_directory(path) or folders_of(path) == [path]:
             return {}
         names = {"scheduler": SCHEDULER, "user_content": CONTENT}
-        return {key: self._read_shard(path / name) for key, name in names.items() if posix.file_exists(path / name)}
+        return {
+            key: self._read_shard(path / name) for key, name in names.items() if store_of(path).file_exists(path / name)
+        }
 
     def _read_groups(self, path: Path) -> Any:
         groups = self._read_shard(path)

@@ -21,8 +21,8 @@ from holdfast.ondisk import strict_json
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
 from holdfast.storage.direct_io import BufferedReader
+from holdfast.storage.store import store_of
 
 #: Key of the header metadata in ColossalAI's asynchronous saves, with the names of values that are pickled into bytes.
 PICKLED = "non_tensor_keys"
@@ -69,7 +69,7 @@ def read_shard(path: Path, root: Path, budget: ReadBudget) -> ShardFile:
 
     The file must be inside ``root``, the folder that was opened. The bytes that are read are added to ``budget``.
     """
-    if not posix.path_exists(path):
+    if not store_of(path).path_exists(path):
         raise CorruptCheckpointError(f"{path} is missing; the index names it. Its save may not have finished")
     check_contained(path, root)
     if path.suffix == ".safetensors":

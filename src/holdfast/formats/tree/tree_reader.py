@@ -10,7 +10,7 @@ from holdfast.formats.reader import CheckpointValues, FileExtent, UnreadTensorNo
 from holdfast.formats.tree.contents import TreeContents
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.values import ArrayCodec
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 #: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
 _SHARED, _LEAST = 4, 2**20
@@ -57,7 +57,7 @@ def _check_total_size(path: Path, files: Sequence[Path], contents: TreeContents)
     nbytes = contents.total_nbytes()
     if nbytes <= _LEAST:
         return
-    size = sum(posix.file_size(file) for file in files)
+    size = sum(store_of(file).file_size(file) for file in files)
     if nbytes > _SHARED * size + _LEAST:
         raise FormatError(
             f"{path} has {size} bytes, but its tensors have {nbytes}: they are views that repeat elements; "

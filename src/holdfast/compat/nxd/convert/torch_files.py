@@ -17,7 +17,6 @@ from awscrt.checksums import combine_crc32
 
 from holdfast.compat.nxd.format.rank_file_writer import PlannedFile
 from holdfast.compat.nxd.format.zero import ShardRows
-from holdfast.engine.io.requests import run_in_threads
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK
@@ -26,6 +25,7 @@ from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import TensorInfo
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.state.tensors import DTYPES
 from holdfast.storage.direct_io import BufferedReader, BufferedWriter
 from holdfast.storage.memory import BufferPool, Bytes

@@ -1,0 +1,104 @@
+"""The common part of saves of a whole training state, wherever the checkpoint is stored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.engine.comm.session import RankGroup
+from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
+from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from holdfast.formats.native import RANKS
+from holdfast.formats.native import STATE as STATE_FILE
+from holdfast.observe.reporter import EventReporter
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.run.catalog import CheckpointIdentity
+from holdfast.run.scan import CheckpointInfo
+from holdfast.save.build_manifest import CheckpointLabel, build_manifest
+from holdfast.save.operation import SaveOperation
+from holdfast.save.request import SaveRequest
+from holdfast.state.capture import build_ranks_file, build_state_file
+from holdfast.state.step_only_tensors import step_only_tensors
+from holdfast.storage.shared_files import Sharing
+
+
+@dataclass
+class SavePlanCache:
+    """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
+
+    ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
+    is not on rank 0's host, if there is one. ``sharing`` is what is known about the file system, and
+    ``has_checked_store`` whether an object store was asked if it honours conditions.
+    """
+
+    key: bytes = b""
+    plan: SavePlan = EMPTY_PLAN
+    saves: int = 0
+    witness: int | None = None
+    sharing: Sharing = field(default_factory=Sharing)
+    has_checked_store: bool = False
+
+
+class TrainingSave(SaveOperation[CheckpointInfo]):
+    """A save of a training state as one checkpoint of a run."""
+
+    def __init__(self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, timeout: float) -> None:
+        super().__init__(ranks, timeout)
+        self._request, self._cache = request, cache
+        self._merged_values: Mapping[str, Any] = {}
+        self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
+        #: Whether old checkpoints may be removed or hidden after the commit.
+        self._removes_old = False
+        self._reporter = EventReporter(
+            self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
+        )
+
+    @property
+    def path(self) -> Path:
+        """The path of the new checkpoint."""
+        return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
+
+    @property
+    def run_id(self) -> str:
+        """The id of the checkpoint's run; empty before :meth:`prepare_save`."""
+        return self._identity.run
+
+    @property
+    def _is_overlapped(self) -> bool:
+        return self._request.background is not None and self._request.background.staging == "overlapped"
+
+    def _deferred_copies(self) -> DeferredCopies:
+        options = self._request.background
+        if options is None or not self._is_overlapped:
+            return DeferredCopies()
+        keys = step_only_tensors(self._captured, self._request.training.optimizer)
+        numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
+        return DeferredCopies(numbers, sys.maxsize if options.check == "full" else SAMPLED_CHUNKS, self._cache.saves)
+
+    def mark_returned(self) -> float:
+        """Record that the call returns to the caller, and return for how many seconds it blocked."""
+        return self._reporter.mark_returned()
+
+    def _hash_replicas(self) -> bytes:
+        save = 0 if self._request.replica_check == "full" else self._cache.saves
+        digests, seconds = self._writer.hash_replicas(save)
+        if self._plan.replicas:
+            self._reporter.record_replica_check(seconds)
+        return digests
+
+    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        step, metrics = self._request.manifest_numbers()
+        return build_manifest(
+            CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
+            files,
+        )
+
+    def _build_small_files(self, rank_values: Sequence[bytes]) -> dict[str, bytes]:
+        """Return the files without tensor data, by name. ``rank_values`` are those of all ranks."""
+        ranks_file = build_ranks_file(list(rank_values), self._merged_values)
+        state_file = build_state_file(self._merged_values, self._captured.shared_values)
+        return {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}

@@ -1,0 +1,1 @@
+"""Google Cloud Storage, through its XML API."""

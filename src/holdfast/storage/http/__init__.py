@@ -1,0 +1,1 @@
+"""Requests to object stores over HTTP: connections, repetitions, and what the clouds have in common."""

@@ -1,0 +1,1 @@
+"""Stores with the API of Amazon S3."""

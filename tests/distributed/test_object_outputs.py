@@ -1,0 +1,327 @@
+"""Single components, conversions and exports in an object store have the bytes of the same output on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+import holdfast.dcp
+from holdfast.engine.io import upload_files, upload_parts
+from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
+from holdfast.run.upload_staging import check_hosts
+from holdfast.storage.object_path import ObjectPath
+from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
+from tests.helpers.fake_s3 import FakeS3
+from tests.helpers.pool import Ranks
+from tests.helpers.training import train_run
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with mock.patch("tempfile.gettempdir", return_value=str(folder)):
+        yield folder
+
+
+@pytest.fixture
+def fake(temporary: Path) -> Iterator[FakeS3]:
+    fake = FakeS3()
+    with (
+        fake.connected(),
+        mock.patch("tests.helpers.fake_s3.MIN_PART", 1),
+        mock.patch.object(upload_parts, "PART_BYTES", 4096),
+        mock.patch.object(upload_files, "PART_BYTES", 4096),
+    ):
+        yield fake
+
+
+def bucket(fake: FakeStore) -> ObjectPath:
+    return fake.store_at("http://fake", retry_seconds=1.0).path(f"{BUCKET}/out")
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The bytes of a file or of all files in a folder, by name."""
+    if isinstance(path, ObjectPath):
+        infos = path.store.list_objects(path)
+        return {str(i.path.relative_to(path)): path.store.read_small(i.path) for i in infos} or {
+            "": path.store.read_small(path)
+        }
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def model_of(value: float) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("model.safetensors", {}),
+        ("model.pt", {}),
+        ("folder", {"shard": True}),
+        ("folder", {"shard": True, "size_per_shard": 0.004}),
+        ("folder", {"shard": True, "size_per_shard": 0.004, "use_safetensors": False}),
+    ],
+)
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_model_is_saved_as_on_a_disk_and_loaded(
+    fake: FakeS3, tmp_path: Path, temporary: Path, name: str, options: dict[str, object], use_async: bool
+) -> None:
+    model = model_of(0.0)
+    holdfast.save_model(model, tmp_path / name, **options)  # type: ignore[arg-type]
+    path = bucket(fake) / name
+    assert holdfast.save_model(model, path, use_async=use_async, **options).wait() == path  # type: ignore[arg-type]
+    assert contents(path) == contents(tmp_path / name)
+    assert not fake.uploads
+    assert not [*temporary.rglob("*.partial*")]
+    if options.get("use_safetensors", True) and not name.endswith(".pt"):
+        loaded = model_of(1.0)
+        assert holdfast.load_model(loaded, path).verified
+        assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_model_replaces_another_and_other_objects_stay(fake: FakeS3, tmp_path: Path) -> None:
+    path = bucket(fake) / "folder"
+    path.store.replace_small(path / "README.md", b"mine")
+    holdfast.save_model(model_of(0.0), path, shard=True, size_per_shard=0.004)
+    assert len(contents(path)) > 3
+    holdfast.save_model(model_of(1.0), path, shard=True)
+    assert contents(path).keys() == {"README.md", "model.safetensors"}
+    holdfast.save_model(model_of(2.0), path / "one.safetensors")
+    holdfast.save_model(model_of(3.0), path / "one.safetensors")
+    loaded = model_of(0.0)
+    holdfast.load_model(loaded, path / "one.safetensors")
+    assert all(map(torch.equal, loaded.state_dict().values(), model_of(3.0).state_dict().values()))
+
+
+def test_a_path_of_the_other_kind_is_refused(fake: FakeS3) -> None:
+    path = bucket(fake)
+    holdfast.save_model(model_of(0.0), path / "a.safetensors")
+    with pytest.raises(InvalidArgumentError, match="is a file"):
+        holdfast.save_model(model_of(0.0), path / "a.safetensors", shard=True)
+    with pytest.raises(InvalidArgumentError, match="is a folder"):
+        holdfast.save_model(model_of(0.0), path)
+
+
+def test_an_optimizer_and_a_scheduler_are_saved_as_on_a_disk_and_loaded(fake: FakeS3, tmp_path: Path) -> None:
+    run, path = train_run("plain", "adamw"), bucket(fake)
+    for folder in (tmp_path / "disk", path):
+        holdfast.save_optimizer(run.optimizer, folder / "optimizer.safetensors", model=run.model)
+        holdfast.save_optimizer(run.optimizer, folder / "optimizer.pt", model=run.model)
+        holdfast.save_optimizer(run.optimizer, folder / "shards", shard=True, model=run.model)
+        holdfast.save_lr_scheduler(run.scheduler, folder / "scheduler.json")
+        holdfast.save_lr_scheduler(run.scheduler, folder / "scheduler.pt")
+    assert contents(path) == contents(tmp_path / "disk")
+    other = train_run("plain", "adamw", steps=0)
+    holdfast.load_lr_scheduler(other.scheduler, path / "scheduler.json")
+    assert other.scheduler.state_dict() == run.scheduler.state_dict()
+    for name in ("optimizer.safetensors", "shards"):
+        other = train_run("plain", "adamw", steps=0)
+        holdfast.load_optimizer(other.optimizer, path / name, model=other.model)
+        states = zip(other.optimizer.state.values(), run.optimizer.state.values(), strict=True)
+        assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "torch", "dcp", "lightning", "lightning-folder"])
+def test_a_conversion_writes_what_it_writes_to_a_disk(fake: FakeS3, tmp_path: Path, to: str) -> None:
+    run = train_run("plain", "adamw")
+    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
+    name = {"torch": "out.pt", "lightning": "out.ckpt", "safetensors": "out.safetensors"}.get(to, "out")
+    holdfast.convert(tmp_path / "run/s", tmp_path / "disk" / name, to=to, max_shard_size=3000)
+    path = bucket(fake) / name
+    assert holdfast.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000) == path
+    found, expected = contents(path), contents(tmp_path / "disk" / name)
+    manifest, expected_manifest = found.pop("manifest.json", b""), expected.pop("manifest.json", b"")
+    assert found == expected
+    assert bool(manifest) == bool(expected_manifest)  # it has an id and a time
+    with pytest.raises(TagExistsError, match="exists already"):
+        holdfast.convert(tmp_path / "run/s", path, to=to)
+
+
+@pytest.mark.parametrize(
+    "to", ["native", "hf", "safetensors", "torch", "dcp", "lightning", "lightning-folder", "colossalai"]
+)
+def test_every_format_is_read_from_a_store(fake: FakeS3, tmp_path: Path, to: str) -> None:
+    run = train_run("plain", "adamw")
+    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, {"epoch": 2}, step=3)
+    name = {"torch": "out.pt", "lightning": "out.ckpt", "safetensors": "out.safetensors"}.get(to, "out")
+    local, path = tmp_path / "disk" / name, bucket(fake) / name
+    holdfast.convert(tmp_path / "run/s", local, to=to, max_shard_size=3000)
+    holdfast.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000)
+    here, there = holdfast.open(local), holdfast.open(path)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[key], there[key]) for key in here)
+    loaded = train_run("plain", "adamw", steps=0)
+    holdfast.load_model(loaded.model, path)
+    assert all(map(torch.equal, loaded.model.state_dict().values(), run.model.state_dict().values()))
+    holdfast.convert(local, tmp_path / "from-disk", to="hf")
+    holdfast.convert(path, tmp_path / "from-store", to="hf")
+    assert contents(tmp_path / "from-store") == contents(tmp_path / "from-disk")
+
+
+def test_torchs_own_checkpoints_are_loaded_from_a_store(fake: FakeS3, tmp_path: Path) -> None:
+    state = {"model": model_of(0.0).state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    folder = bucket(fake) / "dcp"
+    for file in (tmp_path / "dcp").iterdir():
+        folder.store.replace_small(folder / file.name, file.read_bytes())
+    loaded = {"model": model_of(1.0).state_dict(), "step": 0}
+    dcp.load(loaded, storage_reader=holdfast.dcp.FileSystemReader(folder), no_dist=True)
+    assert loaded["step"] == 3
+    assert all(map(torch.equal, loaded["model"].values(), state["model"].values()))
+
+
+def test_a_converted_checkpoint_is_one_of_the_run(fake: FakeS3, tmp_path: Path) -> None:
+    run, path = train_run("plain", "adamw"), bucket(fake)
+    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
+    holdfast.convert(tmp_path / "run", path / "imported", to="native")
+    assert [info.tag for info in holdfast.list_checkpoints(path)] == ["imported"]
+    restored = holdfast.restore(path, model=train_run("plain", "adamw", steps=0).model)
+    assert (restored.step, restored.verified) == (3, True)
+
+
+def test_an_export_has_the_files_of_one_on_a_disk(fake: FakeS3, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", model_of(0.0), step=3)
+    for folder in (tmp_path / "disk/out", bucket(fake) / "out"):
+        with pytest.warns(UserWarning, match=r"no config\.json"):
+            holdfast.export_model(tmp_path / "run", folder)
+    assert contents(bucket(fake) / "out") == contents(tmp_path / "disk/out")
+
+
+@pytest.mark.parametrize("kind", ["part", "put", "complete", "create upload"])
+def test_an_output_that_fails_leaves_nothing(fake: FakeS3, tmp_path: Path, temporary: Path, kind: str) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    lost: list[Callable[[], None]] = [disconnect] * 100
+    fake.on_request = Answers(*lost, kind=kind)
+    with pytest.raises(StorageError):
+        holdfast.convert(tmp_path / "run", bucket(fake) / "new", to="native")
+    assert not fake.objects
+    assert not fake.uploads
+    assert not [*temporary.rglob("*.partial*")]
+
+
+def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> None:
+    path = bucket(fake) / "folder"
+    holdfast.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
+    shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
+    lost: list[Callable[[], None]] = [disconnect] * 100
+    answers = Answers(*lost, kind="create upload")
+    fake.on_request = lambda request, stage: answers(request, stage) if request.key == shards[1] else None
+    with pytest.raises(StorageError):
+        holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.load_model(model_of(0.0), path)
+    holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+    loaded = model_of(0.0)
+    holdfast.load_model(loaded, path)
+    assert all(map(torch.equal, loaded.state_dict().values(), model_of(2.0).state_dict().values()))
+
+
+def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    path, finished = bucket(fake) / "new", []
+
+    def finish_other(request: object, stage: str) -> None:
+        if finished or request.kind != "create upload":  # type: ignore[attr-defined]
+            return
+        finished.append(stage)
+        holdfast.convert(tmp_path / "run", path, to="hf")
+        fake.on_request = Answers(*[disconnect] * 100, kind="create upload")
+        disconnect()
+
+    fake.on_request = finish_other
+    with pytest.raises(StorageError):
+        holdfast.convert(tmp_path / "run", path, to="hf")
+    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    assert contents(path).keys() == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_names_as_saves_give_them_and_tags_are_refused(fake: FakeS3, tmp_path: Path, to: str) -> None:
+    run = bucket(fake)
+    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5)})
+    holdfast.save_checkpoint(run, "s", {"w": torch.ones(5)})
+    with pytest.raises(InvalidArgumentError, match="16 hexadecimal"):
+        holdfast.convert(tmp_path / "run", run / "copy.0123456789abcdef", to=to)
+    with pytest.raises(InvalidArgumentError, match="16 hexadecimal"):
+        holdfast.save_model(model_of(0.0), run / "copy.0123456789abcdef", shard=True)
+    with pytest.raises(TagExistsError, match="exists already"):
+        holdfast.convert(tmp_path / "run", run / "s", to=to)
+
+
+def test_files_are_built_where_no_other_user_looks(fake: FakeS3, tmp_path: Path, temporary: Path) -> None:
+    holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+    (folder,) = temporary.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(StorageError, match="only this user may enter"):
+        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="only this user may enter"):
+        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+
+
+def test_without_a_directory_for_temporary_files_the_error_says_so(fake: FakeS3) -> None:
+    with (
+        mock.patch("tempfile.gettempdir", side_effect=FileNotFoundError(2, "No usable temporary directory")),
+        pytest.raises(StorageError, match="directory for temporary files"),
+    ):
+        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+
+
+def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path: Path) -> None:
+    run = train_run("plain", "adamw")
+    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, max_shard_size=3000)
+    fake.requests.clear()
+    holdfast.convert(tmp_path / "run", bucket(fake) / "new", to="native", max_shard_size=3000)
+    written = [request.key for request in fake.requests if request.kind in {"put", "complete"}]
+    assert written[-1].endswith("/manifest.json")
+    indexes = [number for number, key in enumerate(written) if key.endswith(".index.json")]
+    assert indexes == [*range(len(written) - 1 - len(indexes), len(written) - 1)]
+
+
+def test_several_hosts_are_told_to_use_one(fake: FakeS3) -> None:
+    check_hosts(bucket(fake), [0, 0])
+    check_hosts(Path("/folder"), [0, 1])
+    with pytest.raises(InvalidArgumentError, match="one host"):
+        check_hosts(bucket(fake), [0, 0, 1])
+
+
+def save_and_convert(path: Path, folder: Path) -> None:
+    run = train_run("fsdp", "adamw")
+    holdfast.save_model(run.model, path / "model.safetensors")
+    holdfast.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
+    holdfast.convert(folder / "run", path / "hf", to="hf")
+    loaded = train_run("fsdp", "adamw", steps=0)
+    assert holdfast.load_model(loaded.model, path / "model.safetensors").verified
+
+
+def test_ranks_write_what_one_process_writes_to_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+    run = train_run("plain", "adamw")
+    holdfast.save_checkpoint(tmp_path / "run", "s", run.model)
+    holdfast.save_model(run.model, tmp_path / "disk/model.safetensors")
+    holdfast.save_optimizer(run.optimizer, tmp_path / "disk/optimizer", shard=True, model=run.model)
+    holdfast.convert(tmp_path / "run", tmp_path / "disk/hf", to="hf")
+    fake = FakeS3()
+    with fake.served() as url:
+        path = fake.store_at(url, retry_seconds=20.0).path(f"{BUCKET}/out")
+        for n in (1, 3):
+            fake.objects.clear()
+            ranks(n, save_and_convert, path, tmp_path)
+            assert contents(path) == contents(tmp_path / "disk")

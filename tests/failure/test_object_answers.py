@@ -1,0 +1,352 @@
+"""Answers of object stores that are wrong, or those of a proxy: nothing committed is lost, and no error is raw."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.prune import prune
+from holdfast.engine.io import upload_parts
+from holdfast.errors import CorruptCheckpointError, HoldfastError, InvalidArgumentError, StorageError
+from holdfast.run import cleanup, object_run
+from holdfast.storage.http import connection
+from holdfast.storage.http.connection import Address, HttpRequest, HttpResponse
+from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
+from tests.helpers.fake_http import BUCKET, Answers, FakeStore
+from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
+from tests.helpers.object_histories import check_all, check_nothing_is_left, run_path, save, store_with_two_checkpoints
+
+FAKES = {"aws": lambda: FakeS3(AWS), "google": lambda: FakeS3(GOOGLE), "azure": FakeAzure}
+
+PAGE = HttpResponse(200, {"content-length": "4"}, b"page")
+
+
+@pytest.fixture(params=FAKES)
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
+    with (
+        store_with_two_checkpoints(FAKES[request.param]()) as fake,
+        mock.patch.object(object_run, "_ATTEMPT_SECONDS", 0.001),
+    ):
+        yield fake
+
+
+def age(fake: FakeStore) -> None:
+    """Let all objects be two days old."""
+    fake.objects = {key: replace(stored, time=stored.time - 2 * 86_400) for key, stored in fake.objects.items()}
+    object_run._pointers.clear()
+
+
+def answer_to(kind: str, part: str, answer: HttpResponse) -> Callable[[Any, str], HttpResponse | None]:
+    return lambda request, stage: answer if (request.kind, stage) == (kind, "before") and part in request.key else None
+
+
+def stop_answers(fake: FakeStore) -> None:
+    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    object_run._pointers.clear()
+
+
+class TestUnreadablePointers:
+    """A pointer that cannot be read may name any checkpoint of its tag."""
+
+    @pytest.mark.parametrize("content", [b"", b"page", b'{"id": "0123456789abcdef", "version": 2}'])
+    def test_a_clean_up_keeps_the_checkpoints_of_a_corrupt_pointer(self, fake: FakeStore, content: bytes) -> None:
+        age(fake)
+        (key,) = (key for key in fake.objects if ".tags/s1/" in key)
+        pointer, objects = fake.objects[key], dict(fake.objects)
+        fake.objects[key] = replace(pointer, data=content)
+        cleanup.clean_up(run_path())
+        fake.objects[key] = pointer
+        assert fake.objects.keys() == objects.keys()
+        object_run._pointers.clear()
+        assert check_all() == {"s1": 1, "s2": 2}
+
+    @pytest.mark.parametrize(
+        "answer", [PAGE, HttpResponse(404, {}, b"<html>none</html>"), failure(403, "AccessDenied")]
+    )
+    def test_a_clean_up_keeps_the_checkpoints_if_the_answer_is_wrong(
+        self, fake: FakeStore, answer: HttpResponse
+    ) -> None:
+        age(fake)
+        objects = dict(fake.objects)
+        fake.on_request = answer_to("get", ".tags/s1/", answer)
+        try:
+            cleanup.clean_up(run_path())
+        except HoldfastError as error:
+            assert "s1" in str(error)
+        stop_answers(fake)
+        assert fake.objects.keys() == objects.keys()
+        assert check_all() == {"s1": 1, "s2": 2}
+
+    def test_a_pointer_that_becomes_unreadable_during_a_clean_up_keeps_the_folder(self, fake: FakeStore) -> None:
+        """The folder was listed as abandoned, because its pointer was created after the list of the tags."""
+        (folder,) = {run_path() / key.split("/")[1] for key in fake.objects if key.split("/")[1].startswith("s1.")}
+        (key,) = (key for key in fake.objects if ".tags/s1/" in key)
+        pointer, objects = fake.objects[key], dict(fake.objects)
+        fake.objects[key] = replace(pointer, data=b"")
+        object_run._pointers.clear()
+        with pytest.raises(CorruptCheckpointError):
+            object_run.discard_abandoned(folder)
+        fake.objects[key] = pointer
+        assert fake.objects.keys() == objects.keys()
+
+    def test_a_save_keeps_its_files_if_the_pointer_is_read_back_as_a_page(self, fake: FakeStore) -> None:
+        fake.on_request = answer_to("get", ".tags/s3/", PAGE)
+        with pytest.raises(HoldfastError):
+            save(3)
+        stop_answers(fake)
+        assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+        check_nothing_is_left(fake)
+
+    @pytest.mark.parametrize("status", [200, 204, 404])
+    def test_the_files_of_a_checkpoint_stay_as_long_as_its_pointer(self, fake: FakeStore, status: int) -> None:
+        fake.on_request = answer_to("delete", ".tags/", HttpResponse(status, {"content-length": "0"}))
+        with pytest.warns(UserWarning, match="could not be removed"):
+            save(3, keep=1)
+        stop_answers(fake)
+        assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+class TestAzure:
+    @pytest.fixture
+    def azure(self) -> Iterator[FakeAzure]:
+        with store_with_two_checkpoints(FakeAzure()) as fake:
+            assert isinstance(fake, FakeAzure)
+            yield fake
+
+    def test_a_lease_on_a_pointer_keeps_the_checkpoint(self, azure: FakeAzure) -> None:
+        refused = azure.failure(412, "LeaseIdMissing")
+        azure.on_request = answer_to("delete", ".tags/", refused)
+        with pytest.warns(UserWarning, match="could not be removed"):
+            save(3, keep=1)
+        stop_answers(azure)
+        assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+    @pytest.mark.parametrize("status", [200, 204])
+    def test_a_page_of_a_proxy_is_no_write(self, azure: FakeAzure, status: int) -> None:
+        azure.on_request = Answers(HttpResponse(status, {"content-length": "0"}), kind="put")
+        holdfast.add_metrics(run_path(), "s1", {"loss": 1.0})
+        assert holdfast.open(run_path(), "s1").metrics == {"loss": 1.0}
+
+    def test_a_save_that_fails_reports_why_although_its_abort_gets_a_wrong_answer(self, azure: FakeAzure) -> None:
+        def refuse_all(request: Any, stage: str) -> HttpResponse | None:
+            if stage == "before" and request.kind == "complete":
+                return HttpResponse(201, REQUEST_ID)
+            return azure.failure(403, "AuthorizationFailure") if (request.kind, stage) == ("put", "before") else None
+
+        azure.on_request = refuse_all
+        with pytest.raises(StorageError):
+            save(3)
+
+    def test_a_list_that_does_not_go_on_is_an_error(self, azure: FakeAzure) -> None:
+        azure.page = 2
+        first = azure.handle  # the same page for each marker, as from a cache that ignores the query
+
+        def cached(method: str, target: str, headers: Any, body: bytes) -> HttpResponse:
+            return first(method, target.replace("marker=", "ignored="), headers, body)
+
+        with (
+            mock.patch.object(azure, "handle", cached),
+            mock.patch.object(azure, "_is_allowed", return_value=True),
+            pytest.raises(StorageError, match="could not list"),
+        ):
+            run_path().store.list_objects(run_path())
+
+    def test_the_source_of_tokens_is_kept_unless_a_token_is_refused(self, azure: FakeAzure) -> None:
+        made = []
+        source = "holdfast.storage.azure.signing._default_token_function"
+        with mock.patch(source, side_effect=lambda: made.append(1) or (lambda: "t")):
+            store = azure.store_at("http://tokens", credentials=None)
+            for number in range(20):
+                assert not store.is_file(store.path(f"{BUCKET}/none-{number}"))
+        assert len(made) == 1
+
+
+SECRETS: list[Callable[[], object]] = [
+    lambda: holdfast.Azure("account", credentials="sv=1&sig=SECRET\x01"),
+    lambda: holdfast.Azure("account", endpoint="https://account.blob.core.windows.net/?sv=1&sig=SECRET"),
+    lambda: holdfast.Azure("account", endpoint="account.blob.core.windows.net?sig=SECRET"),
+    lambda: holdfast.S3(endpoint="https://user:SECRET@host"),
+    lambda: holdfast.GCS(endpoint="https://user:SECRET@host"),
+    lambda: holdfast.GCS(credentials='{"private_key": "SECRET"}'),
+    lambda: holdfast.GCS(credentials={"private_key": "SECRET"}),  # type: ignore[arg-type]
+    lambda: holdfast.S3(headers={"x-amz-server-side-encryption-customer-key": "SECRET\n"}),  # type: ignore[arg-type]
+]
+
+
+class TestArguments:
+    @pytest.mark.parametrize("make", SECRETS)
+    def test_an_error_contains_no_secret(self, make: Callable[[], object]) -> None:
+        with pytest.raises(InvalidArgumentError) as error:
+            make()
+        assert "SECRET" not in str(error.value)
+
+    def test_the_text_of_a_store_contains_no_secret(self) -> None:
+        headers: Any = {"x-amz-server-side-encryption-customer-key": "SECRET"}
+        for store in (
+            holdfast.S3(headers=headers, credentials=("key", "SECRET")),
+            holdfast.GCS(headers=headers),
+            holdfast.Azure("account", headers=headers, credentials="sv=1&sig=SECRET"),
+        ):
+            assert "SECRET" not in repr(store)
+
+    def test_a_signature_from_a_file_may_end_with_a_line_break(self) -> None:
+        assert holdfast.Azure("account", credentials="?sv=1&sig=abc\n").credentials == "?sv=1&sig=abc"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("timeout", value) for value in (0, -1, float("nan"), float("inf"), "60", None, True)),
+            *(("retry_seconds", value) for value in (-1, float("nan"), None, "60")),
+            *(("headers", value) for value in (None, 3, {"a": 1}, {"a": "b\n"}, {"a": "\xe4"}, {"a": " b"}, [("a",)])),
+            *(("ca_file", value) for value in ("/none/ca.pem", "/")),
+        ],
+    )
+    def test_an_argument_that_cannot_be_used_is_named(self, name: str, value: object) -> None:
+        for make in (holdfast.S3, holdfast.GCS, lambda **options: holdfast.Azure("account", **options)):
+            with pytest.raises(InvalidArgumentError, match="header" if name == "headers" else name):
+                make(**{name: value})
+
+    def test_headers_may_be_a_list_of_pairs(self) -> None:
+        store = holdfast.S3(headers=[("X-Amz-Storage-Class", "GLACIER_IR")])  # type: ignore[arg-type]
+        assert store.headers == (("x-amz-storage-class", "GLACIER_IR"),)
+        assert hash(store) == hash(holdfast.S3(headers={"x-amz-storage-class": "GLACIER_IR"}))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("account", [None, "", "a/b"])
+    def test_an_account_is_a_name(self, account: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="account"):
+            holdfast.Azure(account)
+
+    @pytest.mark.parametrize("token", [None, b"token", "to\nken", "t\xf6ken"])
+    def test_a_token_is_a_text_of_one_line(self, token: Any) -> None:
+        for store in (holdfast.GCS(credentials=lambda: token), holdfast.Azure("account", credentials=lambda: token)):
+            with pytest.raises(StorageError, match="must return a token") as error:
+                store.read_small(store.path(f"{BUCKET}/a"))
+            assert "ken" not in str(error.value).replace("token", "")
+
+
+@pytest.mark.parametrize("sent", [b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\ncontent-length: 99999\r\n\r\n", b""])
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(sent: bytes) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        stopped = threading.Event()
+
+        def drip() -> None:
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(sent)
+                while not stopped.wait(0.05):
+                    try:
+                        connected.sendall(b"x")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        store = holdfast.S3(
+            f"http://127.0.0.1:{server.getsockname()[1]}", credentials=("k", "s"), timeout=0.2, retry_seconds=0
+        )
+        started = time.monotonic()
+        with mock.patch.object(connection, "_MOST_TIMEOUTS", 3), pytest.raises(StorageError, match="too slowly"):
+            store.read_small(store.path(f"{BUCKET}/a"))
+        assert time.monotonic() - started < 20
+        stopped.set()
+        thread.join()
+
+
+class FlippedBit:
+    """Changes a byte of one answer of many, if it has the bytes of a file."""
+
+    def __init__(self, fake: FakeStore, number: int) -> None:
+        self.send, self.number, self.count = fake.send, number, 0
+
+    def __call__(self, address: Address, request: HttpRequest) -> HttpResponse:
+        response = self.send(address, request)
+        if request.method != "GET" or "/s" not in request.target or response.status not in {200, 206}:
+            return response
+        self.count += 1
+        if self.count - 1 != self.number:
+            return response
+        data = bytearray(response.body if request.into is None else request.into)
+        data[len(data) // 2] ^= 1
+        if request.into is not None:
+            request.into[:] = data
+        return replace(response, body=response.body and bytes(data))
+
+
+def test_bytes_that_change_on_their_way_are_read_again(fake: FakeStore) -> None:
+    for number in range(1000):
+        flipped = FlippedBit(fake, number)
+        with mock.patch.object(fake, "send", flipped):
+            assert check_all() == {"s1": 1, "s2": 2}
+        if flipped.count <= number:
+            break
+    assert number > 6
+
+
+@pytest.mark.parametrize("first", [b"garbage\r\n\r\n", b"HTTP/9\r\n\r\n", b"\r\n"])
+def test_an_answer_without_a_status_is_no_answer(first: bytes) -> None:
+    answers = [first, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\netag: e\r\n\r\nok"]
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def serve() -> None:
+            for answer in answers:
+                connected, _ = server.accept()
+                with connected:
+                    connected.recv(65536)
+                    connected.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = holdfast.S3(f"http://127.0.0.1:{server.getsockname()[1]}", credentials=("k", "s"), timeout=10)
+        assert store.read_small(store.path(f"{BUCKET}/a")) == b"ok"
+        thread.join()
+
+
+def test_first_parts_wait_for_their_headers_in_the_memory_of_the_tensors() -> None:
+    """Otherwise a checkpoint of small files would be in memory twice."""
+    fake, held = FakeS3(AWS), []
+    tensors = {f"w{number}": torch.ones(2**18) for number in range(8)}
+
+    def measure(uploaded: upload_parts.UploadedParts, *args: Any) -> Any:
+        bodies = [assembly.make_body() for assembly in uploaded.held.values()]
+        addresses = {tensor.data_ptr() for tensor in tensors.values()}
+        held.extend(torch.frombuffer(body.pieces[-1], dtype=torch.uint8).data_ptr() in addresses for body in bodies)
+        return send_held(uploaded, *args)
+
+    send_held = upload_parts.UploadedParts.send_held
+    with fake.connected(), mock.patch.object(upload_parts.UploadedParts, "send_held", measure):
+        path = fake.store_at("http://fake").path(f"{BUCKET}/run")
+        holdfast.save_checkpoint(path, "s", tensors, max_shard_size=2**20)
+    assert sum(held) == len(tensors)
+
+
+def test_a_dry_run_names_what_a_prune_would_remove(fake: FakeStore, capsys: pytest.CaptureFixture[str]) -> None:
+    upload = run_path().store.create_upload(run_path() / f"s9.{16 * '0'}" / "model.safetensors", {})
+    with mock.patch("holdfast.cli.prune.parse_location", return_value=run_path()):
+        for dry_run in (True, False):
+            prune("run", None, remains=True, dry_run=dry_run, as_json=False)
+            output = capsys.readouterr().out
+            assert "0 leftovers" in output
+            assert f"kept s9.{16 * '0'}: something of it has changed" in output
+        with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+            for dry_run, verb in ((True, "would remove"), (False, "removed")):
+                prune("run", None, remains=True, dry_run=dry_run, as_json=False)
+                assert f"{verb} 0 checkpoints and 1 leftover" in capsys.readouterr().out
+    assert upload.id not in [found.id for found, _ in run_path().store.list_uploads(run_path())]
+
+
+@pytest.mark.parametrize(
+    "url", ["S3://bucket/run", "gcs://bucket/run", "abfs://a/b", "http://host/run", "s3:/bucket/run"]
+)
+def test_the_url_of_an_unknown_store_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="s3://"):
+        holdfast.list_checkpoints(url)

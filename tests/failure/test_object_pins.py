@@ -1,0 +1,177 @@
+"""Pins of checkpoints in an object store: no retention removes what a living process has pinned."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+
+import holdfast
+from holdfast import evaluation
+from holdfast.run import cleanup, lease
+from tests.helpers.fake_azure import FakeAzure
+from tests.helpers.fake_http import FakeStore
+from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3
+from tests.helpers.object_histories import (
+    OPERATIONS,
+    Start,
+    StopAt,
+    check_all,
+    check_nothing_is_left,
+    do_nothing,
+    every_moment,
+    run_path,
+    save,
+    state,
+    store_with_two_checkpoints,
+)
+
+
+@pytest.fixture(params=[lambda: FakeS3(AWS), lambda: FakeS3(GOOGLE), FakeAzure], ids=["aws", "google", "azure"])
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
+    with store_with_two_checkpoints(request.param()) as fake:
+        yield fake
+
+
+def pins(fake: FakeStore) -> list[str]:
+    return [key for key in fake.objects if key.endswith((".pin", ".lock"))]
+
+
+def test_a_pinned_checkpoint_stays_until_the_end_of_the_block(fake: FakeStore) -> None:
+    with holdfast.pin(run_path(), "s1") as checkpoint:
+        assert len(pins(fake)) == 1
+        save(3, keep=1)
+        assert check_all().keys() == {"s1", "s3"}
+        assert checkpoint["model/net/small"].tolist() == [1.0]
+        cleanup.clean_up(run_path())
+        save(4, keep=1)
+        assert check_all().keys() == {"s1", "s4"}
+    assert not pins(fake)
+    save(5, keep=1)
+    assert check_all().keys() == {"s5"}
+
+
+def test_a_pin_of_a_dead_process_ends_after_an_hour(fake: FakeStore) -> None:
+    with holdfast.pin(run_path(), "s1"):
+        (key,) = pins(fake)
+        for age, kept in ((3500, {"s1", "s3"}), (3700, {"s3"})):
+            renewed = msgspec.json.encode({"renewed": time.time() - age})
+            run_path().store.replace_small(run_path() / key.rpartition("/")[2], renewed)
+            save(3, overwrite=True, keep=1)
+            assert check_all().keys() == kept
+        assert not pins(fake)
+
+
+def test_a_pin_is_renewed_while_its_holder_lives(fake: FakeStore) -> None:
+    with mock.patch.object(lease, "_RENEWAL_SECONDS", 0.01), holdfast.pin(run_path(), "s1"):
+        (key,) = pins(fake)
+        before = fake.objects[key].data
+        deadline = time.monotonic() + 30
+        while fake.objects[key].data == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_an_open_checkpoint_has_its_tag_and_the_metrics_that_were_added(fake: FakeStore) -> None:
+    holdfast.add_metrics(run_path(), "s1", {"loss": 0.5})
+    checkpoint = holdfast.open(run_path(), "s1")
+    assert (checkpoint.tag, checkpoint.metrics) == ("s1", {"loss": 0.5})
+
+
+def test_an_evaluator_in_a_loop_pins_what_it_reads(fake: FakeStore) -> None:
+    seen = []
+    for checkpoint in holdfast.iterate_pinned(run_path(), timeout=0.5, poll_seconds=0.01):
+        seen.append(checkpoint.tag)
+        if len(seen) < 3:
+            save(len(seen) + 2, keep=1)
+        assert checkpoint["model/net/small"].tolist() == [float(seen[-1][1:])]
+    assert seen == ["s2", "s3", "s4"]
+    assert not pins(fake)
+
+
+def test_a_pin_waits_for_a_removal_that_stalls(fake: FakeStore) -> None:
+    stalled, resumed = threading.Event(), threading.Event()
+
+    def stall(request: Any, stage: str) -> None:
+        if request.kind == "delete" and ".tags/s1" in request.key and stage == "before":
+            stalled.set()
+            resumed.wait(60)
+
+    fake.on_request = stall
+    thread = threading.Thread(target=attempt, args=("retention", {}))
+    thread.start()
+    assert stalled.wait(30)
+    with (
+        mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001),
+        pytest.raises(holdfast.NoCheckpointError),
+        holdfast.pin(run_path(), "s1"),
+    ):
+        pytest.fail("a checkpoint was pinned that is being removed")
+    resumed.set()
+    thread.join()
+    fake.on_request = do_nothing
+    check_nothing_is_left(fake)
+
+
+@pytest.mark.parametrize("content", [b'{"id": "\xff\xfe"}', b'{"x":' + b"[" * 200_000, b"", bytes(2000)])
+def test_garbage_in_the_place_of_pointers_and_pins_stops_no_other_checkpoint(fake: FakeStore, content: bytes) -> None:
+    run = run_path()
+    run.store.replace_small(run / ".tags/s2/9", content)
+    run.store.replace_small(run / f".s1.{16 * '0'}.{16 * '1'}.pin", content)
+    model = state(0)
+    with pytest.warns(UserWarning, match="corrupt"):
+        assert holdfast.restore(run, model={"net": model}).tag == "s1"
+    with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+        cleanup.clean_up(run)
+    assert not pins(fake)
+
+
+def load_pinned() -> None:
+    """Pin the oldest checkpoint, and read all of it. What was pinned must be there."""
+    with holdfast.pin(run_path(), "s1") as checkpoint:
+        model = state(0)
+        try:
+            assert holdfast.restore(checkpoint.path, model={"net": model}).verified
+        except holdfast.HoldfastError as error:
+            raise AssertionError("a pinned checkpoint cannot be read") from error
+        assert {float(value) for tensor in model.values() for value in tensor} == {1.0}
+
+
+def attempt(operation: str, results: dict[str, BaseException | None]) -> None:
+    results[operation] = None
+    try:
+        load_pinned() if operation == "pin" else OPERATIONS[operation]()
+    except BaseException as error:  # noqa: BLE001 - compared by the test
+        results[operation] = error
+
+
+@pytest.mark.parametrize(("first", "second"), [("pin", "retention"), ("retention", "pin")])
+def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none(
+    fake: FakeStore, first: str, second: str
+) -> None:
+    start = Start(fake)
+    with mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001):
+        start.restore()
+        attempt(first, {})
+        for moment in every_moment(len(fake.requests)):
+            start.restore()
+            stop = fake.on_request = StopAt(*moment)
+            results: dict[str, BaseException | None] = {}
+            thread = threading.Thread(target=attempt, args=(first, results))
+            thread.start()
+            while not stop.reached.wait(0.1):
+                assert thread.is_alive(), results
+            attempt(second, results)
+            stop.resume()
+            thread.join()
+            fake.on_request = do_nothing
+            where = (moment, results)
+            assert results["retention"] is None, where
+            assert results["pin"] is None or isinstance(results["pin"], holdfast.NoCheckpointError), where
+            assert check_all()["s3"] == 3, where
+            check_nothing_is_left(fake)

@@ -1,0 +1,157 @@
+"""Saves into an object store whose pointers are created, removed and created again by other processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import holdfast
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError, TagExistsError
+from holdfast.run.cleanup import delete_checkpoints
+from holdfast.storage.http.connection import HttpResponse
+from tests.helpers.fake_http import FakeStore, disconnect
+from tests.helpers.fake_s3 import AWS, FakeS3, failure
+from tests.helpers.object_histories import (
+    check_all,
+    check_nothing_is_left,
+    run_path,
+    save,
+    state,
+    store_with_two_checkpoints,
+)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeStore]:
+    with store_with_two_checkpoints(FakeS3(AWS)) as store:
+        yield store
+
+
+class PausedCall:
+    """A call in another thread that stops before a request, until it is resumed."""
+
+    def __init__(self, fake: FakeStore, call: Callable[[], object], stops: Callable[[Any], bool]) -> None:
+        self._call, self._reached, self._go_on = call, threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+        def stop(request: Any, stage: str) -> None:
+            if threading.current_thread() is self._thread and stage == "before" and stops(request):
+                self._reached.set()
+                self._go_on.wait(60)
+
+        fake.on_request = stop
+        self._thread.start()
+        assert self._reached.wait(30)
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except HoldfastError as error:
+            self.error = error
+
+    def resume(self) -> None:
+        self._go_on.set()
+        self._thread.join()
+
+
+def creates_pointer(request: Any) -> bool:
+    return request.kind == "put" and "/.tags/" in request.key
+
+
+def remove(tag: str) -> None:
+    list(delete_checkpoints([info for info in holdfast.list_checkpoints(run_path()) if info.tag == tag]))
+
+
+class LostThenConflict:
+    """The answer to the first pointer is lost, that to the second attempt is a conflict."""
+
+    def __init__(self) -> None:
+        self.answers = [disconnect, lambda: failure(409, "ConditionalRequestConflict")]
+
+    def __call__(self, request: Any, stage: str) -> HttpResponse | None:
+        due = "after" if len(self.answers) == 2 else "before"
+        if not creates_pointer(request) or not self.answers or stage != due:
+            return None
+        return self.answers.pop(0)()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_pointer_whose_answer_was_lost_before_a_conflict_is_found(fake: FakeStore, overwrite: bool) -> None:
+    fake.on_request = LostThenConflict()
+    save(2 if overwrite else 3, value=3, overwrite=overwrite)
+    assert check_all() == ({"s1": 1, "s2": 3} if overwrite else {"s1": 1, "s2": 2, "s3": 3})
+    check_nothing_is_left(fake)
+
+
+def test_a_failure_after_the_commit_leaves_the_checkpoint(fake: FakeStore) -> None:
+    """Also if the pointer was only found to be that of the save, because the store had said that it exists."""
+    with (
+        mock.patch("holdfast.save.object_save.CheckpointInfo") as late,
+        mock.patch.object(type(fake.store_at("http://fake")), "create_object", _create_and_deny),
+    ):
+        late.of.side_effect = StorageError(5, "late")
+        with pytest.raises(StorageError, match="late"):
+            save(3)
+    assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+def _create_and_deny(store: Any, path: Any, data: bytes) -> bool:
+    store.replace_small(path, data)
+    return False
+
+
+def test_a_writer_that_removes_what_it_has_replaced_leaves_a_later_checkpoint(fake: FakeStore) -> None:
+    """The tag was removed and saved again meanwhile, so its pointer has the number of the replaced one."""
+    paused = PausedCall(fake, lambda: save(2, value=3, overwrite=True), lambda request: request.kind == "delete")
+    remove("s2")
+    save(2, value=4)
+    paused.resume()
+    assert check_all() == {"s1": 1, "s2": 4}
+
+
+def test_a_writer_that_was_overtaken_by_an_overwrite_is_refused(fake: FakeStore) -> None:
+    """The pointer with the number that it wants to create was there, and was removed by the overwrite."""
+    paused = PausedCall(fake, lambda: save(3), creates_pointer)
+    save(3, value=4)
+    save(3, value=5, overwrite=True)
+    paused.resume()
+    assert isinstance(paused.error, TagExistsError)
+    assert check_all() == {"s1": 1, "s2": 2, "s3": 5}
+    check_nothing_is_left(fake)
+
+
+def test_a_pointer_that_arrives_late_names_a_whole_checkpoint(fake: FakeStore) -> None:
+    """The save has failed by then: it must not have removed its files."""
+    late: list[Callable[[], object]] = []
+    handle = fake.handle
+
+    def delay(method: str, target: str, headers: Any, body: bytes) -> HttpResponse:
+        if method == "PUT" and "/.tags/" in target:
+            late.append(lambda: handle(method, target, headers, body))
+            disconnect()
+        return handle(method, target, headers, body)
+
+    fake.handle = delay  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        save(3)
+    fake.handle = handle  # type: ignore[method-assign]
+    late[0]()
+    assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+def test_a_checkpoint_that_has_lost_its_files_does_not_hide_the_one_before(fake: FakeStore) -> None:
+    for key in [key for key in fake.objects if "/s2." in key]:
+        del fake.objects[key]
+    model = state(0)
+    with pytest.warns(UserWarning, match=r"loaded 's1'.*s2 is corrupt"):
+        restored = holdfast.restore(run_path(), model={"net": model})
+    assert restored.step == 1
+    with pytest.raises(CorruptCheckpointError, match="has no manifest, but its tag still names it"):
+        holdfast.restore(run_path(), "s2", model={"net": model})
+    with pytest.raises(CorruptCheckpointError, match="has no manifest, but its tag still names it"):
+        holdfast.open(run_path())

@@ -1,0 +1,22 @@
+"""Uploads in small parts, so that small checkpoints have several, and small ranges are sent from their own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from holdfast.engine.io import cell_exchange, part_assembly, upload_parts
+from holdfast.engine.plan.cells import CellGrain
+
+
+@contextmanager
+def small_parts(nbytes: int) -> Iterator[None]:
+    """Let saves of this process upload parts of ``nbytes``."""
+    with (
+        mock.patch.object(upload_parts, "PART_BYTES", nbytes),
+        mock.patch.object(upload_parts, "GRAIN", CellGrain(nbytes, is_dealt=True)),
+        mock.patch.object(part_assembly, "_MIN_IN_PLACE", nbytes // 8),
+        mock.patch.object(cell_exchange, "_MIN_UNCOPIED", nbytes // 8),
+    ):
+        yield
