@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop frameworks matrix coverage test-colossalai lint docs bench bench-full bench-compare crash jobs kill faults fuzz large hosts clean
+.PHONY: demo test interop frameworks matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -74,6 +74,15 @@ REF ?= HEAD
 bench-compare: .venv/installed
 	$(BIN)/python -m benchmarks.compare $(REF)
 
+## bench-objects: CPU time and memory at an object store, against boto3, obstore, s3torchconnector and DCP with s3fs
+bench-objects: .bench-objects/installed
+	PYTHONPATH=.bench-objects $(BIN)/python -m benchmarks object-store object-store-2-ranks --rounds 3 --gigabytes 1
+
+#: In a directory of their own, because botocore wants an older python-dateutil than .venv has.
+.bench-objects/installed: requirements-bench-objects.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .bench-objects --requirement requirements-bench-objects.txt
+	touch $@
+
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed
 	$(BIN)/python -m campaigns.crash
@@ -105,6 +114,18 @@ large: .venv/installed
 hosts: .venv/installed
 	$(BIN)/python -m campaigns.hosts setup
 	for scene in pages locks leftovers names faults saves folders jobs failures; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
+
+## gcs: the suite of all stores with a real bucket of Google Cloud Storage, BUCKET=name; it deletes what it writes
+gcs: .venv/installed
+	HOLDFAST_TEST_GCS=$(BUCKET) $(BIN)/python -m pytest tests/unit/storage/test_store_conformance.py -k "real and google"
+
+## objects: real object stores: Swift, Ceph, LocalStack and Azurite are installed into .objects; jobs that save are killed and stopped
+objects: .venv/installed
+	$(BIN)/python -m campaigns.objects $(SERVERS)
+
+## histories: saves into object stores in memory die, lose a reply, or stop while another process goes on, at every request
+histories: .venv/installed
+	$(BIN)/python -m campaigns.object_histories
 
 .venv/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -117,7 +117,7 @@ def run_job(ending: Ending, ranks: int = 2) -> JobOutcome:
         script.write_text(_SCRIPT.format(action=ending.action))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*torchrun, str(script), f"{folder}/run"]
-        job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+        job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         problems = []
         if (job.returncode == 0) != ending.succeeds:
             problems.append(f"exit status {job.returncode}")

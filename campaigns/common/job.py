@@ -92,6 +92,7 @@ class Job:
         """Start the ranks. ``hosts`` has a letter for the simulated host of each; by default they share one."""
         self.messages: dict[tuple[int, str], float] = {}
         self.outcomes: dict[int, RankOutcome] = {}
+        self.size = size
         self._agent = (
             dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store == "agent" else None
         )

@@ -57,7 +57,7 @@ class Machine:
         facts = {"root": str(self.packages.root), "modules_folder": str(self.packages.modules)}
         config.write_text(json.dumps(asdict(self.spec) | facts | {"repository": str(REPOSITORY)}))
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - the kernel that was unpacked
+            self._process = subprocess.Popen(
                 self._command(config), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
