@@ -19,6 +19,7 @@ from benchmarks import (
     loop,
     machine,
     nxd,
+    object_store,
     parallel,
     planning,
     report,
@@ -52,6 +53,8 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "planning-dcp": dcp_planning.measure_dcp_planning,
     "start": start.measure_start,
     "several-hosts": several_hosts.measure_several_hosts,
+    "object-store": object_store.measure_object_store,
+    "object-store-2-ranks": object_store.measure_object_store_ranks,
 }
 
 
