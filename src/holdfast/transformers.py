@@ -1,9 +1,10 @@
 """transformers' ``Trainer`` with holdfast's checkpoints: a drop-in replacement for ``transformers.Trainer``.
 
 All ``TrainingArguments`` keep their meaning: ``output_dir``, ``save_steps``, ``save_total_limit``, ``save_only_model``,
-``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. Two more arguments are
-``async_save``, which writes in the background, ``adapter_only``, which saves only PEFT adapters, and ``frozen``. A run
-resumes on any number of ranks, with DDP, FSDP or neither.
+``load_best_model_at_end``, and so does ``trainer.train(resume_from_checkpoint=True)``. Further arguments are
+``checkpoint_dir``, which may be the URL of an object store, ``async_save``, which writes in the background,
+``adapter_only``, which saves only PEFT adapters, and ``frozen``. A run resumes on any number of ranks, with DDP, FSDP
+or neither.
 
 The integration is a subclass and not a callback, because ``Trainer`` has no callbacks for saving and data skipping.
 """
@@ -15,19 +16,23 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from holdfast.api import finalize, has_checkpoint, restore, save_checkpoint
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import InvalidArgumentError, NoCheckpointError
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.ondisk.validation import check_choice, check_tag
+from holdfast.run.lookup import resolve_checkpoint_path
 from holdfast.run.retention import KeepLast, KeepTags, Retention
 from holdfast.save.request import FROZEN
 from holdfast.storage.directory_trees import remove_tree
+from holdfast.storage.object_path import ObjectPath, make_object_path, parse_location
 from holdfast.storage.posix import is_file, list_names, local_path, make_directory, path_exists, read_small, write_small
+from holdfast.storage.store import store_of
 
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
@@ -49,6 +54,8 @@ class CheckpointMixin(_Base):
 
     Args:
         args: The positional arguments of the ``Trainer``.
+        checkpoint_dir: The run directory of the checkpoints, or its URL in an object store; ``output_dir`` by default.
+            ``resume_from_checkpoint=True`` means the latest checkpoint there.
         async_save: Write checkpoints in the background.
         adapter_only: Save of a model with PEFT adapters only the adapters, as PEFT does, and what a resumed run needs
             in addition. By default checkpoints have the base model, too. Either way their folder ``adapter`` is one of
@@ -59,12 +66,13 @@ class CheckpointMixin(_Base):
 
     Raises:
         InvalidArgumentError: DeepSpeed is enabled, which has its own checkpoints; or each checkpoint would be pushed to
-            the hub; or ``output_dir`` is the address of an object store.
+            the hub; or ``output_dir``, which is always a local folder, is the URL of an object store.
     """
 
     def __init__(
         self,
         *args: Any,
+        checkpoint_dir: str | PathLike[str] | None = None,
         async_save: bool = False,
         adapter_only: bool = False,
         frozen: str = "together",
@@ -73,12 +81,13 @@ class CheckpointMixin(_Base):
         check_choice("frozen", frozen, FROZEN)
         for argument in (*args, *options.values()):
             if isinstance(argument, transformers.TrainingArguments):
-                local_path(str(argument.output_dir))  # transformers would create a local directory for an address
+                _check_output_dir(str(argument.output_dir))
         super().__init__(*args, **options)
         if self.is_deepspeed_enabled:
             raise InvalidArgumentError("DeepSpeed keeps its own checkpoints: use transformers' Trainer with it")
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             raise InvalidArgumentError("checkpoints are not pushed to the hub: use hub_strategy='end'")
+        self._checkpoint_dir = None if checkpoint_dir is None else parse_location(checkpoint_dir)
         self._async_save = async_save
         self._resumed: Path | None = None
         #: The temporary directory that the ``Trainer`` itself writes into during a save.
@@ -89,13 +98,16 @@ class CheckpointMixin(_Base):
         """Train as ``transformers.Trainer`` does, and wait for background saves at the end.
 
         Args:
-            resume_from_checkpoint: ``True`` for the latest checkpoint in ``output_dir``, or the path of a checkpoint or
-                of a run directory. Checkpoints of transformers' own ``Trainer`` are accepted, too.
+            resume_from_checkpoint: ``True`` for the latest checkpoint in ``checkpoint_dir``, or the path or URL of a
+                checkpoint or of a run directory. Checkpoints of transformers' own ``Trainer`` are accepted, too.
             args: Further positional arguments of ``transformers.Trainer.train``.
             options: Further keyword arguments of ``transformers.Trainer.train``.
 
         Returns:
             The result of ``transformers.Trainer.train``.
+
+        Raises:
+            NoCheckpointError: There is nothing to resume from in ``checkpoint_dir`` or at a URL.
         """
         try:
             self._resumed, content = self._find_checkpoint(resume_from_checkpoint)
@@ -112,20 +124,24 @@ class CheckpointMixin(_Base):
         """Return the holdfast checkpoint to resume from and its user content, or two ``None``."""
         if resume_from is None or resume_from is False:
             return None, None
-        path = local_path(str(self.args.output_dir) if resume_from is True else resume_from)
+        run = self._checkpoint_dir or local_path(str(self.args.output_dir))
+        path = resolve_checkpoint_path(run if resume_from is True else parse_location(resume_from))
         if not is_native(path) and not has_checkpoint(path):
+            if isinstance(path, ObjectPath) or (resume_from is True and self._checkpoint_dir is not None):
+                raise NoCheckpointError(f"there is no checkpoint of holdfast in {path}")
             return None, None
         result = restore(path)
         folder = path / result.tag if has_checkpoint(path) else path
-        return folder, result.user_content
+        return resolve_checkpoint_path(folder), result.user_content
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
+        output_dir, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
+        run = self._run_directory(output_dir)
         with tempfile.TemporaryDirectory() as folder:
             files = self._run_own_save(Path(folder), model, trial)
         self._note_best_checkpoint(run)
         if getattr(self.args, "enable_jit_checkpoint", False):
-            self._remove_mark(run / _TAG.format(step))
+            self._remove_mark(output_dir / _TAG.format(step))
         components: dict[str, Any] = {"model": self.model_wrapped}
         if not self.args.save_only_model:
             components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
@@ -145,6 +161,12 @@ class CheckpointMixin(_Base):
             overwrite=True,
             async_save=self._async_save,
         )
+
+    def _run_directory(self, output_dir: Path) -> Path:
+        """Return the run directory of the checkpoints. ``output_dir`` is that of the training or of one trial of it."""
+        if self._checkpoint_dir is None:
+            return output_dir
+        return self._checkpoint_dir / output_dir.relative_to(str(self.args.output_dir))
 
     def _run_own_save(self, folder: Path, model: Any, trial: Any) -> dict[str, bytes]:
         """Call the ``Trainer``'s save without what holdfast saves, and return the files that it has written.
@@ -186,7 +208,7 @@ class CheckpointMixin(_Base):
     def _note_best_checkpoint(self, run: Path) -> None:
         """Record in the ``Trainer``'s state its best checkpoint, which it looked for in the temporary directory."""
         best = self.state.best_global_step
-        if best and (best == self.state.global_step or path_exists(run / _TAG.format(best))):
+        if best and (best == self.state.global_step or _has_checkpoint(run / _TAG.format(best))):
             self.state.best_model_checkpoint = str(run / _TAG.format(best))
 
     def _retention_policy(self) -> Retention | None:
@@ -219,11 +241,28 @@ class CheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         finalize()
-        best = Path(str(self.state.best_model_checkpoint))
-        if is_native(best):
+        best: Path = Path(str(self.state.best_model_checkpoint))
+        if isinstance(self._checkpoint_dir, ObjectPath):
+            best = make_object_path(self._checkpoint_dir.store, str(self.state.best_model_checkpoint))
+        if is_native(resolve_checkpoint_path(best)):
             restore(best, model=self.model_wrapped)
         else:
             super()._load_best_model()
+
+
+def _check_output_dir(output_dir: str) -> None:
+    """Raise ``InvalidArgumentError`` for a URL: transformers would create a local directory of this name."""
+    if "://" in output_dir:
+        raise InvalidArgumentError(
+            f"output_dir={output_dir!r} must be a local folder, because transformers writes other files there: pass "
+            "the URL as Trainer(checkpoint_dir=…)"
+        )
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Return whether there is something at the path of a checkpoint."""
+    resolved = resolve_checkpoint_path(path)
+    return store_of(resolved).path_exists(resolved)
 
 
 def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:

@@ -85,7 +85,7 @@ def make_arguments(path: Path, ranks: int, steps: int, **options: Any) -> transf
 
 
 def make_trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -> Trainer:
-    asynchronous = options.pop("async_save", False)
+    asynchronous, checkpoint_dir = options.pop("async_save", False), options.pop("checkpoint_dir", None)
     if options.get("fsdp"):
         # Synchronised from the device of a first rank; here all ranks make the same model.
         options["fsdp_config"] |= {"sync_module_states": False, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
@@ -93,7 +93,9 @@ def make_trainer(path: Path, steps: int, dropout: float = 0.0, **options: Any) -
     if options.get("fsdp") and dist.get_world_size() > 1:
         # Accelerate leaves FSDP to accelerators, and torch has it on CPUs, too.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Trainer(make_model(dropout), args, train_dataset=Numbers(), async_save=asynchronous)
+    return Trainer(
+        make_model(dropout), args, train_dataset=Numbers(), async_save=asynchronous, checkpoint_dir=checkpoint_dir
+    )
 
 
 def train(path: Path, steps: int, resume: bool | str = False, dropout: float = 0.0, **options: Any) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def train(path: Path, steps: int, resume: bool | str = False, dropout: float = 0
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
             "weights": {name: value.clone() for name, value in _whole(run.model_wrapped).items()},
             "kind": type(run.model_wrapped).__name__,
-            "tags": [info.tag for info in holdfast.list_checkpoints(path)] if path.exists() else [],
+            "tags": [info.tag for info in holdfast.list_checkpoints(options.get("checkpoint_dir", path))],
             "best": run.state.best_model_checkpoint,
         }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.dcp.staging import check_same_on_all_ranks, create_staging, find_staging
+from holdfast.dcp.output import make_output
+from holdfast.dcp.staging import check_same_on_all_ranks
 from holdfast.dcp.write_results import (
     WrittenItem,
-    check_all_present,
     check_all_written,
     checksum_records,
     hash_chunks,
@@ -33,9 +32,7 @@ from holdfast.engine.comm.vote import RankFailure
 from holdfast.engine.io.device_streams import synchronize_devices
 from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.dcp import checksums
-from holdfast.formats.dcp.folder import METADATA
-from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage import posix
+from holdfast.storage.object_path import is_supported, parse_location
 from holdfast.storage.reader_pool import ReaderPool
 from holdfast.torch_versions import DCP_VERSION, SerializationFormat
 
@@ -51,7 +48,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     for each save.
 
     Args:
-        path: the folder; ``checkpoint_id`` of a save replaces it.
+        path: the folder, or the URL of one in an object store; ``checkpoint_id`` of a save replaces it.
         single_file_per_rank: write one file for each thread of a rank instead of one for each tensor and value.
         sync_files: make the files durable before the checkpoint gets its name. Without it a save is still atomic for
             every process that looks, but a power failure soon after may leave incomplete files, which the checksums
@@ -84,10 +81,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
                 f"serialization_format must be SerializationFormat.TORCH_SAVE; got {serialization_format}, which "
                 "neither torch's FileSystemReader nor holdfast's can read"
             )
-        self.path, self.overwrite = posix.local_path(path), overwrite
+        self.path, self.overwrite = parse_location(path), overwrite
         self.single_file_per_rank, self.sync_files, self.thread_count = single_file_per_rank, sync_files, thread_count
         self.per_thread_copy_ahead, self.serialization_format = per_thread_copy_ahead, serialization_format
-        self._staging: StagingDirectory | None = None
+        self._output = make_output(self.path, sync_files=sync_files)
         self.save_id = str(uuid4())
 
     @property
@@ -98,9 +95,9 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id:
-            self.path = posix.local_path(checkpoint_id)
+            self.path = parse_location(checkpoint_id)
         self.save_id = str(uuid4())
-        self._discard_staging()
+        self._renew_output()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to the CPU: see torch's ``AsyncStager``. Nothing has to be copied ahead then."""
@@ -124,22 +121,22 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the staging directory (rank 0 only), and give each rank a prefix for its files."""
-        self._discard_staging()  # torch calls reset() only if a save has a checkpoint_id
-        self._staging = create_staging(self.path, overwrite=self.overwrite)
+        """Begin the output (rank 0 only), and give each rank a prefix for its files."""
+        self._renew_output()  # torch calls reset() only if a save has a checkpoint_id
+        self._output.begin(overwrite=self.overwrite)
         return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
-    def _discard_staging(self) -> None:
-        """Remove the staging directory of a failed save that did not call :meth:`finish`."""
-        if self._staging is not None:
-            self._staging.discard()
-            self._staging = None
+    def _renew_output(self) -> None:
+        """Prepare for another save. Remove what is left of one that failed and did not call :meth:`finish`."""
+        self._output.discard()
+        self._output = make_output(self.path, sync_files=self.sync_files)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, make them durable, and hash them."""
         results: Future[list[WriteResult]] = Future()
         try:
-            results.set_result(self._write_files(find_staging(self.path), plan, planner))
+            with self._output.open_folder() as folder:
+                results.set_result(self._output.keep_files(folder, self._write_files(folder, plan, planner)))
         except Exception as error:  # noqa: BLE001 - reported to rank 0, which removes the folder
             results.set_result([WriteResult(MetadataIndex(""), 0, RankFailure.from_error(error))])
         return results
@@ -164,29 +161,24 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
                 f"{name!r} and {len(missing) - 1} more were not written to {folder}: a writer thread failed"
             )
         with ReaderPool() as readers:
-            hashed = [hash_chunks(folder, result, readers) for result in results]
-        for name in sorted({result.storage_data.relative_path for result in results}) if self.sync_files else ():
-            posix.sync_tree(folder / name)
-        return hashed
+            return [hash_chunks(folder, result, readers) for result in results]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, and publish the folder (rank 0 only)."""
-        if self._staging is None:
+        """Write the metadata, and publish the checkpoint (rank 0 only)."""
+        output = self._output
+        if not output.is_begun:
             raise StorageError(f"the save to {self.path} was not started: call prepare_global_plan first")
-        staging, self._staging = self._staging, None
         try:
             check_all_written(results)
             written: dict[MetadataIndex, WrittenItem] = {r.index: r.storage_data for row in results for r in row}
-            check_all_present(staging.path, written.values())
-            self._write_metadata(staging.path, metadata, written)
-            staging.replace()
+            output.check_files([*written.values()])
+            output.publish(*self._encode_metadata(metadata, written))
         except BaseException:
-            staging.discard()
+            output.discard([result for row in results for result in row])
             raise
-        with suppress(StorageError):  # the save is complete; the old checkpoint is hidden, and the next save removes it
-            staging.remove_displaced()
 
-    def _write_metadata(self, folder: Path, metadata: Metadata, written: Mapping[MetadataIndex, WrittenItem]) -> None:
+    def _encode_metadata(self, metadata: Metadata, written: Mapping[MetadataIndex, WrittenItem]) -> tuple[bytes, bytes]:
+        """Return the bytes of the metadata and of the checksums."""
         missing = next((index for index in metadata_indices(metadata) if index not in written), None)
         if missing is not None:
             raise StorageError(f"no rank has written {missing.fqn!r} at {list(missing.offset or ())}")
@@ -194,11 +186,9 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {index: item.info for index, item in written.items()}
         raw = pickle.dumps(metadata)
-        posix.write_small(folder / METADATA, raw)
-        posix.write_small(folder / checksums.NAME, checksums.encode_checksums(raw, checksum_records(written)))
-        posix.fsync_directory(folder)
+        return raw, checksums.encode_checksums(raw, checksum_records(written))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Return whether this is a path of a file system."""
-        return "://" not in str(checkpoint_id)
+        """Return whether this is a path of a file system, or of an object store that holdfast knows."""
+        return is_supported(checkpoint_id)

@@ -294,7 +294,7 @@ def test_files_in_another_directory_fail_the_save(tmp_path: Path) -> None:
     save(str(path), 1)
     other.mkdir()
     with (
-        mock.patch("holdfast.dcp.writer.find_staging", return_value=other),
+        mock.patch("holdfast.dcp.folder_output.find_staging", return_value=other),
         pytest.raises(CheckpointException, match=r"does not have __0_0\.distcp"),
     ):
         save(str(path), 2)
@@ -379,7 +379,7 @@ def test_checksums_that_are_none(saved: Path) -> None:
     unordered = {name: records[::-1] for name, records in good["files"].items()}
     for change in ({"version": 2}, {"metadata": 5}, {"files": {}}, {"files": unordered}):
         file.write_text(json.dumps({**good, **change}))
-        with pytest.raises(CheckpointException, match=r"checksums\.json"):
+        with pytest.raises(CheckpointException, match=r"checksums\.json|the checksums of .* do not cover bytes"):
             load(str(saved), 1)
     file.write_bytes(b"[")
     with pytest.raises(CheckpointException, match=r"checksums\.json"):

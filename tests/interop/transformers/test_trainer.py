@@ -206,6 +206,6 @@ def _theirs(path: Path, steps: int) -> list[float]:
         return train(path, steps)["losses"]
 
 
-def _plain(*args: Any, async_save: bool, **options: Any) -> transformers.Trainer:
-    assert not async_save
+def _plain(*args: Any, async_save: bool, checkpoint_dir: None, **options: Any) -> transformers.Trainer:
+    assert not (async_save or checkpoint_dir)
     return transformers.Trainer(*args, **options)

@@ -1,5 +1,8 @@
 """The file ``checksums.json`` in a distributed checkpoint, which holdfast writes and verifies and torch ignores.
 
+In an object store its name has the CRC of the metadata: two objects cannot be replaced in one step, so a save may not
+replace the checksums of the checkpoint that is there.
+
 It has the CRCs of the records: a record is a range of a file that the metadata gives by offset and length, and each
 block of 16 MiB of it has a CRC.
 """
@@ -41,6 +44,17 @@ class RecordChecksums(msgspec.Struct, frozen=True):
     files: dict[str, list[ChecksumRecord]]
 
 
+def name_checksums(metadata: bytes) -> str:
+    """Return the name of the file that has the checksums of one checkpoint only."""
+    return f"checksums-{block_crcs.crc64(metadata):016x}.json"
+
+
+def find_checksums(folder: Path, metadata: bytes) -> Path | None:
+    """Return the path of the file with the checksums of a folder; ``None`` if it has none."""
+    files = (folder / name_checksums(metadata), folder / NAME)
+    return next((file for file in files if store_of(file).file_exists(file)), None)
+
+
 def encode_checksums(metadata: bytes, files: Mapping[str, Sequence[ChecksumRecord]]) -> bytes:
     """Return the contents of ``checksums.json``."""
     ordered = {name: sorted(records) for name, records in sorted(files.items())}
@@ -52,8 +66,8 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
 
     Raises ``CorruptCheckpointError`` if they belong to other metadata, ``FormatError`` if their version is unknown.
     """
-    file = folder / NAME
-    if not store_of(file).file_exists(file):
+    file = find_checksums(folder, metadata)
+    if file is None:
         return None
     store_of(file).check_regular(file, within=(folder,))
     try:
@@ -67,8 +81,8 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
         )
     if checksums.metadata != f"{block_crcs.crc64(metadata):016x}":
         raise CorruptCheckpointError(
-            f"{folder / '.metadata'} does not match {NAME}: it is corrupt, or torch has written another checkpoint "
-            f"into the folder; if so, remove {NAME}"
+            f"{folder / '.metadata'} does not match {file.name}: it is corrupt, or torch has written another "
+            f"checkpoint into the folder; if so, remove {file.name}"
         )
     return checksums
 
@@ -99,7 +113,7 @@ class VerifiedReader:
         record = records[number] if number >= 0 else ChecksumRecord(0, 0, "")
         if not record.offset <= offset <= offset + size <= record.offset + record.size:
             raise CorruptCheckpointError(
-                f"{self._folder / NAME} has no checksum of bytes {offset} to {offset + size} of {path}"
+                f"the checksums of {self._folder} do not cover bytes {offset} to {offset + size} of {path}"
             )
         return record
 

@@ -96,7 +96,8 @@ class DcpDirectory:
             raise CorruptCheckpointError(f"{self.path}: {error}") from error
         sizes = sorted(self._sizes.items())
         files = [*self._metadata_files(), *(self.path / name for name, _ in sizes)]
-        files += [] if stored is None else [self.path / checksums.NAME]
+        checksums_file = checksums.find_checksums(self.path, raw)
+        files += [] if checksums_file is None else [checksums_file]
         return SavedTree(root, entries, self._budget, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
 
     def _read_value(self, window: FileWindow) -> Any:

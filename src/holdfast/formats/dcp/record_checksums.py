@@ -61,9 +61,7 @@ class RecordChecksumIndex:
         except ValueError:
             crcs = []
         if record.size != location.size or len(crcs) != block_crcs.count_blocks(record.size):
-            yield CorruptCheckpointError(
-                f"{self._folder.path / checksums.NAME} has no valid checksums of {name!r} in {window.path}"
-            )
+            yield CorruptCheckpointError(f"{self._folder.path} has no valid checksums of {name!r} in {window.path}")
             return
         for number, crc in enumerate(crcs):
             start, stop = (record.offset + at for at in block_crcs.block_range(number, record.size))
