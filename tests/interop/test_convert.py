@@ -343,6 +343,8 @@ def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_
 
 #: Runs a command that writes each part of a tensor slowly.
 SLOWLY = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, ignores it
 import time
 from holdfast.cli.entry import main
 from holdfast.compat.nxd.convert import torch_files

@@ -5,7 +5,8 @@ writes and reads, and gives them their final name only when they are complete. `
 written in the background; a checkpoint that they replace is removed only when they are durable. ``frozen``:
 ``"apart"`` puts parameters that are not trained into files of their own, which later checkpoints share.
 
-``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. A native ``.ckpt`` is a folder, which
+``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. For a run in an object store there is a
+:class:`ModelCheckpoint` here. A native ``.ckpt`` is a folder, which
 :func:`load_from_checkpoint` opens in place of ``LightningModule.load_from_checkpoint``. Fabric's strategies are in
 :mod:`holdfast.lightning.fabric`.
 """
@@ -17,14 +18,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.lightning.from_checkpoint import load_from_checkpoint
+    from holdfast.lightning.model_checkpoint import ModelCheckpoint
     from holdfast.lightning.trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy", "load_from_checkpoint"]
+__all__ = [
+    "DDPStrategy",
+    "FSDPStrategy",
+    "ModelCheckpoint",
+    "ModelParallelStrategy",
+    "SingleDeviceStrategy",
+    "load_from_checkpoint",
+]
+
+#: The modules of the names that are not in ``trainer``.
+_MODULES = {"load_from_checkpoint": "from_checkpoint", "ModelCheckpoint": "model_checkpoint"}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used: the command in this package needs no Lightning."""
     if name in __all__:
-        module_name = "from_checkpoint" if name == "load_from_checkpoint" else "trainer"
-        return getattr(import_module(f"holdfast.lightning.{module_name}"), name)
+        return getattr(import_module(f"holdfast.lightning.{_MODULES.get(name, 'trainer')}"), name)
     raise AttributeError(f"module 'holdfast.lightning' has no attribute {name!r}")

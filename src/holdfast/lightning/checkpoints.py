@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from holdfast.run.scan import CheckpointInfo
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import FROZEN
 from holdfast.storage.atomic_rename import rename_path
-from holdfast.storage.posix import path_exists
+from holdfast.storage.object_path import ObjectPath, parse_location
+from holdfast.storage.posix import local_path, path_exists
 
 #: Seconds that ranks wait for each other.
 TIMEOUT = 600.0
@@ -60,6 +62,10 @@ class LightningCheckpoints:
     def writes_native(self) -> bool:
         """True if checkpoints are written in holdfast's own format."""
         return self.checkpoint_format == "native"
+
+    def locate(self, path: str | PathLike[str]) -> Path:
+        """Return the path of a checkpoint. Raises ``InvalidArgumentError`` for a URL with Lightning's own format."""
+        return parse_location(path) if self.writes_native else local_path(path)
 
     def save(
         self,
@@ -100,7 +106,7 @@ class LightningCheckpoints:
         session = RankGroup().open_session(TIMEOUT)
 
         def finish_replace() -> None:
-            if session.rank == COORDINATOR_RANK:
+            if session.rank == COORDINATOR_RANK and not isinstance(path, ObjectPath):
                 with suppress(StorageError):  # all ranks together raise it next, if it matters
                     finish_interrupted_replace(path.parent)
 
@@ -125,7 +131,10 @@ def _displace_lightning_checkpoint(path: Path) -> Path | None:
     """Rename a checkpoint of Lightning's format at the path, because a native save replaces native ones only.
 
     Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, all ranks raise its error.
+    In an object store both can have the same path, and the native one is found.
     """
+    if isinstance(path, ObjectPath):
+        return None
     displaced = path.with_name(f"{path.stem}.before{path.suffix}")
 
     def rename_existing(_: list[bytes]) -> bytes:

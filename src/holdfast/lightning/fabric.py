@@ -26,8 +26,8 @@ from holdfast.errors import InvalidArgumentError, MismatchError
 from holdfast.formats.native import is_native
 from holdfast.lightning.atomic_output import atomic_output
 from holdfast.lightning.checkpoints import LightningCheckpoints
+from holdfast.run.lookup import resolve_checkpoint_path
 from holdfast.state.model.fsdp1 import uses_fsdp1
-from holdfast.storage.posix import local_path
 from holdfast.view import open as open_checkpoint
 
 #: Functions by the user's keys: each gets a name and a tensor, and returns whether the tensor is saved.
@@ -74,7 +74,7 @@ class _Strategy(Strategy):
         """Save under a path atomically, replacing what is there."""
         if storage_options is not None:
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
-        path = local_path(self.broadcast(path))
+        path = self._checkpoints.locate(self.broadcast(path))
         if not self._checkpoints.writes_native:
             with atomic_output(path) as output:
                 super().save_checkpoint(output, state, filter=filter)
@@ -99,7 +99,7 @@ class _Strategy(Strategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Fill a state in place; return what else is in the checkpoint."""
-        path = local_path(self.broadcast(path)).resolve()
+        path = self._checkpoints.locate(self.broadcast(path)).resolve()
         del weights_only  # code in it is never run
         self._checkpoints.finish_pending()
         if isinstance(state, nn.Module | Optimizer):
@@ -141,7 +141,7 @@ def _read_contents(path: Path, requested: _SplitState) -> tuple[Mapping[str, lis
     A checkpoint that Lightning wrote does not record these keys, so the requested ones are returned.
     """
     content = open_checkpoint(path).values.get("user_content") or {}
-    if is_native(path):
+    if is_native(resolve_checkpoint_path(path)):
         return content["keys"], dict(content["state"])
     return {"models": list(requested.models), "optimizers": list(requested.optimizers)}, dict(content)
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from holdfast.conversion.state_dict_schemas import lightning_schema
 from holdfast.lightning.checkpoint_dict import ResumedCheckpoint
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import parse_location
 
 _M = TypeVar("_M", bound=LightningModule | LightningDataModule)
 
@@ -24,13 +24,13 @@ def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options:
 
     Args:
         module: the class of the module, or of a ``LightningDataModule``.
-        path: a checkpoint, a folder or a file. Code in it is never run.
+        path: a checkpoint: a folder, a file, or a URL. Code in it is never run.
         options: options of Lightning's ``load_from_checkpoint``: ``map_location``, ``hparams_file``, ``strict``, and
             hyper-parameters that replace those in the checkpoint. Without ``map_location`` the weights are on the CPU.
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and Lightning's errors.
     """
-    checkpoint = ResumedCheckpoint.open_path(local_path(path))
+    checkpoint = ResumedCheckpoint.open_path(parse_location(path))
     file = io.BytesIO()
     torch.save(lightning_schema({"model": dict(checkpoint.model)}, {"user_content": checkpoint.content}), file)
     del checkpoint

@@ -24,7 +24,7 @@ from holdfast.lightning.lazy_state import LazyStateDict
 from holdfast.lightning.load_state import load_model, load_optimizers
 from holdfast.lightning.removal import remove_checkpoint as remove
 from holdfast.state.model.fsdp1 import uses_fsdp1
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import RUN_PREFIX
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -52,11 +52,19 @@ class _Strategy(Strategy):
         return True
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up as Lightning does. Raises ``InvalidArgumentError`` for a path in an object store before training."""
+        """Set up as Lightning does. Raises ``InvalidArgumentError`` if a callback has an unsuitable folder."""
         if trainer.state.fn == TrainerFn.FITTING:
             for callback in trainer.checkpoint_callbacks:
-                local_path(getattr(callback, "dirpath", None) or "")
+                self._check_folder(str(getattr(callback, "dirpath", None) or "."))
         super().setup(trainer)
+
+    def _check_folder(self, folder: str) -> None:
+        self._checkpoints.locate(folder)
+        if "://" in folder and not folder.startswith(RUN_PREFIX):
+            raise InvalidArgumentError(
+                f"Lightning's callback does not find checkpoints of holdfast in {folder}: use "
+                "holdfast.lightning.ModelCheckpoint"
+            )
 
     def lightning_module_state_dict(self) -> Any:
         """Return the model's state dict. For a native checkpoint tensors are not copied or gathered, sharded or not.
@@ -83,7 +91,7 @@ class _Strategy(Strategy):
         """Save under a path atomically, replacing what is there: the model's state dict as hooks have left it."""
         if storage_options is not None:
             raise InvalidArgumentError("holdfast's strategies take no storage_options")
-        path = local_path(self.broadcast(filepath))
+        path = self._checkpoints.locate(self.broadcast(filepath))
         if not self._checkpoints.writes_native:
             with atomic_output(path) as output:
                 super().save_checkpoint(checkpoint, output)
@@ -111,7 +119,7 @@ class _Strategy(Strategy):
         It may be holdfast's or Lightning's own, a folder or a file, from any strategy. Code in it is never run.
         """
         del weights_only
-        path = local_path(self.broadcast(checkpoint_path)).resolve()
+        path = self._checkpoints.locate(self.broadcast(checkpoint_path)).resolve()
         self._checkpoint = self._checkpoints.open_checkpoint(path)
         return self._checkpoint.to_dict()
 
@@ -141,7 +149,7 @@ class _Strategy(Strategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once everything that was saved is durable."""
-        path = local_path(filepath)
+        path = self._checkpoints.locate(filepath)
         if self.is_global_zero:
             self._checkpoints.remove_when_durable(lambda: remove(path))
 

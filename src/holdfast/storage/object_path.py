@@ -27,6 +27,9 @@ _URL_PARTS = frozenset({"s3:", "gs:", "az:"})
 #: The starts of URLs.
 _SCHEMES = ("s3://", "gs://", "az://")
 
+#: The start of the URLs of checkpoints that Lightning's callbacks give. They mean the same without it.
+RUN_PREFIX = "holdfast+"
+
 
 class ObjectPath(PosixPath):
     """The path of an object, or of a common prefix of keys, in a bucket: ``/bucket/key``.
@@ -110,6 +113,8 @@ def parse_location(path: str | PathLike[str]) -> Path:
     """
     if isinstance(path, ObjectPath):
         return path
+    if isinstance(path, str):
+        path = path.removeprefix(RUN_PREFIX)
     if not isinstance(path, str) and PosixPath(path).parts[:1] and PosixPath(path).parts[0] in _URL_PARTS:
         raise InvalidArgumentError(f"{path} was a URL before it became a {type(path).__name__}: pass it as a text")
     if isinstance(path, str) and path.partition("/")[0] in _URL_PARTS and not path.startswith(_SCHEMES):

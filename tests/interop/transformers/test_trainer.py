@@ -207,5 +207,6 @@ def _theirs(path: Path, steps: int) -> list[float]:
 
 
 def _plain(*args: Any, async_save: bool, checkpoint_dir: None, **options: Any) -> transformers.Trainer:
-    assert not (async_save or checkpoint_dir)
+    assert not async_save
+    assert checkpoint_dir is None
     return transformers.Trainer(*args, **options)
