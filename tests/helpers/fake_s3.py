@@ -40,6 +40,7 @@ class Profile:
     is_google: bool = False
     tells_part_crc: bool = False
     deletes_versions: bool = True
+    equal_parts: bool = False
 
 
 AWS = Profile(tells_part_crc=True)
@@ -48,8 +49,10 @@ RGW_16 = Profile(
 )
 RGW_20 = Profile(checks_full_crc=False, forgets_uploads=False)
 SWIFT = Profile(checks_full_crc=False, tells_full_crc=False, forgets_uploads=False)
+#: As its documentation says: all parts but the last have one size. It is not assumed to look at CRC-64/NVME.
+R2 = Profile(checks_part_crc=False, checks_full_crc=False, tells_full_crc=False, equal_parts=True)
 GOOGLE = Profile(checks_full_crc=False, tells_full_crc=False, is_google=True)
-PROFILES = {"aws": AWS, "rgw-16": RGW_16, "rgw-20": RGW_20, "swift": SWIFT, "google": GOOGLE}
+PROFILES = {"aws": AWS, "rgw-16": RGW_16, "rgw-20": RGW_20, "swift": SWIFT, "r2": R2, "google": GOOGLE}
 
 #: The access token that the server with Google's API accepts.
 ACCEPTED = "token"
@@ -221,6 +224,8 @@ class FakeS3(FakeStore):
         chosen = [upload.parts[number][0] for number in named]
         if any(len(part) < MIN_PART for part in chosen[:-1]):
             return failure(400, "EntityTooSmall")
+        if self.profile.equal_parts and len({len(part) for part in chosen[:-1]}) > 1:
+            return failure(400, "InvalidPart")
         data = b"".join(chosen)
         wants = headers.get("x-amz-checksum-crc64nvme", encode_crc(data)), headers.get("x-amz-mp-object-size")
         if self.profile.checks_full_crc and wants not in {(encode_crc(data), str(len(data))), (encode_crc(data), None)}:
