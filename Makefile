@@ -119,9 +119,12 @@ hosts: .venv/installed
 gcs: .venv/installed
 	HOLDFAST_TEST_GCS=$(BUCKET) $(BIN)/python -m pytest tests/unit/storage/test_store_conformance.py -k "real and google"
 
+#: How many chains of jobs run at each server.
+CHAINS ?= 10
+
 ## objects: real object stores: Swift, Ceph, LocalStack and Azurite are installed into .objects; jobs that save are killed and stopped
 objects: .venv/installed
-	$(BIN)/python -m campaigns.objects $(SERVERS)
+	$(BIN)/python -m campaigns.objects $(SERVERS) --chains $(CHAINS)
 
 ## histories: saves into object stores in memory die, lose a reply, or stop while another process goes on, at every request
 histories: .venv/installed

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.error import HTTPError
 
 from campaigns.common import state
 from campaigns.common.state import ViolationError
 from campaigns.objects.readers import Reader
 from holdfast.run import cleanup
 from holdfast.storage.object_path import ObjectPath
+
+#: How often a list is compared with its objects, and the seconds between.
+_LOOKS, _LOOK_SECONDS = 60, 0.5
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,18 @@ class _Tag:
 
 
 def _read_tags(run: Run) -> Mapping[str, _Tag]:
+    """Return the tags by name. Swift lists objects for a while after they were removed: then look again."""
+    for _ in range(_LOOKS):
+        try:
+            return _read_listed_tags(run)
+        except HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND:
+                raise
+            time.sleep(_LOOK_SECONDS)
+    raise ViolationError(f"a pointer in {run.path} is listed, but missing, for {_LOOKS * _LOOK_SECONDS:.0f} s")
+
+
+def _read_listed_tags(run: Run) -> Mapping[str, _Tag]:
     newest: dict[str, int] = {}
     for name in run.list_names(".tags"):
         _, tag, number = name.split("/")

@@ -222,10 +222,9 @@ class FakeS3(FakeStore):
         if [upload.parts.get(number, (b"", ""))[1] for number in named] != etags or named != sorted(named):
             return failure(400, "InvalidPart")
         chosen = [upload.parts[number][0] for number in named]
-        if any(len(part) < MIN_PART for part in chosen[:-1]):
+        sizes = {len(part) for part in chosen[:-1]}
+        if sizes and (min(sizes) < MIN_PART or (self.profile.equal_parts and len(sizes) > 1)):
             return failure(400, "EntityTooSmall")
-        if self.profile.equal_parts and len({len(part) for part in chosen[:-1]}) > 1:
-            return failure(400, "InvalidPart")
         data = b"".join(chosen)
         wants = headers.get("x-amz-checksum-crc64nvme", encode_crc(data)), headers.get("x-amz-mp-object-size")
         if self.profile.checks_full_crc and wants not in {(encode_crc(data), str(len(data))), (encode_crc(data), None)}:

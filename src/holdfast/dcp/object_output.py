@@ -29,6 +29,7 @@ from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.upload_staging import UploadStaging
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 #: The names that these saves give. Nothing else is removed as a leftover.
 _OWN_NAMES = re.compile(r"__\d+_\d+-[0-9a-f]{16}\.distcp|checksums-[0-9a-f]{16}\.json")
@@ -51,9 +52,9 @@ class ObjectOutput:
 
     def begin(self, *, overwrite: bool) -> None:
         """Check the destination, and remove what dead saves have left."""
-        if self._store.is_file(self._path):
+        if store_of(self._path).is_file(self._path):
             raise TagExistsError(f"{self._path} exists and is not a folder; choose another path")
-        if not overwrite and self._store.is_file(self._path / METADATA):
+        if not overwrite and store_of(self._path).is_file(self._path / METADATA):
             raise TagExistsError(f"there is a checkpoint at {self._path}; choose another path, or pass overwrite=True")
         self._is_begun, self._overwrite = True, overwrite
         with suppress(HoldfastError):  # a save does not fail because of what another one has left
@@ -86,7 +87,7 @@ class ObjectOutput:
         """Raise ``RankMismatchError`` if a rank has uploaded to another store."""
         missing = {item.info.relative_path for item in written} - self._store.list_names(self._path)
         for name in sorted(missing):
-            if not self._store.is_file(self._path / name):  # a list may lag
+            if not store_of(self._path).is_file(self._path / name):  # a list may lag
                 raise RankMismatchError(
                     f"{self._path} does not have {name}, which a rank has uploaded: all ranks need the same settings "
                     "of the store"
@@ -132,7 +133,7 @@ class ObjectOutput:
 
     def _read_names(self) -> set[str]:
         """Return the names of the files of the checkpoint that is there now."""
-        if not self._store.is_file(self._path / METADATA):
+        if not store_of(self._path).is_file(self._path / METADATA):
             return set()
         metadata, raw = DcpDirectory(self._path, ReaderPool()).read_metadata()
         locations = [*metadata.values.values()]
