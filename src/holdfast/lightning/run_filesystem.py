@@ -33,12 +33,11 @@ class RunFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
 
     def exists(self, path: str, **_: Any) -> bool:
         """Return whether there is a checkpoint of this path, or a run."""
-        location = resolve_checkpoint_path(parse_location(path))
-        return store_of(location).path_exists(location)
+        return _is_stored(path)
 
     def isdir(self, path: str) -> bool:
         """Return whether it exists: checkpoints and runs are folders."""
-        return self.exists(path)
+        return _is_stored(path)
 
     def isfile(self, path: str) -> bool:
         """Return false: see :meth:`isdir`."""
@@ -64,6 +63,11 @@ class RunFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         raise InvalidArgumentError(f"{path} cannot be opened in mode {mode!r}: pass the path of a local file")
+
+
+def _is_stored(url: str) -> bool:
+    location = resolve_checkpoint_path(parse_location(url))
+    return store_of(location).path_exists(location)
 
 
 def _describe(name: str, info: CheckpointInfo) -> dict[str, Any]:
