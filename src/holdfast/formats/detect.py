@@ -12,11 +12,10 @@ from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_hu
 from holdfast.formats.lightning import META
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
-from holdfast.formats.registry import NXD, READABLE, ReadableFormat
+from holdfast.formats.registry import READABLE
 from holdfast.formats.sharded.model_files import list_components
 from holdfast.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from holdfast.ondisk import manifest
-from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import store_of
 
 
@@ -26,7 +25,7 @@ def is_checkpoint(path: Path) -> bool:
         is_native(path)
         or is_sharded_checkpoint(path)
         or is_huggingface(path)
-        or any(readable.is_at(path) for readable in _readable_at(path))
+        or any(readable.is_at(path) for readable in READABLE.values())
     )
 
 
@@ -51,7 +50,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         return ShardedReader(path, keys or {})
     if is_huggingface(path):
         return HuggingFaceReader(path)
-    for readable in _readable_at(path):
+    for readable in READABLE.values():
         if readable.is_at(path):
             return readable.open(path, keys or {})
     if not store_of(path).path_exists(path):
@@ -61,12 +60,6 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
         "Lightning, ColossalAI or NxD" + describe_contents(path)
     )
-
-
-def _readable_at(path: Path) -> list[ReadableFormat]:
-    """Return the formats that a path may have. NxD's folders are not read from object stores."""
-    is_local = not isinstance(path, ObjectPath)
-    return [readable for name, readable in READABLE.items() if is_local or name != NXD]
 
 
 def _open_components(folder: Path, keys: Mapping[str, str]) -> Reader:
