@@ -11,7 +11,8 @@ from holdfast.formats.detect import describe_contents, is_checkpoint, open_reade
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
-from holdfast.run.object_run import Pointer, checkpoint_folder, find_tag, has_lost_files, lost_files_error
+from holdfast.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
+from holdfast.run.pointers import Pointer, find_tag
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.tags import Best, resolve_tag
 from holdfast.storage import posix
