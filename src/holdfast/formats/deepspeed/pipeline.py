@@ -1,0 +1,105 @@
+"""The layers of a pipeline: each has a file of its own, by its number, with names that count from the layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.formats.deepspeed.file_access import FileAccess
+from holdfast.formats.deepspeed.file_names import TagFiles
+from holdfast.formats.deepspeed.partitions import Shapes
+from holdfast.formats.stored_tensor import StoredTensor
+
+#: The name of a parameter of a layer that several stages share.
+_TIED = re.compile(r"(?P<prefix>tied_modules\.[^.]+)\.(?P<name>.+)")
+
+#: The tensors of each layer by their names in it.
+Layers = Mapping[int, Mapping[str, Any]]
+
+
+def read_layers(files: TagFiles, access: FileAccess) -> dict[int, dict[str, Any]]:
+    """Return the tensors of each layer by their names in it.
+
+    Raises ``FormatError`` if tensor-parallel ranks divide the layers.
+    """
+    divided = next((path for layer, path in files.layers.items() if layer.tp), None)
+    if divided is not None:
+        raise FormatError(
+            f"{divided} is of a layer that is divided among tensor-parallel ranks, which holdfast does not read: convert "
+            "the checkpoint with ds_to_universal, and open the result"
+        )
+    layers = {layer.layer: access.read_dict(path) for layer, path in files.layers.items()}
+    if not all(isinstance(name, str) for tensors in layers.values() for name in tensors):
+        raise CorruptCheckpointError(f"{files.folder}: a file of a layer must have tensors by name")
+    return layers
+
+
+def name_layers(layers: Layers, shape_groups: Sequence[Shapes], source: str) -> dict[str, Any]:
+    """Return the tensors of all layers by their names in the pipeline's model: ``0.weight``.
+
+    A layer that several stages share has the name ``tied_modules.KEY`` in ``shape_groups``. It gets this name, too.
+    """
+    module = {f"{number}.{name}": value for number, tensors in layers.items() for name, value in tensors.items()}
+    shapes = {name: shape for group in shape_groups for name, shape in group.items()}
+    tied: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        match = _TIED.fullmatch(name)
+        if match is not None:
+            tied.setdefault(match["prefix"], {})[match["name"]] = shape
+    unnamed = {
+        number: tensors
+        for number, tensors in layers.items()
+        if tensors and not any(f"{number}.{name}" in shapes for name in tensors)
+    }
+    for prefix, parameters in tied.items():
+        number = _find_tied_layer(prefix, parameters, unnamed, source)
+        module |= {f"{prefix}.{name}": layers[number][name] for name in parameters}
+    return module
+
+
+def _find_tied_layer(prefix: str, parameters: Shapes, layers: Layers, source: str) -> int:
+    """Return the layer that has the shared parameters. Raises ``FormatError`` unless there is exactly one."""
+    fitting = [number for number, tensors in layers.items() if _has_shapes(tensors, parameters)]
+    if len(fitting) != 1:
+        raise FormatError(
+            f"{source}: the layers {fitting} could be {prefix}, which several stages of the pipeline share, and no file "
+            "says which it is: convert the checkpoint with ds_to_universal, and open the result"
+        )
+    return fitting[0]
+
+
+def _has_shapes(tensors: Mapping[str, Any], parameters: Shapes) -> bool:
+    return all(
+        isinstance(tensors.get(name), StoredTensor) and tensors[name].info.shape == shape
+        for name, shape in parameters.items()
+    )
+
+
+def name_numbered_parameters(
+    layers: Layers, counts: Sequence[int], buffers: Sequence[str], source: str
+) -> Iterator[list[str]]:
+    """Yield the names of the parameters of each stage, which has ``counts`` of them, in the order of the layers.
+
+    Raises ``FormatError`` if the stages have more or fewer parameters than the layers.
+    """
+    names = [
+        f"{number}.{name}"
+        for number, tensors in layers.items()
+        for name, value in tensors.items()
+        if isinstance(value, StoredTensor) and not _is_buffer(f"{number}.{name}", buffers)
+    ]
+    if len(names) != sum(counts):
+        raise FormatError(
+            f"{source}: its layers have {len(names)} tensors, and the optimizers of its stages {sum(counts)} parameters "
+            "without names, so it is unknown which are trained: use --key optimizer=skip (keys={'optimizer': 'skip'})"
+        )
+    start = 0
+    for count in counts:
+        yield names[start : start + count]
+        start += count
+
+
+def _is_buffer(name: str, buffers: Sequence[str]) -> bool:
+    return name in buffers
