@@ -30,9 +30,7 @@ def _open_window(path: Path) -> FileWindow:
     return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool())
 
 
-def read_tree(
-    path: Path, budget: ReadBudget | None = None, names: Mapping[str, object] = NAMES
-) -> archive.ArchiveTree:
+def read_tree(path: Path, budget: ReadBudget | None = None, names: Mapping[str, object] = NAMES) -> archive.ArchiveTree:
     """Return the tree in a file of ``torch.save``, of its zip format or the older one.
 
     The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name.

@@ -9,23 +9,17 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from holdfast.formats.deepspeed.file_access import FileAccess
-from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, TagFiles, list_tag_files
+from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
 from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
-from holdfast.formats.deepspeed.model_file import ModelFile
-from holdfast.formats.deepspeed.pickled_classes import plain_attributes
-from holdfast.formats.deepspeed.pipeline import Layers, name_layers, name_numbered_parameters, read_layers
+from holdfast.formats.deepspeed.numbered_optimizers import name_stages
+from holdfast.formats.deepspeed.pipeline import Layers, name_layers, read_layers
 from holdfast.formats.deepspeed.proof import Evidence
 from holdfast.formats.deepspeed.stages import StageFiles, join_stage_optimizer, read_stage
 from holdfast.formats.deepspeed.universal import read_universal
+from holdfast.formats.deepspeed.values import scheduler_of, user_content_of
 from holdfast.formats.deepspeed.whole_model import WholeModel, join_divided_model, join_model
 from holdfast.formats.deepspeed.without_zero import is_wrapped, name_wrapped
 from holdfast.storage.store import store_of
-
-#: The state of DeepSpeed's own schedulers, which torch's cannot load.
-_COUNTER = frozenset({"last_batch_iteration"})
-
-#: The key of the list of schedulers that Lightning puts into the client state.
-_LIGHTNING_SCHEDULERS = "lr_schedulers"
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,7 @@ def read_contents(folder: Path, access: FileAccess, options: ReadOptions) -> Fol
 class _FolderReader:
     def __init__(self, folder: Path, access: FileAccess, options: ReadOptions) -> None:
         self._files, self._access, self._options = list_tag_files(folder), access, options
-        self._model, self._optimizer = WholeModel(), JoinedOptimizer()
-        self._evidence = Evidence()
+        self._optimizer = JoinedOptimizer()
         self._numbered: list[Any] = []
         self._layers: Layers = {}
 
@@ -76,17 +69,21 @@ class _FolderReader:
             read_stage(mp, self._files, self._access, with_optimizer=self._options.with_optimizer)
             for mp in self._files.mp_ranks
         ]
+        module = self._name_module(stages, experts)
         for stage in stages:
-            self._add_stage(stage, self._module_of(stage, stages, experts))
-        self._evidence.replicas += self._optimizer.replicas
-        return FolderContents(self._list_components(stages), self._list_values(stages[0].first), self._evidence)
+            self._optimizer.merge_stage(self._read_optimizer(stage, module), str(stage.first.path))
+        model = self._join_model(stages[0], module)
+        evidence = Evidence(replicas=self._optimizer.replicas)
+        evidence.add_masters(self._optimizer.masters, model.copies)
+        content = user_content_of(stages[0].first, self._optimizer.values)
+        return FolderContents(self._list_components(stages, model), content, evidence)
 
     def _check_layout(self) -> None:
         files, folder = self._files, self._files.folder
         if store_of(folder).is_directory(folder / OFFLOADED) and self._options.with_optimizer:
             raise FormatError(
-                f"{folder / OFFLOADED} has the swap files of an optimizer that was offloaded to NVMe, which holdfast does "
-                "not read: save without offload_optimizer to nvme"
+                f"{folder / OFFLOADED} has the swap files of an optimizer that was offloaded to NVMe, which holdfast "
+                "does not read: save without offload_optimizer to nvme"
             )
         if not files.models:
             raise CorruptCheckpointError(
@@ -99,13 +96,13 @@ class _FolderReader:
             )
         if len(ranks) > 1 and not files.layers:
             raise FormatError(
-                f"{folder} is divided among {len(ranks)} tensor-parallel ranks, which holdfast does not read: convert it "
-                "with ds_to_universal, and read its zero folder, or save with tensor parallelism 1"
+                f"{folder} is divided among {len(ranks)} tensor-parallel ranks, which holdfast does not read: "
+                "save it with tensor parallelism 1, or gather the weights in DeepSpeed (see save_16bit_model)"
             )
         if files.expert_optimizers and not files.optimizers and self._options.with_optimizer:
             raise FormatError(
-                f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not read: "
-                "save with ZeRO-1, or read the model with --key optimizer=skip (keys={'optimizer': 'skip'})"
+                f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not "
+                "read: save with ZeRO-1, or read the model with --key optimizer=skip (keys={'optimizer': 'skip'})"
             )
 
     def _read_experts(self) -> dict[str, Any]:
@@ -115,25 +112,23 @@ class _FolderReader:
             experts |= self._access.read_dict(path)
         return experts
 
-    def _module_of(
-        self, stage: StageFiles, stages: list[StageFiles], experts: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def _name_module(self, stages: list[StageFiles], experts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model."""
         if not self._layers:
-            return {**stage.first.module, **experts}
-        shapes = [shapes for other in stages for shapes in other.shapes]
+            return {**stages[0].first.module, **experts}
+        shapes = [shapes for stage in stages for shapes in stage.shapes]
         return name_layers(self._layers, shapes, str(self._files.folder))
 
-    def _add_stage(self, stage: StageFiles, module: Mapping[str, Any]) -> None:
-        optimizer = self._read_optimizer(stage, module)
-        if stage.is_divided:
-            self._check_master_key(stage)
-            model = join_divided_model(stage.models, optimizer.masters, self._access.budget)
-        else:
-            model = join_model(module, stage.first, optimizer.masters, use_masters=self._options.use_masters)
-        self._evidence.add_masters(optimizer.masters, model.copies)
-        self._model.merge_stage(model)
-        self._optimizer.merge_stage(optimizer, str(stage.first.path))
+    def _join_model(self, first: StageFiles, module: Mapping[str, Any]) -> WholeModel:
+        masters, options = self._optimizer.masters, self._options
+        if not first.is_divided:
+            return join_model(module, first.first, masters, use_masters=options.use_masters)
+        if not options.use_masters or not options.with_optimizer:
+            raise InvalidArgumentError(
+                f"keys: {first.first.path} is of ZeRO-3, which saves weights as master weights only: leave out weights "
+                "and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
+            )
+        return join_divided_model(first.models, masters, self._access.budget)
 
     def _read_optimizer(self, stage: StageFiles, module: Mapping[str, Any]) -> JoinedOptimizer:
         if not self._options.with_optimizer:
@@ -154,76 +149,23 @@ class _FolderReader:
             self._numbered.append(stage.first.optimizer)
         return JoinedOptimizer()
 
-    def _check_master_key(self, stage: StageFiles) -> None:
-        if not self._options.use_masters or not self._options.with_optimizer:
-            raise InvalidArgumentError(
-                f"keys: {stage.first.path} is of ZeRO-3, which saves weights as master weights only: leave out weights "
-                "and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
-            )
-
-    def _list_components(self, stages: list[StageFiles]) -> dict[str, Any]:
+    def _list_components(self, stages: list[StageFiles], model: WholeModel) -> dict[str, Any]:
         """Return the components that the files have."""
-        components: dict[str, Any] = {"model": self._model.tensors}
+        components: dict[str, Any] = {"model": model.tensors}
         if self._optimizer.groups:
             states = {name: states for name, states in self._optimizer.states.items() if states}
             components["optimizer"] = {"state": states, "param_groups": self._optimizer.groups}
         elif self._numbered:
             components["optimizer"] = self._name_numbered(stages)
-        scheduler = _scheduler_of(stages[0].first)
+        scheduler = scheduler_of(stages[0].first)
         if scheduler:
             components["scheduler"] = scheduler
         return components
 
     def _name_numbered(self, stages: list[StageFiles]) -> Any:
-        """Return the optimizers without ZeRO. Those of the stages of a pipeline are joined by the order of layers."""
+        """Return the optimizer without ZeRO. Only those of the stages of a pipeline can get names."""
         if not self._layers:
             return self._numbered[0]
-        source = str(self._files.folder)
-        counts = [sum(len(group["params"]) for group in optimizer["param_groups"]) for optimizer in self._numbered]
-        buffers = [name for stage in stages for name in stage.first.buffers]
-        joined = JoinedOptimizer()
-        for optimizer, names in zip(
-            self._numbered, name_numbered_parameters(self._layers, counts, buffers, source), strict=True
-        ):
-            joined.merge_stage(_name_stage(optimizer, names, self._model.tensors, source), source)
+        buffers = {name for stage in stages for name in stage.first.buffers}
+        joined = name_stages(self._numbered, self._layers, buffers, str(self._files.folder))
         return {"state": joined.states, "param_groups": joined.groups}
-
-    def _list_values(self, file: ModelFile) -> dict[str, Any]:
-        """Return the counters of DeepSpeed, the client state, and what the optimizer has besides its tensors."""
-        values = {key: plain_attributes(value) for key, value in self._optimizer.values.items()}
-        if isinstance(file.scheduler, dict) and file.scheduler.keys() == _COUNTER:
-            values["lr_scheduler"] = file.scheduler
-        client = dict(file.values)
-        if _scheduler_of(file) is client.get(_LIGHTNING_SCHEDULERS):
-            client.pop(_LIGHTNING_SCHEDULERS, None)
-        return {**values, **client}
-
-
-def _scheduler_of(file: ModelFile) -> Any:
-    """Return the state of the scheduler, unless it is one of DeepSpeed's own."""
-    if file.scheduler is None:
-        return file.values.get(_LIGHTNING_SCHEDULERS)
-    return None if isinstance(file.scheduler, dict) and file.scheduler.keys() == _COUNTER else file.scheduler
-
-
-def _name_stage(
-    optimizer: Mapping[str, Any], names: list[str], tensors: Mapping[str, Any], source: str
-) -> JoinedOptimizer:
-    """Return the optimizer of a stage by name. Raises ``FormatError`` if the names do not fit its states."""
-    if len(optimizer["param_groups"]) != 1:
-        raise FormatError(
-            f"{source}: the optimizer has several groups without names, so it is unknown which layers are in which: use "
-            "--key optimizer=skip (keys={'optimizer': 'skip'}), or save with ZeRO-1"
-        )
-    (group,) = optimizer["param_groups"]
-    joined = JoinedOptimizer(groups=[{**group, "params": names}])
-    for name, number in zip(names, group["params"], strict=True):
-        states = optimizer["state"].get(number, {})
-        shape = tensors[name].info.shape
-        if any(getattr(value, "info", None) and value.info.shape not in {shape, ()} for value in states.values()):
-            raise FormatError(
-                f"{source}: the states of parameter {number} have another shape than {name!r:.100}: the optimizer does "
-                "not train all parameters in the order of the layers. Use --key optimizer=skip"
-            )
-        joined.states[name] = dict(states)
-    return joined

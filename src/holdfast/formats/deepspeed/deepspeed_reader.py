@@ -32,7 +32,9 @@ class DeepSpeedReader(TreeReader):
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         _check_keys(keys)
         if not store_of(path).is_directory(path):
-            raise FormatError(f"{path} has the part of one rank of a DeepSpeed checkpoint: open the folder {path.parent}")
+            raise FormatError(
+                f"{path} has the part of one rank of a DeepSpeed checkpoint: open the folder {path.parent}"
+            )
         options = ReadOptions(keys.get(WEIGHTS, _MASTER) == _MASTER, keys.get(OPTIMIZER, _READ) == _READ)
         folder, access = find_tag(path), FileAccess(path)
         try:
@@ -54,8 +56,6 @@ class DeepSpeedReader(TreeReader):
 def _check_keys(keys: Mapping[str, str]) -> None:
     for key, value in keys.items():
         if key not in _CHOICES:
-            raise InvalidArgumentError(
-                f"keys: DeepSpeed checkpoints have the keys {', '.join(_CHOICES)}; got {key!r}"
-            )
+            raise InvalidArgumentError(f"keys: DeepSpeed checkpoints have the keys {', '.join(_CHOICES)}; got {key!r}")
         if value not in _CHOICES[key]:
             raise InvalidArgumentError(f"keys: {key} must be one of {', '.join(_CHOICES[key])}; got {value!r}")

@@ -1,4 +1,4 @@
-"""Joining the flat tensors of the data-parallel ranks to the master weights and optimizer states of whole parameters."""
+"""Joining the flat tensors of the data-parallel ranks to master weights and optimizer states of whole parameters."""
 
 from __future__ import annotations
 
@@ -46,16 +46,21 @@ class JoinedOptimizer:
     values: dict[str, Any] = field(default_factory=dict)
 
     def merge_stage(self, other: JoinedOptimizer, source: str) -> None:
-        """Add the optimizer of a further pipeline stage. If both stages have a parameter, the first one's is kept."""
+        """Add the optimizer of a further pipeline stage. Of a parameter that both have, the first one's is kept."""
         if not self.groups:
             self.groups = [{**group, "params": []} for group in other.groups]
         if [_settings_of(group) for group in self.groups] != [_settings_of(group) for group in other.groups]:
             raise CorruptCheckpointError(f"{source}: its groups have other settings than those of an earlier stage")
         for group, added in zip(self.groups, other.groups, strict=True):
             group["params"] += [name for name in added["params"] if name not in self.masters]
+        self.replicas += other.replicas
+        self.replicas += [
+            (f"master weight of {name!r:.100}", (self.masters[name], master))
+            for name, master in other.masters.items()
+            if name in self.masters
+        ]
         self.masters = {**other.masters, **self.masters}
         self.states = {**other.states, **self.states}
-        self.replicas += other.replicas
         self.values = {**other.values, **self.values}
 
 
@@ -76,7 +81,9 @@ class _FlatGroup(NamedTuple):
         return [rank.path for rank in self.ranks]
 
 
-def join_optimizers(ranks: Sequence[RankOptimizer], shape_groups: Sequence[Shapes], budget: ReadBudget) -> JoinedOptimizer:
+def join_optimizers(
+    ranks: Sequence[RankOptimizer], shape_groups: Sequence[Shapes], budget: ReadBudget
+) -> JoinedOptimizer:
     """Join the optimizers of all data-parallel ranks, in their order.
 
     Raises ``CorruptCheckpointError`` naming a file that does not fit the others.
@@ -178,8 +185,8 @@ class _OptimizerJoiner:
                 )
             if size != needed:
                 raise CorruptCheckpointError(
-                    f"{rank.path}: the flat tensors of group {group.number} have {size} elements, but the shapes of its "
-                    f"parameters need {needed}: files are from two saves, or the layout is not DeepSpeed's"
+                    f"{rank.path}: the flat tensors of group {group.number} have {size} elements, but the shapes of "
+                    f"its parameters need {needed}: files are from two saves, or the layout is not DeepSpeed's"
                 )
 
     def _join_states(self, group: _FlatGroup, placed: Sequence[PlacedParameter]) -> None:

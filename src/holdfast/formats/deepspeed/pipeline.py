@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError
@@ -27,8 +27,8 @@ def read_layers(files: TagFiles, access: FileAccess) -> dict[int, dict[str, Any]
     divided = next((path for layer, path in files.layers.items() if layer.tp), None)
     if divided is not None:
         raise FormatError(
-            f"{divided} is of a layer that is divided among tensor-parallel ranks, which holdfast does not read: convert "
-            "the checkpoint with ds_to_universal, and open the result"
+            f"{divided} is of a layer that is divided among tensor-parallel ranks, which holdfast does not read: "
+            "save it with tensor parallelism 1"
         )
     layers = {layer.layer: access.read_dict(path) for layer, path in files.layers.items()}
     if not all(isinstance(name, str) for tensors in layers.values() for name in tensors):
@@ -64,8 +64,8 @@ def _find_tied_layer(prefix: str, parameters: Shapes, layers: Layers, source: st
     fitting = [number for number, tensors in layers.items() if _has_shapes(tensors, parameters)]
     if len(fitting) != 1:
         raise FormatError(
-            f"{source}: the layers {fitting} could be {prefix}, which several stages of the pipeline share, and no file "
-            "says which it is: convert the checkpoint with ds_to_universal, and open the result"
+            f"{source}: the layers {fitting} could be {prefix}, which several stages of the pipeline share, and no "
+            "file says which it is: convert the checkpoint with ds_to_universal, and open the result"
         )
     return fitting[0]
 
@@ -75,31 +75,3 @@ def _has_shapes(tensors: Mapping[str, Any], parameters: Shapes) -> bool:
         isinstance(tensors.get(name), StoredTensor) and tensors[name].info.shape == shape
         for name, shape in parameters.items()
     )
-
-
-def name_numbered_parameters(
-    layers: Layers, counts: Sequence[int], buffers: Sequence[str], source: str
-) -> Iterator[list[str]]:
-    """Yield the names of the parameters of each stage, which has ``counts`` of them, in the order of the layers.
-
-    Raises ``FormatError`` if the stages have more or fewer parameters than the layers.
-    """
-    names = [
-        f"{number}.{name}"
-        for number, tensors in layers.items()
-        for name, value in tensors.items()
-        if isinstance(value, StoredTensor) and not _is_buffer(f"{number}.{name}", buffers)
-    ]
-    if len(names) != sum(counts):
-        raise FormatError(
-            f"{source}: its layers have {len(names)} tensors, and the optimizers of its stages {sum(counts)} parameters "
-            "without names, so it is unknown which are trained: use --key optimizer=skip (keys={'optimizer': 'skip'})"
-        )
-    start = 0
-    for count in counts:
-        yield names[start : start + count]
-        start += count
-
-
-def _is_buffer(name: str, buffers: Sequence[str]) -> bool:
-    return name in buffers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.formats.tensor_bytes import digest_tensor, iterate_chunks, read_tensor_bytes
+from holdfast.formats.tensor_bytes import digest_tensor, read_tensor_bytes
 from holdfast.ondisk.dtypes import dtype_width
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class Evidence:
         for name, (master, weight) in self.masters.items():
             if not have_equal_values(master, weight):
                 raise CorruptCheckpointError(
-                    f"{source}: the master weights of {name!r:.100}, rounded, are not the weights of the model: the files "
-                    "are from two saves, or the weights were changed after the last step. To read the model's weights "
-                    "without an optimizer: --key weights=model --key optimizer=skip"
+                    f"{source}: the master weights of {name!r:.100}, rounded, are not the weights of the model: the "
+                    "files are from two saves, or the weights were changed after the last step. To read the model's "
+                    "weights without an optimizer: --key weights=model --key optimizer=skip"
                 )
         for subject, tensors in self.replicas:
             first = digest_tensor(tensors[0])
             if any(digest_tensor(other) != first for other in tensors[1:]):
                 raise CorruptCheckpointError(
-                    f"{source}: the {subject} differs between ranks: the files are from two saves"
+                    f"{source}: the {subject} differs between ranks or stages: the files are from two saves"
                 )
 
 

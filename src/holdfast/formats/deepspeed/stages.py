@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.deepspeed.file_access import FileAccess
-from holdfast.formats.deepspeed.file_names import Rank, TagFiles
+from holdfast.formats.deepspeed.file_names import Rank, TagFiles, is_rank_file
 from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer, join_optimizers
 from holdfast.formats.deepspeed.model_file import ModelFile, read_model_file
 from holdfast.formats.deepspeed.partitions import Shapes
@@ -35,7 +35,7 @@ class StageFiles:
     @property
     def is_divided(self) -> bool:
         """True if each rank has parts of all parameters: ZeRO-3."""
-        return len(self.models) > 1 or bool(self.optimizers and self.optimizers[0].is_stage3)
+        return is_rank_file(self.first.path)
 
 
 def read_stage(mp: int, files: TagFiles, access: FileAccess, *, with_optimizer: bool) -> StageFiles:
@@ -70,7 +70,10 @@ def join_stage_optimizer(stage: StageFiles, access: FileAccess) -> JoinedOptimiz
 
 
 def _list_ranks(mp: int, paths: Mapping[Rank, Path], folder: Path) -> list[Path]:
-    """Return the files of all data-parallel ranks, in their order. Raises ``CorruptCheckpointError`` if one is missing."""
+    """Return the files of all data-parallel ranks, in their order.
+
+    Raises ``CorruptCheckpointError`` if one is missing.
+    """
     ranks = {rank.dp: path for rank, path in paths.items() if rank.mp == mp}
     missing = next((dp for dp in range(len(ranks)) if dp not in ranks), None)
     if missing is not None:

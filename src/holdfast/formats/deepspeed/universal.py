@@ -67,8 +67,8 @@ def _reshape(root: Any, shape: tuple[int, ...], path: Path) -> Any:
     whole = TensorInfo(value.info.dtype, shape)
     if whole.nbytes != value.info.nbytes:
         raise CorruptCheckpointError(
-            f"{path} has a tensor of the shape {list(value.info.shape)}, and its parameter has {list(shape)}: it is from "
-            "another conversion"
+            f"{path} has a tensor of the shape {list(value.info.shape)}, and its parameter has {list(shape)}: it is "
+            "from another conversion"
         )
     return ConcatenatedTensor(whole, [TensorSlice(value, 0, value.info.nbytes)])
 
@@ -86,13 +86,14 @@ def _list_steps(shared: Mapping[str, Any], number: int) -> list[Any]:
 def _name_groups(shared: Mapping[str, Any], shape_groups: Sequence[Shapes], path: Path) -> list[dict[str, Any]]:
     """Return the settings of each group with the names of its parameters."""
     groups = shared.get("param_groups")
-    is_valid = isinstance(groups, list) and all(
+    if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
-    if not is_valid or [n for group in groups for n in group["params"]] != list(range(len(shape_groups))):
+    ):
+        raise CorruptCheckpointError(f"{path}: param_groups must be a list of the groups of an optimizer")
+    if [n for group in groups for n in group["params"]] != list(range(len(shape_groups))):
         raise FormatError(
-            f"{path} has no parameter groups that fit param_shapes: convert the checkpoint again with ds_to_universal of "
-            "DeepSpeed 0.14 or newer, or open the original one"
+            f"{path} has no parameter groups that fit param_shapes: convert the checkpoint again with ds_to_universal "
+            "of DeepSpeed 0.14 or newer, or open the original one"
         )
     return [
         {

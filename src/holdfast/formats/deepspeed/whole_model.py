@@ -24,13 +24,10 @@ class WholeModel:
     tensors: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, StoredTensor] = field(default_factory=dict)
 
-    def merge_stage(self, other: WholeModel) -> None:
-        """Add a further pipeline stage. If both stages have a tensor, the first one's is kept."""
-        self.tensors = {**other.tensors, **self.tensors}
-        self.copies = {**other.copies, **self.copies}
 
-
-def join_model(module: Mapping[str, Any], file: ModelFile, masters: Mapping[str, StoredTensor], *, use_masters: bool) -> WholeModel:
+def join_model(
+    module: Mapping[str, Any], file: ModelFile, masters: Mapping[str, StoredTensor], *, use_masters: bool
+) -> WholeModel:
     """Return the model of ZeRO-1 or 2, or without ZeRO. ``module`` is its state dict, by the names in ``masters``.
 
     Tied parameters get one tensor. Raises ``CorruptCheckpointError`` if a parameter is missing in the state dict, or
@@ -43,8 +40,8 @@ def join_model(module: Mapping[str, Any], file: ModelFile, masters: Mapping[str,
         if not isinstance(weight, StoredTensor) or weight.info.shape != master.info.shape:
             actual = list(weight.info.shape) if isinstance(weight, StoredTensor) else "no tensor"
             raise CorruptCheckpointError(
-                f"{file.path}: the parameter {name!r:.100} has the shape {list(master.info.shape)} in param_shapes, and "
-                f"{actual} in the model: the files are from two saves"
+                f"{file.path}: the parameter {name!r:.100} has the shape {list(master.info.shape)} in param_shapes, "
+                f"and {actual} in the model: the files are from two saves"
             )
         model.copies[name] = weight
         masters_by_identity[weight.identity] = master

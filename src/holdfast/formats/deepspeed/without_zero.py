@@ -5,7 +5,7 @@ Source: ``state_dict`` in ``runtime/fp16/unfused_optimizer.py`` and ``runtime/fp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError
@@ -43,7 +43,9 @@ def name_wrapped(optimizer: Mapping[str, Any], module: Mapping[str, Any], source
     masters = optimizer[_MASTERS]
     if not isinstance(groups, list) or not isinstance(masters, list) or len(groups) != len(masters):
         raise CorruptCheckpointError(f"{source}: the optimizer's groups are not those of its master weights")
-    joined = JoinedOptimizer(values={"loss_scaler": {key: optimizer[key] for key in optimizer if key not in {_MASTERS, _INNER}}})
+    joined = JoinedOptimizer(
+        values={"loss_scaler": {key: optimizer[key] for key in optimizer if key not in {_MASTERS, _INNER}}}
+    )
     names = _NameSearch(module, source)
     for group, tensors in zip(groups, masters, strict=True):
         numbers = group.get("params")
