@@ -129,7 +129,10 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "no tensors": (inner("single_partition_of_fp32_groups", lambda _: [None, None]), "no tensor"),
     "two dimensions": (inner("single_partition_of_fp32_groups", lambda t: [t[0][:, None], t[1]]), "one dimension"),
     "fewer elements": (inner("single_partition_of_fp32_groups", lambda t: [t[0][:-3], t[1]]), "have 47 elements"),
-    "another dtype": (inner("single_partition_of_fp32_groups", lambda t: [t[0].double(), t[1]]), "another dtype"),
+    "another dtype": (
+        inner("single_partition_of_fp32_groups", lambda t: [t[0].double(), t[1]]),
+        "24 elements of F32, but 24 of F64",
+    ),
     "alignment of text": (inner("param_alignment_paddings", lambda _: [["x"], [0]]), "numbers of elements"),
     "more alignment": (inner("param_alignment_paddings", lambda _: [[8, 0], [0]]), "have 50 elements"),
 }

@@ -1,14 +1,10 @@
-"""A tensor whose elements, in row-major order, are in pieces of other tensors."""
+"""A tensor whose elements, in row-major order, are in pieces of the flat tensors of ranks."""
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.deepspeed.partitions import PlacedParameter
@@ -18,57 +14,45 @@ from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 
 
-class TensorSlice(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor."""
-
-    stored: StoredTensor
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, eq=False)
 class ConcatenatedTensor(StoredTensor):
-    """A tensor of slices of other tensors, one after another."""
+    """The tensor of a parameter, or of a state of it. ``ranks`` are the flat tensors, which all parameters share.
+
+    Pieces are computed when they are read, because there may be very many.
+    """
 
     info: TensorInfo
-    slices: Sequence[TensorSlice]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(itertools.accumulate(stop - start for _, start, stop in self.slices))
+    placed: PlacedParameter
+    ranks: Sequence[StoredTensor]
 
     def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
+        width = dtype_width(self.info.dtype)
         extents: list[FileExtent] = []
-        for number in range(bisect_right(self._ends, start), len(self.slices)):
-            stored, first, last = self.slices[number]
-            begin = self._ends[number] - (last - first)
-            if begin >= stop:
-                break
-            low, high = max(start, begin), min(stop, self._ends[number])
-            shift = begin - first
+        for rank, first, last, position in self.placed.find_pieces(start // width, -(-stop // width)):
+            shift = (position - first) * width
+            low, high = max(start, first * width + shift), min(stop, last * width + shift)
             extents += [
                 FileExtent(extent.file, extent.offset, extent.start + shift, extent.stop + shift)
-                for extent in stored.find_extents(low - shift, high - shift)
+                for extent in self.ranks[rank].find_extents(low - shift, high - shift)
             ]
         return extents
 
 
-def concatenate_pieces(
-    parameter: PlacedParameter, tensors: Sequence[StoredTensor], paths: Sequence[Path]
-) -> ConcatenatedTensor:
-    """Return the whole tensor of a parameter, given the flat tensor of each rank, and its file.
+def concatenate_ranks(placed: PlacedParameter, ranks: Sequence[StoredTensor]) -> ConcatenatedTensor:
+    """Return the whole tensor of a parameter, given flat tensors that :func:`check_ranks` has checked."""
+    return ConcatenatedTensor(TensorInfo(ranks[0].info.dtype, placed.shape), placed, ranks)
 
-    Raises ``CorruptCheckpointError`` naming a file whose tensor is too small or has another dtype.
+
+def check_ranks(ranks: Sequence[StoredTensor], paths: Sequence[Path], needed: Sequence[int], subject: str) -> None:
+    """Check that the flat tensors have one dtype, and the number of elements that is ``needed`` of each.
+
+    Raises ``CorruptCheckpointError`` naming the first file whose tensor does not fit.
     """
-    dtype = tensors[0].info.dtype
-    width = dtype_width(dtype)
-    for piece in parameter.pieces:
-        tensor = tensors[piece.rank]
-        if tensor.info.dtype != dtype or piece.stop * width > tensor.info.nbytes:
+    for tensor, path, elements in zip(ranks, paths, needed, strict=True):
+        width = dtype_width(tensor.info.dtype)
+        if tensor.info.dtype != ranks[0].info.dtype or tensor.info.nbytes < elements * width:
             raise CorruptCheckpointError(
-                f"{paths[piece.rank]}: the part of {parameter.name!r:.100} on this rank has another dtype or size than "
-                f"its shape {list(parameter.shape)} needs: the files are from two saves"
+                f"{path}: {subject}: {tensor.info.nbytes // width} elements of {tensor.info.dtype}, but {elements} of "
+                f"{ranks[0].info.dtype} are needed: the files are from two saves"
             )
-    slices = [TensorSlice(tensors[piece.rank], piece.start * width, piece.stop * width) for piece in parameter.pieces]
-    return ConcatenatedTensor(TensorInfo(dtype, parameter.shape), slices)

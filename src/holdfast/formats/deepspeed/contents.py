@@ -38,11 +38,13 @@ class FolderContents:
         components: The components by slot: ``model``, ``optimizer`` and ``scheduler``.
         user_content: The counters of DeepSpeed, the loss scaler and the client state.
         evidence: Tensors that must fit each other.
+        other_files: Files of the checkpoint that were not read, because the first rank's has all that they have.
     """
 
     components: dict[str, Any]
     user_content: dict[str, Any]
     evidence: Evidence = field(default_factory=Evidence)
+    other_files: list[Path] = field(default_factory=list)
 
 
 def read_contents(folder: Path, access: FileAccess, options: ReadOptions) -> FolderContents:
@@ -76,7 +78,8 @@ class _FolderReader:
         evidence = Evidence(replicas=self._optimizer.replicas)
         evidence.add_masters(self._optimizer.masters, model.copies)
         content = user_content_of(stages[0].first, self._optimizer.values)
-        return FolderContents(self._list_components(stages, model), content, evidence)
+        others = [path for stage in stages for path in stage.others]
+        return FolderContents(self._list_components(stages, model), content, evidence, others)
 
     def _check_layout(self) -> None:
         files, folder = self._files, self._files.folder

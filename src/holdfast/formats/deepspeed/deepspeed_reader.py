@@ -46,7 +46,8 @@ class DeepSpeedReader(TreeReader):
         except (AttributeError, LookupError, TypeError) as error:
             raise CorruptCheckpointError(f"{folder} has files that DeepSpeed does not write: {error}") from error
         self._evidence = read.evidence
-        super().__init__(folder, "deepspeed", access.files, access.fingerprint, contents)
+        files = [*access.files, *read.other_files]
+        super().__init__(folder, "deepspeed", files, access.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that the master weights, rounded, are the model's weights, and that ranks agree on the steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, FormatError
-from holdfast.formats.deepspeed.concatenated_tensor import concatenate_pieces
+from holdfast.formats.deepspeed.concatenated_tensor import check_ranks, concatenate_ranks
 from holdfast.formats.deepspeed.partitions import (
     PlacedParameter,
     Shapes,
@@ -22,6 +23,9 @@ from holdfast.formats.deepspeed.partitions import (
 from holdfast.formats.deepspeed.rank_optimizer import RankOptimizer
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor
 from holdfast.ondisk.read_budget import ReadBudget
+
+#: Steps for a state of a parameter.
+_STATE = 24
 
 #: The number of an expert in a parameter's name.
 _EXPERT = re.compile(r"(?P<prefix>.*deepspeed_experts\.)(?P<number>\d{1,6})(?P<suffix>\..*)", re.ASCII)
@@ -127,8 +131,9 @@ class _OptimizerJoiner:
             placed = list(self._place_parameters(group))
             names += [parameter.name for parameter in placed]
             masters = [rank.masters[number] for rank in group.ranks]
+            self._check_flat(group, placed, masters, "the master weights")
             for parameter in placed:
-                self._joined.masters[parameter.name] = concatenate_pieces(parameter, masters, group.paths)
+                self._joined.masters[parameter.name] = concatenate_ranks(parameter, masters)
             self._join_states(group, placed)
         return names
 
@@ -200,10 +205,24 @@ class _OptimizerJoiner:
         for name in tables[0]:
             values = [table[name] for table in tables]
             is_divided = self._is_divided(group, values)
+            if is_divided:
+                self._check_flat(group, placed, values, f"the state {name!r:.100}")
             shared = None if is_divided else self._require_equal(group, name, values)
+            self._budget.spend(_STATE * len(placed))
             for parameter in placed:
-                value = concatenate_pieces(parameter, values, group.paths) if is_divided else shared
+                value = concatenate_ranks(parameter, values) if is_divided else shared
                 self._joined.states.setdefault(parameter.name, {})[name] = value
+
+    def _check_flat(
+        self, group: _FlatGroup, placed: Sequence[PlacedParameter], tensors: Sequence[StoredTensor], subject: str
+    ) -> None:
+        """Check that the flat tensors of all ranks have the elements of all parameters."""
+        if self._first.is_stage3 or not placed:
+            needed = [sum(parameter.part for parameter in placed)] * len(tensors)
+        else:
+            part, total = placed[0].part, placed[-1].first + math.prod(placed[-1].shape)
+            needed = [max(0, min(part, total - rank * part)) for rank in range(len(tensors))]
+        check_ranks(tensors, group.paths, needed, f"{subject} of group {group.number}")
 
     def _is_divided(self, group: _FlatGroup, values: Sequence[Any]) -> bool:
         """Return whether a state is a flat tensor, with or without the padding that the master weights lack."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from holdfast.ondisk.read_budget import ReadBudget
 
-#: Steps for a piece of a parameter.
-_PIECE = 4
+#: Steps for a parameter.
+_PARAMETER = 8
 
 #: The shapes of parameters by name, in the order in which they are concatenated.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,20 +25,38 @@ _ALIGNMENT = 2
 
 
 class Piece(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor of a rank."""
+    """Elements ``[start, stop)`` of the flat tensor of a rank, which are those of a parameter from ``position`` on."""
 
     rank: int
     start: int
     stop: int
+    position: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlacedParameter:
-    """A parameter, and the pieces of flat tensors that it consists of, in order."""
+    """A parameter whose elements are in the flat tensors of ranks.
+
+    They are elements ``first`` and later of a sequence that is cut into parts of ``part`` elements, one for each rank.
+    In the flat tensor of a rank, its part begins at ``offset``.
+    """
 
     name: str
     shape: tuple[int, ...]
-    pieces: Sequence[Piece]
+    first: int
+    part: int
+    offset: int = 0
+
+    def find_pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces that elements ``[start, stop)`` of the parameter are in, in order."""
+        if start >= stop:
+            return
+        begin, end = self.first + start, self.first + stop
+        for rank in range(begin // self.part, -(-end // self.part)):
+            origin = rank * self.part
+            low, high = max(begin, origin), min(end, origin + self.part)
+            shift = self.offset - origin
+            yield Piece(rank, low + shift, high + shift, low - self.first)
 
 
 def count_elements(shapes: Shapes, paddings: Sequence[int]) -> int:
@@ -56,20 +74,11 @@ def place_in_group(shapes: Shapes, paddings: Sequence[int], part: int, budget: R
 
     ``paddings`` are the elements of padding after each parameter, ``part`` is the number of elements of a rank.
     """
-    position = 0
+    first = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        stop = position + math.prod(shape)
-        pieces = list(_cut_range(position, stop, part)) if position < stop else []
-        budget.spend(_PIECE * (1 + len(pieces)))
-        yield PlacedParameter(name, shape, pieces)
-        position = stop + padding
-
-
-def _cut_range(start: int, stop: int, part: int) -> Iterator[Piece]:
-    """Yield the pieces of a range of a flat tensor that is cut into parts of equal size."""
-    for rank in range(start // part, -(-stop // part)):
-        first = rank * part
-        yield Piece(rank, max(start, first) - first, min(stop, first + part) - first)
+        budget.spend(_PARAMETER)
+        yield PlacedParameter(name, shape, first, part)
+        first += math.prod(shape) + padding
 
 
 def share_size(shape: tuple[int, ...], ranks: int) -> int:
@@ -81,9 +90,7 @@ def place_in_sub_group(shapes: Shapes, ranks: int, budget: ReadBudget) -> Iterat
     """Yield the parameters of a sub-group of ZeRO-3."""
     offset = 0
     for name, shape in shapes.items():
-        elements, share = math.prod(shape), share_size(shape, ranks)
-        used = -(-elements // share) if share else 0
-        budget.spend(_PIECE * (1 + used))
-        pieces = [Piece(rank, offset, offset + min(share, elements - rank * share)) for rank in range(used)]
-        yield PlacedParameter(name, shape, pieces)
+        budget.spend(_PARAMETER)
+        share = share_size(shape, ranks)
+        yield PlacedParameter(name, shape, 0, share, offset)
         offset += share

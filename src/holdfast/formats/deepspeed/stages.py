@@ -17,9 +17,14 @@ from holdfast.formats.deepspeed.rank_optimizer import RankOptimizer, parse_optim
 
 @dataclass(frozen=True)
 class StageFiles:
-    """The files of a stage. ``models`` has one file, or with ZeRO-3 those of all data-parallel ranks."""
+    """The files of a stage.
+
+    ``models`` has one file, or those of all data-parallel ranks if they have parts of frozen parameters. ``others`` are
+    files that were not read.
+    """
 
     models: Sequence[ModelFile]
+    others: Sequence[Path]
     optimizers: Sequence[RankOptimizer]
 
     @property
@@ -44,20 +49,22 @@ def read_stage(mp: int, files: TagFiles, access: FileAccess, *, with_optimizer: 
     Raises ``CorruptCheckpointError`` naming a file that is missing, or from another save.
     """
     model_paths = _list_ranks(mp, files.models, files.folder)
-    models = [read_model_file(path, access) for path in model_paths]
-    _check_same_shapes(models)
+    models = [read_model_file(model_paths[0], access)]
+    if models[0].frozen and len(model_paths) > 1:
+        models += [read_model_file(path, access) for path in model_paths[1:]]
+        _check_same_shapes(models)
     optimizer_paths = _list_ranks(mp, files.optimizers, files.folder) if with_optimizer else []
     optimizers = [parse_optimizer_file(access.read_dict(path), path) for path in optimizer_paths]
-    stage = StageFiles(models, optimizers)
+    stage = StageFiles(models, model_paths[len(models) :], optimizers)
     if optimizers and stage.first.shapes is None:
         raise FormatError(
             f"{stage.first.path} has no param_shapes, which say where each parameter is in the files of the optimizer: "
             "DeepSpeed before 0.3.17 wrote it. Load and save it with a newer version"
         )
-    if optimizers and stage.is_divided and len(models) != len(optimizers):
+    if optimizers and stage.is_divided and len(model_paths) != len(optimizers):
         raise CorruptCheckpointError(
-            f"{files.folder} has the models of {len(models)} ranks, and the optimizers of {len(optimizers)}: files are "
-            "missing, or left from an earlier save by another number of ranks. Remove those of the earlier save"
+            f"{files.folder} has the models of {len(model_paths)} ranks, and the optimizers of {len(optimizers)}: files "
+            "are missing, or left from an earlier save by another number of ranks. Remove those of the earlier save"
         )
     return stage
 

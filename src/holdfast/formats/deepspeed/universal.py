@@ -5,15 +5,16 @@ Source: ``checkpoint/ds_to_universal.py``. A file has a dict with the tensor as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, UnsafeNameError
-from holdfast.formats.deepspeed.concatenated_tensor import ConcatenatedTensor, TensorSlice
+from holdfast.formats.deepspeed.concatenated_tensor import concatenate_ranks
 from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
-from holdfast.formats.deepspeed.partitions import Shapes
+from holdfast.formats.deepspeed.partitions import PlacedParameter, Shapes
 from holdfast.formats.deepspeed.rank_optimizer import STEP
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.files import TensorInfo
@@ -70,7 +71,8 @@ def _reshape(root: Any, shape: tuple[int, ...], path: Path) -> Any:
             f"{path} has a tensor of the shape {list(value.info.shape)}, and its parameter has {list(shape)}: it is "
             "from another conversion"
         )
-    return ConcatenatedTensor(whole, [TensorSlice(value, 0, value.info.nbytes)])
+    placed = PlacedParameter(path.parent.name, shape, 0, math.prod(shape))
+    return concatenate_ranks(placed, [value])
 
 
 def _list_steps(shared: Mapping[str, Any], number: int) -> list[Any]:

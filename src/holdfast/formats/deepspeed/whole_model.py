@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError
-from holdfast.formats.deepspeed.concatenated_tensor import concatenate_pieces
+from holdfast.formats.deepspeed.concatenated_tensor import check_ranks, concatenate_ranks
 from holdfast.formats.deepspeed.model_file import ModelFile
 from holdfast.formats.deepspeed.partitions import place_in_sub_group
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor
@@ -108,4 +108,6 @@ def _join_fragments(name: str, shape: tuple[int, ...], files: Sequence[ModelFile
                 f"{file.path}: the frozen parameter {name!r:.100} is quantized (zero_quantized_nontrainable_weights), "
                 "which holdfast does not read: save without it"
             )
-    return concatenate_pieces(placed, fragments, [file.path for file in files])
+    paths, needed = [file.path for file in files], [placed.part] * len(files)
+    check_ranks(fragments, paths, needed, f"the part of the frozen parameter {name!r:.100}")
+    return concatenate_ranks(placed, fragments)
