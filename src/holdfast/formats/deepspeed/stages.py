@@ -63,8 +63,8 @@ def read_stage(mp: int, files: TagFiles, access: FileAccess, *, with_optimizer: 
         )
     if optimizers and stage.is_divided and len(model_paths) != len(optimizers):
         raise CorruptCheckpointError(
-            f"{files.folder} has the models of {len(model_paths)} ranks, and the optimizers of {len(optimizers)}: files "
-            "are missing, or left from an earlier save by another number of ranks. Remove those of the earlier save"
+            f"{files.folder} has the models of {len(model_paths)} ranks, and the optimizers of {len(optimizers)}: "
+            "files are missing, or left from an earlier save by another number of ranks. Remove those of the earlier save"
         )
     return stage
 
