@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
+from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError, ReadBudgetError
 from holdfast.formats.deepspeed.contents import ReadOptions, read_contents
 from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.prefixes import strip_prefixes
@@ -41,6 +41,8 @@ class DeepSpeedReader(TreeReader):
             read = read_contents(folder, access, options)
             components = strip_prefixes(read.components)
             contents = from_components(components, {"user_content": read.user_content}, access.budget, str(folder))
+        except ReadBudgetError as error:
+            raise error if str(folder) in str(error) else ReadBudgetError(f"{folder}: {error}") from error
         except HoldfastError:
             raise
         except (AttributeError, LookupError, TypeError) as error:

@@ -14,6 +14,9 @@ from holdfast.formats.deepspeed.model_file import ModelFile, read_model_file
 from holdfast.formats.deepspeed.partitions import Shapes
 from holdfast.formats.deepspeed.rank_optimizer import RankOptimizer, parse_optimizer_file
 
+#: Steps for a group of parameters on a rank.
+_GROUP = 64
+
 
 @dataclass(frozen=True)
 class StageFiles:
@@ -54,7 +57,10 @@ def read_stage(mp: int, files: TagFiles, access: FileAccess, *, with_optimizer: 
         models += [read_model_file(path, access) for path in model_paths[1:]]
         _check_same_shapes(models)
     optimizer_paths = _list_ranks(mp, files.optimizers, files.folder) if with_optimizer else []
-    optimizers = [parse_optimizer_file(access.read_dict(path), path) for path in optimizer_paths]
+    optimizers = []
+    for path in optimizer_paths:
+        optimizers.append(parse_optimizer_file(access.read_dict(path), path))
+        access.budget.spend(_GROUP * len(optimizers[-1].masters))
     stage = StageFiles(models, model_paths[len(models) :], optimizers)
     if optimizers and stage.first.shapes is None:
         raise FormatError(
@@ -64,7 +70,7 @@ def read_stage(mp: int, files: TagFiles, access: FileAccess, *, with_optimizer: 
     if optimizers and stage.is_divided and len(model_paths) != len(optimizers):
         raise CorruptCheckpointError(
             f"{files.folder} has the models of {len(model_paths)} ranks, and the optimizers of {len(optimizers)}: "
-            "files are missing, or left from an earlier save by another number of ranks. Remove those of the earlier save"
+            "files are missing, or left from an earlier save by another number of ranks. Remove those"
         )
     return stage
 

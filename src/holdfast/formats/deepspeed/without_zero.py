@@ -98,4 +98,4 @@ class _NameSearch:
         """Return the shape and the first values of a tensor, rounded to ``dtype``."""
         stop = min(tensor.info.nbytes, _SAMPLE * dtype_width(tensor.info.dtype))
         raw = read_tensor_bytes(tensor, 0, stop) if stop else b""
-        return tensor.info.shape, dtype, round_values(raw, tensor.info.dtype, dtype)
+        return repr(tensor.info.shape), dtype, round_values(raw, tensor.info.dtype, dtype)
