@@ -12,7 +12,7 @@ from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
 from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.numbered_optimizers import name_stages
-from holdfast.formats.deepspeed.pipeline import Layers, name_layers, read_layers
+from holdfast.formats.deepspeed.pipeline import Layers, find_shared_names, name_layers, read_layers
 from holdfast.formats.deepspeed.proof import Evidence
 from holdfast.formats.deepspeed.stages import StageFiles, join_stage_optimizer, read_stage
 from holdfast.formats.deepspeed.universal import read_universal
@@ -71,10 +71,10 @@ class _FolderReader:
             read_stage(mp, self._files, self._access, with_optimizer=self._options.with_optimizer)
             for mp in self._files.mp_ranks
         ]
-        module = self._name_module(stages, experts)
+        module = name_layers(self._layers) if self._layers else {**stages[0].first.module, **experts}
         for stage in stages:
             self._optimizer.merge_stage(self._read_optimizer(stage, module), str(stage.first.path))
-        model = self._join_model(stages[0], module)
+        model = self._join_model(stages[0], self._name_shared(stages, module))
         evidence = Evidence(replicas=self._optimizer.replicas)
         evidence.add_masters(self._optimizer.masters, model.copies)
         content = user_content_of(stages[0].first, self._optimizer.values)
@@ -115,12 +115,12 @@ class _FolderReader:
             experts |= self._access.read_dict(path)
         return experts
 
-    def _name_module(self, stages: list[StageFiles], experts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state dict of the whole model."""
-        if not self._layers:
-            return {**stages[0].first.module, **experts}
+    def _name_shared(self, stages: list[StageFiles], module: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Name the parameters of layers that several stages share by their layers. The model has both names."""
         shapes = [shapes for stage in stages for shapes in stage.shapes]
-        return name_layers(self._layers, shapes, str(self._files.folder))
+        names = find_shared_names(self._layers, shapes, str(self._files.folder)) if self._layers else {}
+        self._optimizer.rename_parameters(names)
+        return {**module, **{name: module[layer_name] for name, layer_name in names.items()}}
 
     def _join_model(self, first: StageFiles, module: Mapping[str, Any]) -> WholeModel:
         masters, options = self._optimizer.masters, self._options

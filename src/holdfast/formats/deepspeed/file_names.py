@@ -79,9 +79,9 @@ def is_rank_file(path: Path) -> bool:
     return bool(model and model["dp"]) or bool(_OPTIMIZER.fullmatch(path.name))
 
 
-def has_rank_files(folder: Path) -> bool:
-    """Return whether a folder has a file of a model, or of an optimizer, that DeepSpeed names so."""
-    return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in store_of(folder).list_names(folder))
+def has_rank_files(names: Iterable[str]) -> bool:
+    """Return whether one of the names in a folder is that of a model's or an optimizer's file."""
+    return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names)
 
 
 def list_tag_files(folder: Path) -> TagFiles:

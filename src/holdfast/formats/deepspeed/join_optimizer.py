@@ -67,6 +67,13 @@ class JoinedOptimizer:
         self.states = {**other.states, **self.states}
         self.values = {**other.values, **self.values}
 
+    def rename_parameters(self, names: Mapping[str, str]) -> None:
+        """Give some parameters other names."""
+        self.masters = {names.get(name, name): master for name, master in self.masters.items()}
+        self.states = {names.get(name, name): states for name, states in self.states.items()}
+        for group in self.groups:
+            group["params"] = [names.get(name, name) for name in group["params"]]
+
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
@@ -186,7 +193,7 @@ class _OptimizerJoiner:
                 raise FormatError(
                     f"{rank.path} has no master weights of group {group.number}: the optimizer was offloaded to NVMe, "
                     "and its state is in swap files that holdfast does not read. Save without "
-                    "offload_optimizer to nvme, or with stage3_gather_16bit_weights_on_model_save"
+                    "offload_optimizer to nvme"
                 )
             if size != needed:
                 raise CorruptCheckpointError(

@@ -36,27 +36,32 @@ def read_layers(files: TagFiles, access: FileAccess) -> dict[int, dict[str, Any]
     return layers
 
 
-def name_layers(layers: Layers, shape_groups: Sequence[Shapes], source: str) -> dict[str, Any]:
-    """Return the tensors of all layers by their names in the pipeline's model: ``0.weight``.
+def name_layers(layers: Layers) -> dict[str, Any]:
+    """Return the tensors of all layers by their names in the pipeline's model: ``0.weight``."""
+    return {f"{number}.{name}": value for number, tensors in layers.items() for name, value in tensors.items()}
 
-    A layer that several stages share has the name ``tied_modules.KEY`` in ``shape_groups``. It gets this name, too.
+
+def find_shared_names(layers: Layers, shape_groups: Sequence[Shapes], source: str) -> dict[str, str]:
+    """Return other names of parameters of layers that several stages share: ``{"tied_modules.a.weight": "0.weight"}``.
+
+    ``shape_groups`` have the former names. Raises ``FormatError`` if it is unknown which layer it is.
     """
-    module = {f"{number}.{name}": value for number, tensors in layers.items() for name, value in tensors.items()}
     shapes = {name: shape for group in shape_groups for name, shape in group.items()}
-    tied: dict[str, dict[str, tuple[int, ...]]] = {}
+    shared: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         match = _TIED.fullmatch(name)
         if match is not None:
-            tied.setdefault(match["prefix"], {})[match["name"]] = shape
+            shared.setdefault(match["prefix"], {})[match["name"]] = shape
     unnamed = {
         number: tensors
         for number, tensors in layers.items()
         if tensors and not any(f"{number}.{name}" in shapes for name in tensors)
     }
-    for prefix, parameters in tied.items():
+    names: dict[str, str] = {}
+    for prefix, parameters in shared.items():
         number = _find_tied_layer(prefix, parameters, unnamed, source)
-        module |= {f"{prefix}.{name}": layers[number][name] for name in parameters}
-    return module
+        names |= {f"{prefix}.{name}": f"{number}.{name}" for name in parameters}
+    return names
 
 
 def _find_tied_layer(prefix: str, parameters: Shapes, layers: Layers, source: str) -> int:

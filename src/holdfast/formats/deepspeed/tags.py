@@ -16,24 +16,20 @@ _LIMIT, _SHOWN = 4096, 8
 
 def is_deepspeed(path: Path) -> bool:
     """Return whether a path is a tag's folder, a folder of tags, or a file of one rank."""
-    if store_of(path).is_file(path):
-        return is_rank_file(path)
-    return has_rank_files(path) or _names_tag(path)
+    if is_rank_file(path):
+        return store_of(path).is_file(path)
+    names = store_of(path).list_names(path)
+    # Other systems have files with the name ``latest``, too.
+    return has_rank_files(names) or (not names.isdisjoint(LATEST) and bool(list_tags(path)))
 
 
-def _names_tag(folder: Path) -> bool:
-    """Return whether a folder has a file with the newest tag, and the folder of any tag.
-
-    Other systems have files with the name ``latest``, too.
-    """
-    if not any(store_of(folder).file_exists(folder / name) for name in LATEST):
-        return False
-    return bool(list_tags(folder))
+def _is_tag_folder(folder: Path) -> bool:
+    return has_rank_files(store_of(folder).list_names(folder))
 
 
 def list_tags(folder: Path) -> list[str]:
     """Return the names of the tags' folders in a folder."""
-    return [tag.name for tag in store_of(folder).list_subdirectories(folder) if has_rank_files(tag)]
+    return [tag.name for tag in store_of(folder).list_subdirectories(folder) if _is_tag_folder(tag)]
 
 
 def find_tag(path: Path) -> Path:
@@ -41,12 +37,12 @@ def find_tag(path: Path) -> Path:
 
     Raises ``NoCheckpointError`` if the newest tag is missing.
     """
-    if has_rank_files(path):
+    if _is_tag_folder(path):
         return path
     latest = next(path / name for name in LATEST if store_of(path).file_exists(path / name))
     check_contained(latest, path)
     tag = _read_tag(latest)
-    if not has_rank_files(path / tag):
+    if not _is_tag_folder(path / tag):
         tags = list_tags(path)
         listed = ", ".join(tags[:_SHOWN]) + (" …" if len(tags) > _SHOWN else "")
         raise NoCheckpointError(
