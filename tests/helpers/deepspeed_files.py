@@ -201,7 +201,7 @@ def _flat_state(save: ZeroSave, rank: int) -> dict[str, Any]:
         used = sum(save.masters[name].numel() for name in names) + sum(_paddings(save, names))
         tail = min(part, max(0, (rank + 1) * part - used))
         tails.append(tail)
-        masters.append(flat[rank * part : (rank + 1) * part - tail])
+        masters.append(flat[rank * part : (rank + 1) * part].clone()[: part - tail])
         rows = {
             state: _flatten(save, names, tensors)[rank * part : (rank + 1) * part].clone()
             for state, tensors in save.states.items()

@@ -227,6 +227,31 @@ def test_no_code_of_a_file_runs(tmp_path: Path, file: str, name: str) -> None:
     refuse(tmp_path, (UnsafePickleError, CorruptCheckpointError), file)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["masters", "moments", "model"])
+def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path, stage: int, kind: str) -> None:
+    """By the CRCs that torch writes; of a model, also by its master weights."""
+    save = random_save(SHAPES, GROUPS, ("exp_avg",), stage=stage, frozen={"base": torch.randn(6)})
+    folder = write_zero(tmp_path / "c", save)
+    tensor = {
+        "masters": save.masters["a.bias"],
+        "moments": save.states["exp_avg"]["a.bias"],
+        "model": save.frozen["base"],
+    }[kind]
+    first = tensor.numpy().tobytes()[:8]
+    (file,) = (
+        file for file in folder.iterdir() if first in file.read_bytes() and ("model" in file.name) == (kind == "model")
+    )
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(first)] ^= 1
+    file.write_bytes(raw)
+    problems = [check.problem for check in holdfast.open(tmp_path / "c").verify() if check.problem]
+    assert any(file.name in problem for problem in problems)
+    with pytest.raises(CorruptCheckpointError):
+        holdfast.convert(tmp_path / "c", tmp_path / "converted", to="native")
+    assert not (tmp_path / "converted").exists()
+
+
 def test_keys_of_other_formats_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     for keys in ({"layout": "llama"}, {"weights": "x"}, {"model": "module"}):
