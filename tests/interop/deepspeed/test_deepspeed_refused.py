@@ -120,6 +120,15 @@ def test_files_of_two_saves_are_refused(tmp_path: Path, stage: int) -> None:
     refuse(tmp_path / "a", CorruptCheckpointError, "from two saves")
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_two_steps_are_refused(tmp_path: Path, stage: int) -> None:
+    """A save that overwrites a tag and does not finish leaves such files. They are found without reading all bytes."""
+    folders = [write(tmp_path / str(step), stage, step=torch.tensor(float(step))) for step in (7, 8)]
+    shutil.copy(folders[1] / OPTIMIZER.format(1), folders[0] / OPTIMIZER.format(1))
+    with pytest.raises(CorruptCheckpointError, match="the state 'step' of group 0 is not that of the other ranks"):
+        holdfast.open(tmp_path / "7")
+
+
 #: Changes of a rank's optimizer file that contradict the rest, by what they change.
 CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "no param_groups": (inner("base_optimizer_state", lambda base: {"state": base["state"]}), "not the state"),

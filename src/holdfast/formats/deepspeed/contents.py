@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
-from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.numbered_optimizers import name_stages
 from holdfast.formats.deepspeed.pipeline import Layers, find_shared_names, name_layers, read_layers
 from holdfast.formats.deepspeed.proof import Evidence

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.deepspeed.concatenated_tensor import check_ranks, concatenate_ranks
+from holdfast.formats.deepspeed.experts import number_experts
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.partitions import (
     PlacedParameter,
     Shapes,
@@ -23,60 +23,10 @@ from holdfast.formats.deepspeed.partitions import (
 from holdfast.formats.deepspeed.rank_optimizer import RankOptimizer
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor
 from holdfast.ondisk.read_budget import ReadBudget
+from holdfast.storage.reader_pool import ReaderPool
 
 #: Steps for a state of a parameter.
 _STATE = 24
-
-#: The number of an expert in a parameter's name.
-_EXPERT = re.compile(r"(?P<prefix>.*deepspeed_experts\.)(?P<number>\d{1,6})(?P<suffix>\..*)", re.ASCII)
-
-
-@dataclass
-class JoinedOptimizer:
-    """The optimizer of whole parameters.
-
-    Attributes:
-        masters: The master weights by parameter.
-        states: The states by parameter and name.
-        groups: The settings of each group, with the names of its parameters under ``params``.
-        replicas: Tensors that all ranks should have alike, such as the number of steps, each with a label.
-        values: Values that are not per group, of the first rank.
-    """
-
-    masters: dict[str, StoredTensor] = field(default_factory=dict)
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    replicas: list[tuple[str, Sequence[StoredTensor]]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def merge_stage(self, other: JoinedOptimizer, source: str) -> None:
-        """Add the optimizer of a further pipeline stage. Of a parameter that both have, the first one's is kept."""
-        if not self.groups:
-            self.groups = [{**group, "params": []} for group in other.groups]
-        if [_settings_of(group) for group in self.groups] != [_settings_of(group) for group in other.groups]:
-            raise CorruptCheckpointError(f"{source}: its groups have other settings than those of an earlier stage")
-        for group, added in zip(self.groups, other.groups, strict=True):
-            group["params"] += [name for name in added["params"] if name not in self.masters]
-        self.replicas += other.replicas
-        self.replicas += [
-            (f"master weight of {name!r:.100}", (self.masters[name], master))
-            for name, master in other.masters.items()
-            if name in self.masters
-        ]
-        self.masters = {**other.masters, **self.masters}
-        self.states = {**other.states, **self.states}
-        self.values = {**other.values, **self.values}
-
-    def rename_parameters(self, names: Mapping[str, str]) -> None:
-        """Give some parameters other names."""
-        self.masters = {names.get(name, name): master for name, master in self.masters.items()}
-        self.states = {names.get(name, name): states for name, states in self.states.items()}
-        for group in self.groups:
-            group["params"] = [names.get(name, name) for name in group["params"]]
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 class _FlatGroup(NamedTuple):
@@ -107,6 +57,7 @@ class _OptimizerJoiner:
         self._ranks, self._first, self._budget = ranks, ranks[0], budget
         self._shape_groups = shape_groups
         self._joined = JoinedOptimizer(values=dict(self._first.values))
+        self._readers = ReaderPool()
         self._check_ranks()
 
     def join(self) -> JoinedOptimizer:
@@ -158,7 +109,7 @@ class _OptimizerJoiner:
             )
         sets = len(ranks) // count
         for expert_rank in range(sets):
-            yield _FlatGroup(number, _number_experts(shapes, expert_rank), ranks[expert_rank::sets])
+            yield _FlatGroup(number, number_experts(shapes, expert_rank), ranks[expert_rank::sets])
 
     def _place_parameters(self, group: _FlatGroup) -> Iterator[PlacedParameter]:
         """Yield the location of each parameter, after a check that the sizes fit."""
@@ -248,32 +199,27 @@ class _OptimizerJoiner:
         if all(isinstance(value, StoredTensor) and value.info == first.info for value in values):
             if first.info.shape:
                 return UnreadableTensor("is not divided as its parameters are, so it is unknown how to join it")
-            self._joined.replicas.append((f"state {name!r} of group {group.number}", values))
+            if any(self._read_scalar(value) != self._read_scalar(first) for value in values[1:]):
+                raise self._differ_error(group, name)
             return first
         if any(isinstance(value, StoredTensor | UnreadableTensor) for value in values):
             return UnreadableTensor("is not divided as its parameters are, so it is unknown how to join it")
         if any(type(value) is not type(first) or value != first for value in values):
-            raise CorruptCheckpointError(
-                f"{group.ranks[0].path}: the state {name!r} of group {group.number} differs between ranks: the files "
-                "are from two saves"
-            )
+            raise self._differ_error(group, name)
         return first
 
+    def _read_scalar(self, stored: StoredTensor) -> bytes:
+        """Return the bytes of a tensor without dimensions. Comparing steps finds files of two saves when they open."""
+        (extent,) = stored.find_extents(0, stored.info.nbytes)
+        if not isinstance(extent.file, Path):
+            raise FormatError(f"{self._first.path}: a state without dimensions is not stored as a tensor")
+        buffer = bytearray(stored.info.nbytes)
+        self._readers.read(extent.file, extent.offset, memoryview(buffer))
+        return bytes(buffer)
 
-def _number_experts(shapes: Shapes, expert_rank: int) -> Shapes:
-    """Return the shapes of the experts of an expert-parallel rank by their names, which count over all ranks."""
-    numbers: dict[str, set[str]] = {}
-    for match in map(_EXPERT.fullmatch, shapes):
-        if match is not None:
-            numbers.setdefault(match["prefix"], set()).add(match["number"])
-    return {_rename_expert(name, numbers, expert_rank): shape for name, shape in shapes.items()}
-
-
-def _rename_expert(name: str, numbers: Mapping[str, set[str]], expert_rank: int) -> str:
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        raise FormatError(
-            f"the parameter {name!r:.100} is divided among ranks as an expert, but its name has no number of an expert"
+    @staticmethod
+    def _differ_error(group: _FlatGroup, name: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{group.ranks[0].path}: the state {name!r:.100} of group {group.number} is not that of the other ranks: "
+            "the files are from two saves"
         )
-    number = expert_rank * len(numbers[match["prefix"]]) + int(match["number"])
-    return f"{match['prefix']}{number}{match['suffix']}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.pipeline import Layers
 from holdfast.formats.stored_tensor import StoredTensor
 

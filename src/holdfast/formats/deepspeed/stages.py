@@ -9,7 +9,8 @@ from pathlib import Path
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.file_names import Rank, TagFiles, is_rank_file
-from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer, join_optimizers
+from holdfast.formats.deepspeed.join_optimizer import join_optimizers
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.model_file import ModelFile, read_model_file
 from holdfast.formats.deepspeed.partitions import Shapes
 from holdfast.formats.deepspeed.rank_optimizer import RankOptimizer, parse_optimizer_file

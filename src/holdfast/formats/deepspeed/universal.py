@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import CorruptCheckpointError, FormatError, UnsafeNameError
 from holdfast.formats.deepspeed.concatenated_tensor import concatenate_ranks
 from holdfast.formats.deepspeed.file_access import FileAccess
-from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.partitions import PlacedParameter, Shapes
 from holdfast.formats.deepspeed.rank_optimizer import STEP
 from holdfast.formats.stored_tensor import StoredTensor

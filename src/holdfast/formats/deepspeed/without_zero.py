@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError
-from holdfast.formats.deepspeed.join_optimizer import JoinedOptimizer
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.deepspeed.proof import have_equal_values, round_values
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.tensor_bytes import read_tensor_bytes
