@@ -45,7 +45,7 @@ class DeepSpeedReader(TreeReader):
             raise error if str(folder) in str(error) else ReadBudgetError(f"{folder}: {error}") from error
         except HoldfastError:
             raise
-        except (AttributeError, LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{folder} has files that DeepSpeed does not write: {error}") from error
         self._evidence = read.evidence
         files = [*access.files, *read.other_files]
