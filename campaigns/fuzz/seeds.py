@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
+from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
@@ -30,6 +32,8 @@ def create_seeds(folder: Path) -> dict[str, Path]:
         writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
         tensors = {name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}
         dcp.save(tensors, storage_writer=writer)
+    for stage in (1, 3):
+        made[f"deepspeed ZeRO-{stage}"] = _save_deepspeed(folder / f"zero{stage}/c", stage)
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()
@@ -60,6 +64,13 @@ def _save_native(run: Path) -> Path:
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
     holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
+
+
+def _save_deepspeed(path: Path, stage: int) -> Path:
+    shapes = {"w": (7, 5), "b": (7,), "n": ()}
+    save = random_save(shapes, [["w"], ["b", "n"]], ("exp_avg",), stage=stage, step=torch.tensor(3.0))
+    write_zero(path, dataclasses.replace(save, frozen={"f": torch.ones(3)}, shared={"tied": "w"}))
+    return path
 
 
 def _build_state() -> dict[str, Any]:

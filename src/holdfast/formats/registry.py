@@ -39,11 +39,17 @@ class ReadableFormat:
 #: NxD's format, as it is named in ``convert(to=)``.
 NXD = "nxd"
 
+#: DeepSpeed's format. Its folders may have files of other formats next to it, such as a model of transformers.
+DEEPSPEED = "deepspeed"
+
 #: The key that says how NxD divides parameters among tensor-parallel ranks. Only NxD's format takes it.
 LAYOUT = "layout"
 
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
+    DEEPSPEED: ReadableFormat(
+        "holdfast.formats.deepspeed.tags:is_deepspeed", "holdfast.formats.deepspeed.deepspeed_reader:DeepSpeedReader"
+    ),
     "lightning-folder": ReadableFormat(
         "holdfast.formats.lightning:is_lightning", "holdfast.formats.lightning:LightningReader"
     ),

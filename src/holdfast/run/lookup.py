@@ -36,7 +36,7 @@ def latest_checkpoint(path: Path) -> CheckpointInfo:
 
 def describe_ignored_files(path: Path) -> str | None:
     """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
-    if isinstance(path, ObjectPath) or not is_checkpoint(path):
+    if isinstance(path, ObjectPath) or not is_checkpoint(path) or not is_run_directory(path):
         return None
     ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
     if not ignored:
