@@ -39,11 +39,17 @@ class ReadableFormat:
 #: NxD's format, as it is named in ``convert(to=)``.
 NXD = "nxd"
 
-#: The key that says how NxD divides parameters among tensor-parallel ranks. Only NxD's format takes it.
+#: Megatron's format.
+MEGATRON = "megatron"
+
+#: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
+    MEGATRON: ReadableFormat(
+        "holdfast.formats.megatron.folder:is_megatron", "holdfast.formats.megatron.megatron_reader:MegatronReader"
+    ),
     "lightning-folder": ReadableFormat(
         "holdfast.formats.lightning:is_lightning", "holdfast.formats.lightning:LightningReader"
     ),

@@ -10,9 +10,9 @@ from holdfast.compat.nxd.convert import torch_files
 from holdfast.compat.nxd.convert.options import NxdOptions
 from holdfast.compat.nxd.convert.parameters import ShardedParameters
 from holdfast.compat.nxd.format import zero
-from holdfast.compat.nxd.format.consistency import digest_tensor
 from holdfast.compat.nxd.format.shard import ShardedTensor
 from holdfast.errors import InvalidArgumentError
+from holdfast.formats.stored_bytes import digest_tensor
 from holdfast.formats.stored_tensor import StoredTensor
 
 #: The param groups of an optimizer, in the format of holdfast's values.
