@@ -42,6 +42,9 @@ NXD = "nxd"
 #: Megatron's format.
 MEGATRON = "megatron"
 
+#: Megatron's layout with the names and tensors of transformers.
+MEGATRON_HF = "hf"
+
 #: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 

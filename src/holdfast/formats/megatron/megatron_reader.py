@@ -16,7 +16,7 @@ from holdfast.formats.megatron.legacy_torch import read_rank_folders
 from holdfast.formats.megatron.param_groups import STEP, assign_groups, make_step, merge_groups
 from holdfast.formats.megatron.saved_state import MASTER, SavedState
 from holdfast.formats.megatron.torch_dist import read_torch_dist
-from holdfast.formats.registry import LAYOUT
+from holdfast.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.tensor_slices import JoinedTensor
 from holdfast.formats.tree.contents import TreeContents, from_components
@@ -24,10 +24,9 @@ from holdfast.formats.tree.tree_reader import TreeReader
 
 #: The keys that a reader of this format accepts, and the values of three of them; the first is the default.
 WEIGHTS, OPTIMIZER, VOCAB = "weights", "optimizer", "vocab_size"
-_MEGATRON, _HF = "megatron", "hf"
 _MODEL = "model"
 _READ, _SKIP = "read", "skip"
-_CHOICES = {LAYOUT: (_MEGATRON, _HF), WEIGHTS: (MASTER, _MODEL), OPTIMIZER: (_READ, _SKIP)}
+_CHOICES = {LAYOUT: (MEGATRON, MEGATRON_HF), WEIGHTS: (MASTER, _MODEL), OPTIMIZER: (_READ, _SKIP)}
 
 #: The back end of folders of ``torch.distributed.checkpoint``.
 _TORCH_DIST = "torch_dist"
@@ -53,7 +52,7 @@ class MegatronReader(TreeReader):
             raise
         except (AttributeError, LookupError, TypeError) as error:
             raise CorruptCheckpointError(f"{iteration} has files that Megatron does not write: {error}") from error
-        super().__init__(iteration, "megatron", self._state.files, self._state.fingerprint, contents)
+        super().__init__(iteration, MEGATRON, self._state.files, self._state.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that copies on ranks are equal, and that masters which were found by content match all weights."""
@@ -90,11 +89,11 @@ def _build_contents(state: SavedState, keys: Mapping[str, str]) -> TreeContents:
     weights = {**state.weights, **masters} if keys.get(WEIGHTS, MASTER) == MASTER else state.weights
     pieces: Mapping[str, tuple[Piece, ...]] = {name: (Piece(name, name),) for name in state.weights}
     tied = None
-    if keys.get(LAYOUT, _MEGATRON) == _HF:
+    if keys.get(LAYOUT, MEGATRON) == MEGATRON_HF:
         pieces = plan_pieces(state.weights, state.args, int(keys[VOCAB]) if VOCAB in keys else None)
         tied = tied_name(pieces, state.args)
     elif VOCAB in keys:
-        raise InvalidArgumentError(f"keys: {VOCAB} is for {LAYOUT}={_HF}, which cuts the padding: leave it out")
+        raise InvalidArgumentError(f"keys: {VOCAB} is for {LAYOUT}={MEGATRON_HF}, which cuts the padding: leave it out")
 
     def cut(name: str, stored: JoinedTensor) -> dict[str, JoinedTensor]:
         return {piece.target: piece.cut_from(stored, state.args.source) for piece in pieces[name]}

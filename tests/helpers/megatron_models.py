@@ -1,0 +1,236 @@
+"""Small models in Megatron's layout: random tensors, a forward pass on them, and checkpoints with them.
+
+The forward pass is written from megatron-core's ``attention.py``, ``mlp.py`` and ``router.py``, and uses Megatron's
+tensors as they are. It is the oracle for models of transformers that are loaded with the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.nn import functional
+
+LAYERS, HIDDEN, HEADS, GROUPS, DIM, FFN, VOCAB, PADDED, POSITIONS, EXPERTS = 3, 32, 4, 2, 8, 48, 60, 64, 24, 4
+
+_BASE = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "kv_channels": DIM,
+    "ffn_hidden_size": FFN,
+    "vocab_size": VOCAB,
+    "padded_vocab_size": PADDED,
+    "iteration": 7,
+}
+_MODERN = {
+    **_BASE,
+    "group_query_attention": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+_CLASSIC = {**_BASE, "group_query_attention": False, "normalization": "LayerNorm", "swiglu": False}
+_MOE = {**_MODERN, "num_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN}
+
+#: The arguments of a training of each family.
+ARGS: Mapping[str, dict[str, Any]] = {
+    "llama": _MODERN,
+    "qwen2": {**_MODERN, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+    "qwen3": {**_MODERN, "qk_layernorm": True},
+    "mixtral": _MOE,
+    "qwen3_moe": {**_MOE, "qk_layernorm": True},
+    "gpt2": {
+        **_CLASSIC,
+        "position_embedding_type": "learned_absolute",
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "gpt_neox": {
+        **_CLASSIC,
+        "position_embedding_type": "rope",
+        "add_bias_linear": True,
+        "rotary_percent": 0.5,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+
+
+def build_tensors(args: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random tensors with Megatron's names, each layer by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+
+    def add(name: str, *shape: int) -> None:
+        around = 1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0
+        tensors[name] = around + 0.2 * torch.randn(shape, generator=generator)
+
+    groups = GROUPS if args["group_query_attention"] else HEADS
+    width = FFN * (2 if args["swiglu"] else 1)
+    kinds = ("weight", "bias") if args["normalization"] == "LayerNorm" else ("weight",)
+    add("embedding.word_embeddings.weight", PADDED, HIDDEN)
+    if args["position_embedding_type"] == "learned_absolute":
+        add("embedding.position_embeddings.weight", POSITIONS, HIDDEN)
+    for layer in range(LAYERS):
+        prefix = f"decoder.layers.{layer}."
+        for kind in kinds:
+            add(f"{prefix}self_attention.linear_qkv.layer_norm_{kind}", HIDDEN)
+        add(f"{prefix}self_attention.linear_proj.weight", HIDDEN, HEADS * DIM)
+        add(f"{prefix}self_attention.linear_qkv.weight", (HEADS + 2 * groups) * DIM, HIDDEN)
+        if args["add_bias_linear"] or args.get("add_qkv_bias"):
+            add(f"{prefix}self_attention.linear_qkv.bias", (HEADS + 2 * groups) * DIM)
+        if args.get("qk_layernorm"):
+            add(f"{prefix}self_attention.q_layernorm.weight", DIM)
+            add(f"{prefix}self_attention.k_layernorm.weight", DIM)
+        if args.get("num_experts"):
+            add(f"{prefix}pre_mlp_layernorm.weight", HIDDEN)
+            add(f"{prefix}mlp.router.weight", EXPERTS, HIDDEN)
+            for expert in range(EXPERTS):
+                add(f"{prefix}mlp.experts.local_experts.{expert}.linear_fc1.weight", width, HIDDEN)
+                add(f"{prefix}mlp.experts.local_experts.{expert}.linear_fc2.weight", HIDDEN, FFN)
+            continue
+        for kind in kinds:
+            add(f"{prefix}mlp.linear_fc1.layer_norm_{kind}", HIDDEN)
+        add(f"{prefix}mlp.linear_fc1.weight", width, HIDDEN)
+        add(f"{prefix}mlp.linear_fc2.weight", HIDDEN, FFN)
+        if args["add_bias_linear"]:
+            add(f"{prefix}self_attention.linear_proj.bias", HIDDEN)
+            add(f"{prefix}mlp.linear_fc1.bias", width)
+            add(f"{prefix}mlp.linear_fc2.bias", HIDDEN)
+    for kind in kinds:
+        add(f"decoder.final_layernorm.{kind}", HIDDEN)
+    if args["untie_embeddings_and_output_weights"]:
+        add("output_layer.weight", PADDED, HIDDEN)
+    return tensors
+
+
+def stack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as Megatron stores them: the first dimension counts layers, and the next one experts."""
+    stacked: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("decoder.layers."):
+            _, _, layer, inner = name.split(".", 3)
+            if ".local_experts." in inner:
+                before, _, after = inner.partition(".local_experts.")
+                inner = f"{before}.experts.{after.partition('.')[2]}"
+            stacked.setdefault(f"decoder.layers.{inner}", []).append(tensor)
+        else:
+            stacked[name] = [tensor]
+    shapes = {name: (LAYERS, EXPERTS) if ".experts." in name else (LAYERS,) for name in stacked}
+    return {
+        name: torch.stack(rows).unflatten(0, shapes[name]) if name.startswith("decoder.layers.") else rows[0]
+        for name, rows in stacked.items()
+    }
+
+
+def save_torch_dist(
+    folder: Path, tensors: Mapping[str, Tensor], args: Mapping[str, Any], states: Mapping[str, Mapping[str, Tensor]] = {}
+) -> Path:
+    """Save an iteration of ``torch_dist``: a fully reshardable optimizer if there are states."""
+    common: dict[str, Any] = {"args": Namespace(**args), "iteration": args["iteration"], "checkpoint_version": 3.0}
+    entries: dict[str, Any] = dict(stack_tensors(tensors))
+    for state, by_name in states.items():
+        entries |= {f"optimizer.state.{state}.{name}": tensor for name, tensor in stack_tensors(by_name).items()}
+    if states:
+        group = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "lr_mult": 1.0, "step": 5.0}
+        common["optimizer"] = {
+            "param_state_sharding_type": "fully_reshardable",
+            "optimizer": {
+                "param_groups": [
+                    {**group, "wd_mult": 1.0, "weight_decay": 0.1},
+                    {**group, "wd_mult": 0.0, "weight_decay": 0.0},
+                ]
+            },
+        }
+    entries["common_state/shard_0_1"] = [common]
+    folder.mkdir(parents=True)
+    dcp.save(entries, checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    return folder
+
+
+def run_model(tensors: Mapping[str, Tensor], args: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """The logits of a batch of tokens."""
+    hidden = tensors["embedding.word_embeddings.weight"][tokens]
+    if args["position_embedding_type"] == "learned_absolute":
+        hidden = hidden + tensors["embedding.position_embeddings.weight"][: tokens.shape[1]]
+    for layer in range(LAYERS):
+        prefix = f"decoder.layers.{layer}."
+        inner = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        hidden = hidden + _attend(inner, args, _norm(hidden, inner, "self_attention.linear_qkv.layer_norm_", args))
+        if args.get("num_experts"):
+            hidden = hidden + _mix_experts(inner, args, _norm(hidden, inner, "pre_mlp_layernorm.", args))
+        else:
+            hidden = hidden + _run_mlp(inner, args, _norm(hidden, inner, "mlp.linear_fc1.layer_norm_", args), "mlp.")
+    hidden = _norm(hidden, tensors, "decoder.final_layernorm.", args)
+    output = tensors.get("output_layer.weight", tensors["embedding.word_embeddings.weight"])
+    return (hidden @ output.T)[..., :VOCAB]
+
+
+def _norm(hidden: Tensor, tensors: Mapping[str, Tensor], prefix: str, args: Mapping[str, Any]) -> Tensor:
+    weight = tensors[f"{prefix}weight"]
+    if args["normalization"] == "RMSNorm":
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * weight
+    return functional.layer_norm(hidden, weight.shape, weight, tensors[f"{prefix}bias"], 1e-5)
+
+
+def _attend(inner: Mapping[str, Tensor], args: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    batch, length, _ = hidden.shape
+    groups = GROUPS if args["group_query_attention"] else HEADS
+    mixed = functional.linear(
+        hidden, inner["self_attention.linear_qkv.weight"], inner.get("self_attention.linear_qkv.bias")
+    )
+    mixed = mixed.view(batch, length, groups, (HEADS // groups + 2) * DIM)
+    query, key, value = mixed.split([HEADS // groups * DIM, DIM, DIM], dim=3)
+    query = query.reshape(batch, length, HEADS, DIM)
+    if args.get("qk_layernorm"):
+        query = _norm(query, inner, "self_attention.q_layernorm.", args)
+        key = _norm(key, inner, "self_attention.k_layernorm.", args)
+    if args["position_embedding_type"] == "rope":
+        query, key = (_rotate(heads, int(DIM * args.get("rotary_percent", 1.0))) for heads in (query, key))
+    key, value = (heads.repeat_interleave(HEADS // groups, dim=2) for heads in (key, value))
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / DIM**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    context = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).reshape(batch, length, HEADS * DIM)
+    return functional.linear(
+        context, inner["self_attention.linear_proj.weight"], inner.get("self_attention.linear_proj.bias")
+    )
+
+
+def _rotate(heads: Tensor, size: int) -> Tensor:
+    turned, passed = heads[..., :size], heads[..., size:]
+    frequencies = 1.0 / 10000 ** (torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(heads.shape[1]).float(), frequencies)
+    angles = torch.cat([angles, angles], -1)[None, :, None, :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+    return torch.cat([turned, passed], -1)
+
+
+def _run_mlp(inner: Mapping[str, Tensor], args: Mapping[str, Any], hidden: Tensor, prefix: str) -> Tensor:
+    inside = functional.linear(hidden, inner[f"{prefix}linear_fc1.weight"], inner.get(f"{prefix}linear_fc1.bias"))
+    if args["swiglu"]:
+        gate, projection = inside.chunk(2, -1)
+        inside = functional.silu(gate) * projection
+    else:
+        inside = functional.gelu(inside)
+    return functional.linear(inside, inner[f"{prefix}linear_fc2.weight"], inner.get(f"{prefix}linear_fc2.bias"))
+
+
+def _mix_experts(inner: Mapping[str, Tensor], args: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    scores, chosen = (hidden @ inner["mlp.router.weight"].T).topk(args["moe_router_topk"], dim=-1)
+    shares = scores.softmax(-1)
+    outputs = torch.stack(
+        [_run_mlp(inner, args, hidden, f"mlp.experts.local_experts.{expert}.") for expert in range(EXPERTS)], dim=-2
+    )
+    picked = outputs.gather(-2, chosen[..., None].expand(*chosen.shape, HIDDEN))
+    return (picked * shares[..., None]).sum(-2)
