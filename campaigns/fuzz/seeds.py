@@ -12,6 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
+from tests.helpers.megatron_models import ARGS, build_tensors, save_flat, save_torch_dist
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
@@ -30,6 +31,7 @@ def create_seeds(folder: Path) -> dict[str, Path]:
         writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
         tensors = {name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}
         dcp.save(tensors, storage_writer=writer)
+    made |= _save_megatron(folder / "megatron")
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()
@@ -60,6 +62,16 @@ def _save_native(run: Path) -> Path:
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
     holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
+
+
+def _save_megatron(folder: Path) -> dict[str, Path]:
+    """Save one checkpoint of Megatron in each of two forms of its optimizer states."""
+    args, tensors = ARGS["gpt_neox"], build_tensors(ARGS["gpt_neox"])
+    states = {state: tensors for state in ("param", "exp_avg", "exp_avg_sq")}
+    return {
+        "megatron": save_torch_dist(folder / "whole/c", tensors, args, states),
+        "megatron flat": save_flat(folder / "flat/c", tensors, args, states),
+    }
 
 
 def _build_state() -> dict[str, Any]:

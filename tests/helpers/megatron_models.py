@@ -10,11 +10,14 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.nn import functional
 
 LAYERS, HIDDEN, HEADS, GROUPS, DIM, FFN, VOCAB, PADDED, POSITIONS, EXPERTS = 3, 32, 4, 2, 8, 48, 60, 64, 24, 4
@@ -63,6 +66,18 @@ ARGS: Mapping[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+
+
+#: Tensors by state and name.
+States = Mapping[str, Mapping[str, Tensor]]
+
+_SETTINGS = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "lr_mult": 1.0, "step": 5.0}
+
+#: The settings of an optimizer's groups.
+GROUP_SETTINGS = [
+    {**_SETTINGS, "wd_mult": 1.0, "weight_decay": 0.1},
+    {**_SETTINGS, "wd_mult": 0.0, "weight_decay": 0.0},
+]
 
 
 def build_tensors(args: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
@@ -133,27 +148,57 @@ def stack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_torch_dist(
-    folder: Path, tensors: Mapping[str, Tensor], args: Mapping[str, Any], states: Mapping[str, Mapping[str, Tensor]] = {}
+    folder: Path, tensors: Mapping[str, Tensor], args: Mapping[str, Any], states: States = MappingProxyType({})
 ) -> Path:
     """Save an iteration of ``torch_dist``: a fully reshardable optimizer if there are states."""
-    common: dict[str, Any] = {"args": Namespace(**args), "iteration": args["iteration"], "checkpoint_version": 3.0}
     entries: dict[str, Any] = dict(stack_tensors(tensors))
     for state, by_name in states.items():
         entries |= {f"optimizer.state.{state}.{name}": tensor for name, tensor in stack_tensors(by_name).items()}
-    if states:
-        group = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "lr_mult": 1.0, "step": 5.0}
-        common["optimizer"] = {
-            "param_state_sharding_type": "fully_reshardable",
-            "optimizer": {
-                "param_groups": [
-                    {**group, "wd_mult": 1.0, "weight_decay": 0.1},
-                    {**group, "wd_mult": 0.0, "weight_decay": 0.0},
-                ]
-            },
-        }
-    entries["common_state/shard_0_1"] = [common]
+    optimizer = {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": GROUP_SETTINGS}}
+    return save_entries(folder, entries, args, optimizer if states else None)
+
+
+def save_flat(folder: Path, weights: Mapping[str, Tensor], args: Mapping[str, Any], states: States) -> Path:
+    """Save an iteration with ``dp_zero_gather_scatter``: flat tensors, in the reverse order of the weights."""
+    starts, end = {}, 0
+    for name in reversed(weights):
+        starts[name] = -(-end // 64) * 64
+        end = starts[name] + weights[name].numel()
+    flat = {state: torch.randn(end, generator=torch.Generator().manual_seed(4)) for state in states}
+    for state, tensors in states.items():
+        for name, start in starts.items():
+            flat[state][start : start + tensors[name].numel()] = tensors[name].flatten()
+    key = "optimizer.distributed.dp_group_idx_0"
+    entries: dict[str, Any] = dict(stack_tensors(weights))
+    dtypes = next(iter(weights.values())).dtype, torch.float32
+    entries[f"{key}.param_state/shard_0_1"] = [
+        {0: {dtypes: {**flat, "numel_unpadded": end}}, "buckets_coalesced": True}
+    ]
+    entries[f"{key}.optimizer/shard_0_1"] = [{"param_groups": GROUP_SETTINGS}]
+    return save_entries(folder, entries, args, {"param_state_sharding_type": "dp_zero_gather_scatter"})
+
+
+class _ObjectPlanner(DefaultSavePlanner):
+    """A planner that saves objects as they are. That of torch makes the keys of their dicts strings."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._objects = objects
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._objects[index.fqn] if index.fqn in self._objects else super().lookup_object(index)
+
+
+def save_entries(folder: Path, entries: Mapping[str, Any], args: Mapping[str, Any], optimizer: Any = None) -> Path:
+    """Save an iteration of ``torch_dist`` with these entries, and the values that all ranks share."""
+    common: dict[str, Any] = {"args": Namespace(**args), "iteration": args["iteration"], "checkpoint_version": 3.0}
+    if optimizer is not None:
+        common["optimizer"] = optimizer
+    entries = {**entries, "common_state/shard_0_1": [common]}
     folder.mkdir(parents=True)
-    dcp.save(entries, checkpoint_id=folder, no_dist=True)
+    objects = {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
+    entries = {name: name if name in objects else value for name, value in entries.items()}
+    dcp.save(entries, checkpoint_id=folder, planner=_ObjectPlanner(objects), no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return folder
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from holdfast.engine.plan.ranges import ElementRange
-from holdfast.errors import FormatError
+from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.megatron.flat_buffers import FlatTensor
 from holdfast.formats.megatron.rank_parts import RankPart
 from holdfast.formats.stored_bytes import read_tensor_bytes
@@ -97,13 +97,13 @@ def sample_masters(master: FlatTensor, start: int, numel: int) -> bytes:
 
 
 def check_masters(pairs: Sequence[tuple[str, StoredTensor, StoredTensor]], source: str) -> None:
-    """Raise ``FormatError`` naming the first parameter whose master weights, rounded, are not its weights.
+    """Raise ``CorruptCheckpointError`` naming the first parameter whose master weights, rounded, are not its weights.
 
     ``pairs`` are parameters with their weights and their masters.
     """
     for name, weight, master in pairs:
         if any(weights != masters for weights, masters in _iterate_blocks(weight, master)):
-            raise FormatError(
+            raise CorruptCheckpointError(
                 f"{source}: the master weights of {name!r}, rounded, are not its weights: they were changed after the "
                 "last step, or files of two saves were mixed; read it without its optimizer (--key optimizer=skip)"
             )
