@@ -67,7 +67,7 @@ def _save_native(run: Path) -> Path:
 def _save_megatron(folder: Path) -> dict[str, Path]:
     """Save one checkpoint of Megatron in each of two forms of its optimizer states."""
     args, tensors = ARGS["gpt_neox"], build_tensors(ARGS["gpt_neox"])
-    states = {state: tensors for state in ("param", "exp_avg", "exp_avg_sq")}
+    states = dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors)
     return {
         "megatron": save_torch_dist(folder / "whole/c", tensors, args, states),
         "megatron flat": save_flat(folder / "flat/c", tensors, args, states),

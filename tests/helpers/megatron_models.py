@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -83,49 +83,60 @@ GROUP_SETTINGS = [
 def build_tensors(args: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random tensors with Megatron's names, each layer by itself."""
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
+    return {
+        name: float(name.endswith(("norm.weight", "norm_weight"))) + 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in _list_shapes(args)
+    }
 
-    def add(name: str, *shape: int) -> None:
-        around = 1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0
-        tensors[name] = around + 0.2 * torch.randn(shape, generator=generator)
 
-    groups = GROUPS if args["group_query_attention"] else HEADS
-    width = FFN * (2 if args["swiglu"] else 1)
-    kinds = ("weight", "bias") if args["normalization"] == "LayerNorm" else ("weight",)
-    add("embedding.word_embeddings.weight", PADDED, HIDDEN)
+def _list_shapes(args: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "embedding.word_embeddings.weight", (PADDED, HIDDEN)
     if args["position_embedding_type"] == "learned_absolute":
-        add("embedding.position_embeddings.weight", POSITIONS, HIDDEN)
+        yield "embedding.position_embeddings.weight", (POSITIONS, HIDDEN)
     for layer in range(LAYERS):
-        prefix = f"decoder.layers.{layer}."
-        for kind in kinds:
-            add(f"{prefix}self_attention.linear_qkv.layer_norm_{kind}", HIDDEN)
-        add(f"{prefix}self_attention.linear_proj.weight", HIDDEN, HEADS * DIM)
-        add(f"{prefix}self_attention.linear_qkv.weight", (HEADS + 2 * groups) * DIM, HIDDEN)
-        if args["add_bias_linear"] or args.get("add_qkv_bias"):
-            add(f"{prefix}self_attention.linear_qkv.bias", (HEADS + 2 * groups) * DIM)
-        if args.get("qk_layernorm"):
-            add(f"{prefix}self_attention.q_layernorm.weight", DIM)
-            add(f"{prefix}self_attention.k_layernorm.weight", DIM)
-        if args.get("num_experts"):
-            add(f"{prefix}pre_mlp_layernorm.weight", HIDDEN)
-            add(f"{prefix}mlp.router.weight", EXPERTS, HIDDEN)
-            for expert in range(EXPERTS):
-                add(f"{prefix}mlp.experts.local_experts.{expert}.linear_fc1.weight", width, HIDDEN)
-                add(f"{prefix}mlp.experts.local_experts.{expert}.linear_fc2.weight", HIDDEN, FFN)
-            continue
-        for kind in kinds:
-            add(f"{prefix}mlp.linear_fc1.layer_norm_{kind}", HIDDEN)
-        add(f"{prefix}mlp.linear_fc1.weight", width, HIDDEN)
-        add(f"{prefix}mlp.linear_fc2.weight", HIDDEN, FFN)
-        if args["add_bias_linear"]:
-            add(f"{prefix}self_attention.linear_proj.bias", HIDDEN)
-            add(f"{prefix}mlp.linear_fc1.bias", width)
-            add(f"{prefix}mlp.linear_fc2.bias", HIDDEN)
-    for kind in kinds:
-        add(f"decoder.final_layernorm.{kind}", HIDDEN)
+        for inner, shape in (*_list_attention(args), *(_list_experts if args.get("num_experts") else _list_mlp)(args)):
+            yield f"decoder.layers.{layer}.{inner}", shape
+    yield from _list_norm("decoder.final_layernorm.", args)
     if args["untie_embeddings_and_output_weights"]:
-        add("output_layer.weight", PADDED, HIDDEN)
-    return tensors
+        yield "output_layer.weight", (PADDED, HIDDEN)
+
+
+def _list_norm(prefix: str, args: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for kind in ("weight", "bias") if args["normalization"] == "LayerNorm" else ("weight",):
+        yield f"{prefix}{kind}", (HIDDEN,)
+
+
+def _list_attention(args: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    rows = (HEADS + 2 * (GROUPS if args["group_query_attention"] else HEADS)) * DIM
+    yield from _list_norm("self_attention.linear_qkv.layer_norm_", args)
+    yield "self_attention.linear_proj.weight", (HIDDEN, HEADS * DIM)
+    if args["add_bias_linear"]:
+        yield "self_attention.linear_proj.bias", (HIDDEN,)
+    yield "self_attention.linear_qkv.weight", (rows, HIDDEN)
+    if args["add_bias_linear"] or args.get("add_qkv_bias"):
+        yield "self_attention.linear_qkv.bias", (rows,)
+    if args.get("qk_layernorm"):
+        yield "self_attention.q_layernorm.weight", (DIM,)
+        yield "self_attention.k_layernorm.weight", (DIM,)
+
+
+def _list_mlp(args: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = FFN * (2 if args["swiglu"] else 1)
+    yield from _list_norm("mlp.linear_fc1.layer_norm_", args)
+    yield "mlp.linear_fc1.weight", (width, HIDDEN)
+    if args["add_bias_linear"]:
+        yield "mlp.linear_fc1.bias", (width,)
+    yield "mlp.linear_fc2.weight", (HIDDEN, FFN)
+    if args["add_bias_linear"]:
+        yield "mlp.linear_fc2.bias", (HIDDEN,)
+
+
+def _list_experts(args: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _list_norm("pre_mlp_layernorm.", args)
+    yield "mlp.router.weight", (EXPERTS, HIDDEN)
+    for expert in range(EXPERTS):
+        yield f"mlp.experts.local_experts.{expert}.linear_fc1.weight", (2 * FFN, HIDDEN)
+        yield f"mlp.experts.local_experts.{expert}.linear_fc2.weight", (HIDDEN, FFN)
 
 
 def stack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,7 +144,7 @@ def stack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stacked: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers."):
-            _, _, layer, inner = name.split(".", 3)
+            inner = name.split(".", 3)[3]
             if ".local_experts." in inner:
                 before, _, after = inner.partition(".local_experts.")
                 inner = f"{before}.experts.{after.partition('.')[2]}"
@@ -158,8 +169,17 @@ def save_torch_dist(
     return save_entries(folder, entries, args, optimizer if states else None)
 
 
-def save_flat(folder: Path, weights: Mapping[str, Tensor], args: Mapping[str, Any], states: States) -> Path:
-    """Save an iteration with ``dp_zero_gather_scatter``: flat tensors, in the reverse order of the weights."""
+def save_flat(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    args: Mapping[str, Any],
+    states: States,
+    model: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Save an iteration with ``dp_zero_gather_scatter``: flat tensors, in the reverse order of the weights.
+
+    ``model`` has all weights, if some are not trained.
+    """
     starts, end = {}, 0
     for name in reversed(weights):
         starts[name] = -(-end // 64) * 64
@@ -169,7 +189,7 @@ def save_flat(folder: Path, weights: Mapping[str, Tensor], args: Mapping[str, An
         for name, start in starts.items():
             flat[state][start : start + tensors[name].numel()] = tensors[name].flatten()
     key = "optimizer.distributed.dp_group_idx_0"
-    entries: dict[str, Any] = dict(stack_tensors(weights))
+    entries: dict[str, Any] = dict(stack_tensors(weights if model is None else model))
     dtypes = next(iter(weights.values())).dtype, torch.float32
     entries[f"{key}.param_state/shard_0_1"] = [
         {0: {dtypes: {**flat, "numel_unpadded": end}}, "buckets_coalesced": True}

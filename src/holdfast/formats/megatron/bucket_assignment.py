@@ -31,7 +31,7 @@ _NORMS: Mapping[str, int] = {
 def assign_parts(matches: Sequence[BufferMatch], label: str) -> dict[RankPart, BufferMatch]:
     """Return the position of each part in the buffers of one group of data-parallel ranks.
 
-    Raises ``FormatError`` naming parameters that cannot be told apart, or that the buffers have twice or not in order.
+    Raises ``FormatError`` naming parameters that cannot be distinguished, or that are there twice or not in order.
     """
     assigned = [match.parts[0] if len(match.parts) == 1 else None for match in matches]
     certain = [part for part in assigned if part is not None]
