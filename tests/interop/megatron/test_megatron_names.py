@@ -105,7 +105,7 @@ def test_a_loaded_model_computes_the_same(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(model(tokens).logits, expected, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ARGS)
 def test_the_optimizer_follows_the_names(tmp_path: Path, family: str) -> None:
     """The moments are copies of the weights, so after the load each must equal its parameter."""
     tensors = build_tensors(ARGS[family])

@@ -1,7 +1,7 @@
 """The parameter groups of Megatron's optimizers, whose files have settings and no lists of parameters.
 
 Megatron sorts parameters into groups by a rule, which is applied again: there is no weight decay for biases and
-parameters of one dimension, and experts have groups of their own.
+parameters of one dimension, and experts have groups of their own if ranks divide them.
 Source: ``megatron/core/optimizer/__init__.py`` of megatron-core 0.15 to 0.19.
 """
 
@@ -77,8 +77,10 @@ def assign_groups(
     Raises ``FormatError`` naming a parameter if the rule does not say which of the groups has it.
     """
     numbers = {}
+    divides_experts = any(group.get(_EXPERT, False) for group in groups)  # only with expert parallelism
     for name, parameter in params.items():
-        is_expert, has_decay = ".local_experts." in name, _has_decay(name, parameter, args)
+        is_expert = divides_experts and ".local_experts." in name
+        has_decay = _has_decay(name, parameter, args)
         fitting = [
             number
             for number, group in enumerate(groups)
