@@ -16,5 +16,6 @@ def check_copies(copies: Sequence[tuple[str, Sequence[StoredTensor]]], source: s
         if any(digest_tensor(other) != first for other in tensors[1:]):
             raise CorruptCheckpointError(
                 f"{source}: {name!r} differs between tensor-parallel ranks, which must have equal copies: the files "
-                "are from two saves, or one is corrupt"
+                "are from two saves, or one is corrupt; if the ranks have drifted apart, verify=False loads the "
+                "first rank's"
             )

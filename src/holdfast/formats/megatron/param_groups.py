@@ -77,6 +77,7 @@ def assign_groups(
     Raises ``FormatError`` naming a parameter if the rule does not say which of the groups has it.
     """
     numbers = {}
+    decouples_ends = any(group.get(_DECOUPLED, False) for group in groups)
     divides_experts = any(group.get(_EXPERT, False) for group in groups)  # only with expert parallelism
     for name, parameter in params.items():
         is_expert = divides_experts and ".local_experts." in name
@@ -84,7 +85,8 @@ def assign_groups(
         fitting = [
             number
             for number, group in enumerate(groups)
-            if bool(group.get(_EXPERT, False)) == is_expert and _may_have(group, name)
+            if bool(group.get(_EXPERT, False)) == is_expert
+            and bool(group.get(_DECOUPLED, False)) == (decouples_ends and name in _ENDS)
         ]
         if len(fitting) > 1:
             fitting = [number for number in fitting if bool(groups[number].get(_DECAY, 1.0)) == has_decay]
@@ -95,10 +97,6 @@ def assign_groups(
             )
         numbers[name] = fitting[0]
     return numbers
-
-
-def _may_have(group: Mapping[str, Any], name: str) -> bool:
-    return not group.get(_DECOUPLED, False) or name in _ENDS
 
 
 def _has_decay(name: str, parameter: StoredTensor, args: ModelArgs) -> bool:

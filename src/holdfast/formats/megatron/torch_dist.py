@@ -37,9 +37,13 @@ _FORM = "param_state_sharding_type"
 #: The names of the states of a parameter in the files.
 _MASTERS, _STATES = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
-_OPTIMIZER = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.(.+)")
-_STATE = re.compile(r"state\.([^.]+)\.(.+)")
-_BUCKET = re.compile(r"distributed\.(dp_group_idx_\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.([a-z_]+)")
+#: The keys of the optimizer, of which there may be several, as for experts.
+_PREFIX = r"(?:chained_\d{1,3}\.)?optimizer\."
+_OPTIMIZER = re.compile(_PREFIX + ".+")
+_STATE = re.compile(_PREFIX + r"state\.([^.]+)\.(.+)")
+_BUCKET = re.compile(
+    rf"({_PREFIX}distributed\.dp_group_idx_\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.([a-z_]+)"
+)
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 #: The ends of the keys of objects that are not read: state of Transformer Engine, and what the buckets tell themselves.
@@ -93,7 +97,7 @@ class _StateBuilder:
         self._state, self._saved, self._shards, self._common = state, saved, shards, common
 
     def build_state(self, *, with_optimizer: bool) -> SavedState:
-        optimizer, model = self._split_entries()
+        optimizer, model = self._split_entries(with_optimizer=with_optimizer)
         for key, stacked in model.items():
             for name, tensor in unstack_tensor(key, stacked, self._state.budget):
                 self._state.weights[name] = tensor
@@ -107,22 +111,19 @@ class _StateBuilder:
             self._state.values["grad_scaler"] = saved_optimizer["grad_scaler"]
         return self._state
 
-    def _split_entries(self) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
-        """Return the tensors of the optimizer, by key without prefix, and those of the model."""
+    def _split_entries(self, *, with_optimizer: bool) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
+        """Return the tensors of the optimizer, by key, and those of the model."""
         optimizer: dict[str, ChunkedTensor] = {}
         model: dict[str, ChunkedTensor] = {}
         for key, tensor in self._saved.entries.items():
-            match = _OPTIMIZER.fullmatch(key)
-            if isinstance(tensor, UnreadableTensor):
-                raise FormatError(f"{self._state.path}: tensor {key!r} {tensor.why}")
+            is_state = _OPTIMIZER.fullmatch(key) is not None
+            if isinstance(tensor, UnreadableTensor) and (with_optimizer or not is_state):
+                raise FormatError(f"{self._state.path}: tensor {key!r} {tensor.why}{f'; {SKIP}' if is_state else ''}")
             if not isinstance(tensor, ChunkedTensor):
                 continue
             shape = self._saved.original_shapes.get(key)
             own = tensor if shape is None else restore_shape(key, tensor, shape, self._state.budget)
-            if match is None:
-                model[key] = own
-            elif optimizer.setdefault(match[1], own) is not own:
-                raise FormatError(f"{self._state.path}: two optimizers have {match[1]!r}; {SKIP}")
+            (optimizer if is_state else model)[key] = own
         return optimizer, model
 
     def _add_optimizer(self, tensors: Mapping[str, ChunkedTensor], saved: Any) -> None:
