@@ -14,10 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 LAYERS, HIDDEN, HEADS, GROUPS, DIM, FFN, VOCAB, PADDED, POSITIONS, EXPERTS = 3, 32, 4, 2, 8, 48, 60, 64, 24, 4
@@ -196,6 +199,33 @@ def save_flat(
     ]
     entries[f"{key}.optimizer/shard_0_1"] = [{"param_groups": GROUP_SETTINGS}]
     return save_entries(folder, entries, args, {"param_state_sharding_type": "dp_zero_gather_scatter"})
+
+
+def save_sharded(folder: str, family: str) -> None:
+    """Save the weights of a family from tensor-parallel ranks: each has columns or rows of the matrices."""
+    entries: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, stacked in stack_tensors(build_tensors(ARGS[family])).items():
+        dim = next((dim for end, dim in _DIVIDED.items() if name.endswith(end)), None)
+        placement = Replicate() if dim is None or stacked.ndim <= dim else Shard(dim)
+        entries[name] = distribute_tensor(stacked, mesh, [placement])
+    objects = {"common_state/shard_0_1": [{"args": Namespace(**ARGS[family]), "iteration": 7}]}
+    entries |= dict.fromkeys(objects, "")
+    dcp.save(entries, checkpoint_id=folder, planner=_ObjectPlanner(objects))
+    (Path(folder) / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+#: The dimension of stacked tensors that tensor-parallel ranks divide.
+_DIVIDED = {
+    "linear_qkv.weight": 1,
+    "linear_qkv.bias": 1,
+    "linear_fc1.weight": 1,
+    "linear_fc1.bias": 1,
+    "linear_proj.weight": 2,
+    "linear_fc2.weight": 2,
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+}
 
 
 class _ObjectPlanner(DefaultSavePlanner):

@@ -15,6 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import FormatError, InvalidArgumentError
+from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_models import (
     ARGS,
     DIM,
@@ -28,8 +29,10 @@ from tests.helpers.megatron_models import (
     VOCAB,
     build_tensors,
     run_model,
+    save_sharded,
     save_torch_dist,
 )
+from tests.helpers.pool import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -126,6 +129,17 @@ def test_the_optimizer_follows_the_names(tmp_path: Path, family: str) -> None:
         (0.01, (0.9, 0.95), 0.0),
     ]
     optimizer.step()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tensors_of_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """Queries, keys and values are cut out of the columns and rows that each rank has stored."""
+    ranks(2, save_sharded, str(tmp_path / "sharded"), family)
+    sharded = holdfast.open(tmp_path / "sharded", keys=HF)
+    whole = holdfast.open(save_torch_dist(tmp_path / "whole", build_tensors(ARGS[family]), ARGS[family]), keys=HF)
+    assert sharded.keys() == whole.keys()
+    assert len(list(tmp_path.glob("sharded/*.distcp"))) == 2
+    assert all(equal_bits(sharded[name], whole[name]) for name in whole)
 
 
 def test_a_folder_for_transformers(tmp_path: Path) -> None:
