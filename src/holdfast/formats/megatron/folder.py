@@ -27,6 +27,10 @@ MODEL_FILE = "model_optim_rng.pt"
 _BACKEND, _LARGEST = "sharded_backend", 2**16
 
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
+
+#: The folder of the first rank, without and with pipeline or expert parallelism, and with both.
+_FIRST_RANKS = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
+
 _ITERATION = re.compile(r"iter_\d{7,12}|release")
 
 
@@ -36,16 +40,15 @@ def is_megatron(path: Path) -> bool:
     A run that has moved from Megatron to holdfast counts as a holdfast run.
     """
     store = store_of(path)
-    if not store.is_directory(path):
-        return False
-    if is_iteration(path):
-        return True
-    return store.file_exists(path / LATEST) and not any(is_native(folder) for folder in store.list_subdirectories(path))
+    if store.file_exists(path / LATEST):
+        return not any(is_native(folder) for folder in store.list_subdirectories(path))
+    return is_iteration(path)
 
 
 def is_iteration(path: Path) -> bool:
     """Return whether a folder is one iteration."""
-    return read_backend(path) is not None or bool(list_rank_folders(path))
+    first = (path / name / MODEL_FILE for name in _FIRST_RANKS)
+    return read_backend(path) is not None or any(store_of(file).file_exists(file) for file in first)
 
 
 def read_backend(path: Path) -> str | None:
