@@ -13,6 +13,7 @@ from torch import nn
 import holdfast
 from holdfast.dcp import FileSystemWriter
 from tests.helpers.megatron_models import ARGS, build_tensors, save_flat, save_torch_dist
+from tests.helpers.megatron_ranks import save_ranks
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
@@ -65,12 +66,13 @@ def _save_native(run: Path) -> Path:
 
 
 def _save_megatron(folder: Path) -> dict[str, Path]:
-    """Save one checkpoint of Megatron in each of two forms of its optimizer states."""
+    """Save one checkpoint of Megatron in each of two forms of its optimizer states, and one in files of ranks."""
     args, tensors = ARGS["gpt_neox"], build_tensors(ARGS["gpt_neox"])
     states = dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors)
     return {
         "megatron": save_torch_dist(folder / "whole/c", tensors, args, states),
         "megatron flat": save_flat(folder / "flat/c", tensors, args, states),
+        "megatron ranks": save_ranks(folder / "ranks/c", build_tensors(ARGS["llama"]), build_tensors(ARGS["llama"])),
     }
 
 
