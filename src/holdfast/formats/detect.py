@@ -60,7 +60,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is not a checkpoint of a format that holdfast reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
-        "DeepSpeed, Lightning, ColossalAI or NxD" + describe_contents(path)
+        "DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD" + describe_contents(path)
     )
 
 

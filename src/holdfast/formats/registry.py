@@ -42,13 +42,22 @@ NXD = "nxd"
 #: DeepSpeed's format. Its folders may have files of other formats next to it, such as a model of transformers.
 DEEPSPEED = "deepspeed"
 
-#: The key that says how NxD divides parameters among tensor-parallel ranks. Only NxD's format takes it.
+#: Megatron's format.
+MEGATRON = "megatron"
+
+#: Megatron's layout with the names and tensors of transformers.
+MEGATRON_HF = "hf"
+
+#: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
     DEEPSPEED: ReadableFormat(
         "holdfast.formats.deepspeed.tags:is_deepspeed", "holdfast.formats.deepspeed.deepspeed_reader:DeepSpeedReader"
+    ),
+    MEGATRON: ReadableFormat(
+        "holdfast.formats.megatron.folder:is_megatron", "holdfast.formats.megatron.megatron_reader:MegatronReader"
     ),
     "lightning-folder": ReadableFormat(
         "holdfast.formats.lightning:is_lightning", "holdfast.formats.lightning:LightningReader"

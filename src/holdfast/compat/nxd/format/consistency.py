@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.compat.nxd.format.rank_file import RankShard
-from holdfast.compat.nxd.format.slicing import JoinedTensor
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.tensor_bytes import digest_tensor, read_tensor_bytes
+from holdfast.formats.tensor_slices import JoinedTensor
 
 
 @dataclass

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.compat.nxd.format.file_names import INFO, TENSORS
-from holdfast.compat.nxd.format.slicing import Chunks
 from holdfast.engine.io.sources import SourceChunk, StridedLocation
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError, FormatError
@@ -21,6 +20,7 @@ from holdfast.formats.pickles.builtin_types import plain_record
 from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject
 from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_slices import Chunks
 from holdfast.formats.torchfile import archive, legacy
 from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.dtypes import DTYPES
