@@ -4,7 +4,10 @@ A store cannot rename a folder. But the metadata names the files, and it is one 
 step. So no two saves use the same names of files, and readers of DCP find the files of the old checkpoint or those of
 the new one. Each rank uploads its own files, so that ranks on several hosts need no shared file system.
 
-Files that no metadata names are left by a save that has died. The next save removes them if they are a day old.
+A request for the metadata whose reply was lost may be repeated after another process has replaced the checkpoint. So
+the files of a checkpoint that another process has saved within the last hour are not removed at once, but by a later
+save: its checksums name them. Files that nothing names are left by a save that has failed or died. A later save removes
+them if they are a day old.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,15 +27,37 @@ from holdfast.engine.io.upload_files import upload_file
 from holdfast.errors import HoldfastError, RankMismatchError, TagExistsError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA, DcpDirectory
+from holdfast.formats.native import is_native
+from holdfast.run.catalog import is_run_directory
+from holdfast.run.lookup import resolve_checkpoint_path
 from holdfast.run.object_run import check_output_name
 from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.upload_staging import UploadStaging
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.reader_pool import ReaderPool
-from holdfast.storage.store import map_requests, store_of
+from holdfast.storage.store import ObjectInfo, map_requests, store_of
+
+_CHECKSUMS_NAME = re.compile(r"checksums-[0-9a-f]{16}\.json")
 
 #: The names that these saves give. Nothing else is removed as a leftover.
-_OWN_NAMES = re.compile(r"__\d+_\d+-[0-9a-f]{16}\.distcp|checksums-[0-9a-f]{16}\.json")
+_OWN_NAMES = re.compile(rf"__\d+_\d+-[0-9a-f]{{16}}\.distcp|{_CHECKSUMS_NAME.pattern}")
+
+#: The names of files that may belong to a checkpoint that is replaced, of holdfast or of torch.
+_DATA_NAMES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(checksums.NAME)}|{_OWN_NAMES.pattern}")
+
+#: For how many seconds a process may repeat a request.
+_REPEAT_SECONDS = 3600.0
+
+#: The names of the checksums of the checkpoints that this process has saved: it repeats no request for them any more.
+_saved_here: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """The checkpoint that is there before a save: the names of its files, and that of its checksums, if it has some."""
+
+    names: frozenset[str] = frozenset()
+    checksums_name: str = ""
 
 
 class ObjectOutput:
@@ -54,6 +79,8 @@ class ObjectOutput:
         """Check the destination, and remove what dead saves have left."""
         if store_of(self._path).is_file(self._path):
             raise TagExistsError(f"{self._path} exists and is not a folder; choose another path")
+        if is_run_directory(self._path) or resolve_checkpoint_path(self._path) != self._path or is_native(self._path):
+            raise TagExistsError(f"{self._path} is a run or a checkpoint of holdfast; choose another path")
         if not overwrite and store_of(self._path).is_file(self._path / METADATA):
             raise TagExistsError(f"there is a checkpoint at {self._path}; choose another path, or pass overwrite=True")
         self._is_begun, self._overwrite = True, overwrite
@@ -61,10 +88,10 @@ class ObjectOutput:
             self._remove_leftovers()
 
     @contextmanager
-    def open_folder(self) -> Iterator[Path]:
+    def open_folder(self, nbytes: int) -> Iterator[Path]:
         """Give a temporary directory of this host, which is removed afterwards."""
         staging = UploadStaging(self._path)
-        staging.create()
+        staging.create(nbytes)
         try:
             yield staging.path
         finally:
@@ -95,16 +122,23 @@ class ObjectOutput:
 
     def publish(self, metadata: bytes, encoded_checksums: bytes) -> None:
         """Write the checksums, and then the metadata. Remove the files of the checkpoint that was replaced."""
-        replaced, name = set[str](), checksums.name_checksums(metadata)
+        replaced, name = _Replaced(), checksums.name_checksums(metadata)
         with suppress(HoldfastError):  # what cannot be read is replaced, and its files stay
-            replaced = self._read_names()
+            replaced = self._read_current()
+        may_be_repeated = self._may_be_repeated(replaced)
         self._store.replace_small(self._path / name, encoded_checksums)
         self._commit(metadata, name)
+        _saved_here.add(name)
         self._is_begun = False
-        with suppress(HoldfastError):  # the save is complete
-            # Another process that has replaced this checkpoint meanwhile may be the one that removes these files.
-            if self._store.read_small(self._path / METADATA) == metadata:
-                self._remove(replaced - {name})
+        if not may_be_repeated:
+            self._remove(replaced.names - {name})
+
+    def _may_be_repeated(self, replaced: _Replaced) -> bool:
+        """Return whether another process may write the metadata of a checkpoint once more."""
+        name = replaced.checksums_name
+        if not _CHECKSUMS_NAME.fullmatch(name) or name in _saved_here:
+            return False
+        return any(info.path.name == name and not _is_old(info, _REPEAT_SECONDS) for info in self._list_files())
 
     def _commit(self, metadata: bytes, checksums_name: str) -> None:
         path, self._may_be_published = self._path / METADATA, True
@@ -131,30 +165,35 @@ class ObjectOutput:
 
         map_requests(remove_quietly, sorted(names))
 
-    def _read_names(self) -> set[str]:
-        """Return the names of the files of the checkpoint that is there now."""
+    def _read_current(self) -> _Replaced:
         if not store_of(self._path).is_file(self._path / METADATA):
-            return set()
+            return _Replaced()
         metadata, raw = DcpDirectory(self._path, ReaderPool()).read_metadata()
         locations = [*metadata.values.values()]
         locations += [location for tensor in metadata.tensors.values() for location in tensor.chunks.values()]
         file = checksums.find_checksums(self._path, raw)
-        return {location.file for location in locations} | ({file.name} if file is not None else set())
+        names = {location.file for location in locations} | ({file.name} if file is not None else set())
+        return _Replaced(frozenset(filter(_DATA_NAMES.fullmatch, names)), "" if file is None else file.name)
+
+    def _list_files(self) -> list[ObjectInfo]:
+        return [info for info in self._store.list_objects(self._path) if info.path.parent == self._path]
 
     def _remove_leftovers(self) -> None:
-        kept, now = self._read_names(), time.time()
-        infos = self._store.list_objects(self._path)
-        self._remove(
-            info.path.name
-            for info in infos
-            if info.path.parent == self._path
-            and _OWN_NAMES.fullmatch(info.path.name)
-            and info.path.name not in kept
-            and now - info.time > ABANDONED_SECONDS
-        )
+        current = self._read_current()
+        infos = [info for info in self._list_files() if _OWN_NAMES.fullmatch(info.path.name)]
+        names = {info.path.name for info in infos if _is_old(info, ABANDONED_SECONDS)}
+        for info in infos:
+            name = info.path.name
+            if _CHECKSUMS_NAME.fullmatch(name) and name != current.checksums_name and _is_old(info, _REPEAT_SECONDS):
+                names |= {name} | {*checksums.decode_checksums(info.path).files}
+        self._remove(name for name in names - current.names if _OWN_NAMES.fullmatch(name))
         for upload, began in self._store.list_uploads(self._path):
-            if now - began > ABANDONED_SECONDS and _OWN_NAMES.fullmatch(upload.path.name):
+            if time.time() - began > ABANDONED_SECONDS and _OWN_NAMES.fullmatch(upload.path.name):
                 self._store.abort_upload(upload)
+
+
+def _is_old(info: ObjectInfo, seconds: float) -> bool:
+    return time.time() - info.time > seconds
 
 
 def _rename_file(result: WriteResult, name: str) -> WriteResult:

@@ -25,8 +25,8 @@ class SaveOutput(Protocol):
     def begin(self, *, overwrite: bool) -> None:
         """Begin the save (rank 0 only). Raises ``TagExistsError`` if something is in the way."""
 
-    def open_folder(self) -> AbstractContextManager[Path]:
-        """Give a local folder that this rank writes its files into."""
+    def open_folder(self, nbytes: int) -> AbstractContextManager[Path]:
+        """Give a folder that this rank writes its files into, with tensors of ``nbytes`` bytes."""
 
     def keep_files(self, folder: Path, results: Sequence[WriteResult]) -> list[WriteResult]:
         """Make the files of this rank durable, and return the results with the final names of the files."""

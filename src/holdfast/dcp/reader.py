@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast.dcp.dcp_folder import DcpFolder
-from holdfast.errors import InvalidArgumentError, MismatchError
+from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
+from holdfast.formats.dcp.folder import is_dcp
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.save.background import background_saves
 from holdfast.storage import posix
@@ -63,6 +64,8 @@ class FileSystemReader(StorageReader):
         """
         if not isinstance(self.path, ObjectPath) and not posix.path_exists(self.path):
             finish_interrupted_replace(self.path.parent)
+        if not is_dcp(self.path):
+            raise NoCheckpointError(f"there is no distributed checkpoint in {self.path}: it has no .metadata")
         self._folder = DcpFolder.open_folder(self.path, verify=self._verify)
         metadata = self._folder.build_metadata()
         save_id = self._folder.dcp_metadata.save_id

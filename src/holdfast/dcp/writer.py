@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -135,7 +135,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's files, make them durable, and hash them."""
         results: Future[list[WriteResult]] = Future()
         try:
-            with self._output.open_folder() as folder:
+            with self._output.open_folder(sum(map(_count_bytes, plan.items))) as folder:
                 results.set_result(self._output.keep_files(folder, self._write_files(folder, plan, planner)))
         except Exception as error:  # noqa: BLE001 - reported to rank 0, which removes the folder
             results.set_result([WriteResult(MetadataIndex(""), 0, RankFailure.from_error(error))])
@@ -192,3 +192,9 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
         """Return whether this is a path of a file system, or of an object store that holdfast knows."""
         return is_supported(checkpoint_id)
+
+
+def _count_bytes(item: WriteItem) -> int:
+    """Return the size of the tensor of an item; 0 for a value."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize

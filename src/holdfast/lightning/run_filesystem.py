@@ -62,7 +62,10 @@ class RunFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
         """Do nothing: a store has no directories."""
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        raise InvalidArgumentError(f"{path} cannot be opened in mode {mode!r}: pass the path of a local file")
+        raise InvalidArgumentError(
+            f"{path} cannot be opened in mode {mode!r}: pass the path of a local file, or use "
+            "holdfast.lightning.load_from_checkpoint"
+        )
 
 
 def _is_stored(url: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter, object_output
 from holdfast.engine.io import upload_files, upload_parts
 from holdfast.storage.object_path import ObjectPath
-from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_http import BUCKET, disconnect
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.object_histories import CutAt, LoseOnce, Moment, Start, every_moment, every_reply, fast_small_parts
 from tests.helpers.pool import Ranks
@@ -163,6 +167,77 @@ def test_leftovers_are_removed_when_they_are_a_day_old(fake: FakeS3) -> None:
     assert not fake.uploads
 
 
+def test_a_repeated_request_does_not_name_files_that_another_job_has_removed(fake: FakeS3) -> None:
+    """Job A loses the reply to its commit, job B replaces A's checkpoint, and A repeats its request."""
+    path, lost = place(fake), []
+
+    def lose_reply(request: object, stage: str) -> None:
+        is_commit = getattr(request, "method", "") == "PUT" and getattr(request, "key", "").endswith(".metadata")
+        if is_commit and stage == "after" and not lost:
+            lost.append(request)
+            save(path, 2)
+            disconnect()
+
+    fake.on_request = lose_reply
+    save(path, 1)
+    assert lost
+    assert load(path) == 1
+    with mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0):
+        save(path, 3)  # removes what the other one has left
+    assert load(path) == 3
+    assert len(names(path)) == 3
+
+
+def test_files_that_another_process_has_just_saved_are_removed_by_a_later_save(fake: FakeS3) -> None:
+    path = place(fake)
+    save(path, 1)
+    object_output._saved_here.clear()  # as in another process
+    save(path, 2)
+    assert len(names(path)) == 5
+    with mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0):
+        save(path, 3)
+    assert len(names(path)) == 3
+    assert load(path) == 3
+
+
+def test_only_names_of_data_files_are_removed(fake: FakeS3) -> None:
+    path = place(fake)
+    save(path, 1)
+    path.store.replace_small(path / "notes.txt", b"mine")
+    data = next(name for name in names(path) if name.endswith(".distcp"))
+    metadata = pickle.loads(path.store.read_small(path / ".metadata"))  # noqa: S301 - it was just written
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path="notes.txt")
+    path.store.replace_small(path / ".metadata", pickle.dumps(metadata))
+    save(path, 2)
+    assert {"notes.txt", data} <= names(path)
+
+
+def test_a_run_of_holdfast_is_not_saved_to(fake: FakeS3) -> None:
+    run = place(fake)
+    holdfast.save_checkpoint(run, "t", {"w": torch.zeros(2)})
+    for path in (run, run / "t"):
+        with pytest.raises(CheckpointException, match="run or a checkpoint of holdfast"):
+            save(path, 1)
+
+
+def test_nothing_is_no_checkpoint(fake: FakeS3, tmp_path: Path) -> None:
+    for path in (place(fake), tmp_path, tmp_path / "missing"):
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        with pytest.raises(CheckpointException, match="no distributed checkpoint in"):
+            dcp.load(state(-1), storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+
+
+def test_a_full_directory_for_temporary_files_is_named(fake: FakeS3) -> None:
+    usage = mock.Mock(f_bavail=1, f_frsize=4096)
+    with (
+        mock.patch("os.statvfs", return_value=usage),
+        pytest.raises(CheckpointException, match=r"temporary/holdfast-\d+ has 4,096 bytes free"),
+    ):
+        save(place(fake), 1)
+    assert not names(place(fake))
+
+
 def moments(fake: FakeS3) -> Start:
     save(place(fake), 1)
     return Start(fake)
@@ -178,7 +253,10 @@ def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new(fake: FakeS3)
             save(place(fake), 2)
         start_of_next(fake)
         outcomes.add(load(place(fake)))
-        with mock.patch.object(object_output, "ABANDONED_SECONDS", -10.0):
+        with (
+            mock.patch.object(object_output, "ABANDONED_SECONDS", -10.0),
+            mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0),
+        ):
             save(place(fake), 3)
         assert load(place(fake)) == 3
         assert len(names(place(fake))) == 3

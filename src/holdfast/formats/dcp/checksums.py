@@ -70,6 +70,17 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
     if file is None:
         return None
     store_of(file).check_regular(file, within=(folder,))
+    checksums = decode_checksums(file)
+    if checksums.metadata != f"{block_crcs.crc64(metadata):016x}":
+        raise CorruptCheckpointError(
+            f"{folder / '.metadata'} does not match {file.name}: it is corrupt, or torch has written another "
+            f"checkpoint into the folder; if so, remove {file.name}"
+        )
+    return checksums
+
+
+def decode_checksums(file: Path) -> RecordChecksums:
+    """Read a file with checksums. Raises ``CorruptCheckpointError``, ``FormatError`` if its version is unknown."""
     try:
         checksums = msgspec.json.decode(store_of(file).read_small(file), type=RecordChecksums)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -78,11 +89,6 @@ def read_checksums(folder: Path, metadata: bytes) -> RecordChecksums | None:
         raise FormatError(
             f"{file} has format {checksums.format!r:.40} version {checksums.version}, which this holdfast does not "
             "read; update holdfast"
-        )
-    if checksums.metadata != f"{block_crcs.crc64(metadata):016x}":
-        raise CorruptCheckpointError(
-            f"{folder / '.metadata'} does not match {file.name}: it is corrupt, or torch has written another "
-            f"checkpoint into the folder; if so, remove {file.name}"
         )
     return checksums
 

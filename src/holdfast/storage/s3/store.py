@@ -50,8 +50,10 @@ class S3(XmlStore):
     it wherever a path is accepted: ``holdfast.save_checkpoint(S3(endpoint="https://…").path("bucket/run"), …)``.
 
     Args:
-        endpoint: The URL of the server; by default that of AWS in the region.
-        region: The region; the server of another region is found by itself.
+        endpoint: The URL of the server; by default that in ``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL``, else that
+            of AWS in the region.
+        region: The region, by default that in ``AWS_REGION`` or ``AWS_DEFAULT_REGION``, else ``us-east-1``. The server
+            of another region is found by itself.
         credentials: The access key and its secret (and a token), or a function that returns them. By default those
             that AWS's tools find.
         ca_file: A file with the certificates of authorities to trust, instead of those of the system.
@@ -65,7 +67,7 @@ class S3(XmlStore):
     """
 
     endpoint: str | None = None
-    region: str = "us-east-1"
+    region: str | None = None
     credentials: Credentials | tuple[str, ...] | CredentialsFunction | None = field(default=None, repr=False)
     ca_file: str | None = None
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -77,6 +79,12 @@ class S3(XmlStore):
     dialect = _DIALECT
 
     def __post_init__(self) -> None:
+        env = os.environ
+        if self.endpoint is None:
+            object.__setattr__(self, "endpoint", env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None)
+        if self.region is None:
+            region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
+            object.__setattr__(self, "region", region)
         if self.endpoint is not None:
             check_endpoint(self.endpoint)
         check_connection_settings(self)
@@ -91,10 +99,7 @@ class S3(XmlStore):
         These are ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_DEFAULT_REGION`` and
         ``AWS_CA_BUNDLE``. Credentials are looked for when they are needed.
         """
-        env = os.environ
-        endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None
-        region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
-        return _store_with(endpoint, region, env.get("AWS_CA_BUNDLE") or None)
+        return _reuse(cls(ca_file=os.environ.get("AWS_CA_BUNDLE") or None))
 
     def _client(self) -> ObjectClient:
         return _client_of(self)
@@ -144,12 +149,13 @@ def _client_of(store: S3) -> ObjectClient:
 
 @cache
 def _service_of(store: S3) -> S3Service:
-    return S3Service(store.endpoint, store.region, store.credentials)
+    return S3Service(store.endpoint, str(store.region), store.credentials)
 
 
 @cache
-def _store_with(endpoint: str | None, region: str, ca_file: str | None) -> S3:
-    return S3(endpoint=endpoint, region=region, ca_file=ca_file)
+def _reuse(store: S3) -> S3:
+    """Return the store with these settings that this process has used before."""
+    return store
 
 
 def _encode_crc(crc: int) -> str:
