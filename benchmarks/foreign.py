@@ -1,0 +1,98 @@
+"""Conversion of checkpoints of DeepSpeed and Megatron-LM with their optimizer states, against ``cp`` of the same bytes.
+
+``zero_to_fp32`` of DeepSpeed is a peer if DeepSpeed is on the path. It writes the weights only, a third of the bytes,
+and compares nothing. All start with cold caches, and end when their output is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import holdfast
+from benchmarks import raw
+from benchmarks.conversion import CP, Convert
+from benchmarks.measure import Contender, Table, time_interleaved
+from benchmarks.peers import OURS
+from benchmarks.process_timer import ProcessTimer, build_memory_table
+from benchmarks.setting import Setting
+from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.megatron_models import ARGS, save_flat
+
+#: The rows and columns of each parameter.
+ROWS, COLUMNS = 4096, 2048
+
+#: The bytes of one element: a master weight and the two moments of Adam.
+_ELEMENT_BYTES = 12
+
+_TO_FP32 = "zero_to_fp32, weights only"
+
+
+def measure_foreign(setting: Setting) -> Iterator[Table]:
+    """Measure ZeRO-3 of two ranks, and Megatron's flat optimizer states, whose weights are in the checkpoint twice."""
+    none: Mapping[str, Convert] = {}
+    for name, create, peers in (
+        ("DeepSpeed's ZeRO-3", _create_zero3, {_TO_FP32: _run_zero_to_fp32} if find_spec("deepspeed") else none),
+        ("Megatron's dp_zero_gather_scatter", _create_megatron, none),
+    ):
+        source = setting.folder / "source"
+        create(source, setting.nbytes)
+        create(setting.folder / "small", 1)
+        yield from _measure_format(setting, f"{name}, {setting.gigabytes}", peers)
+        raw.empty_directory(setting.folder)
+
+
+def _measure_format(setting: Setting, name: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
+    source, small, made = (setting.folder / part for part in ("source", "small", "made"))
+    convert = partial(holdfast.convert, to="native")
+    converts: dict[str, Convert] = {OURS: convert, f"{OURS}, verify=False": partial(convert, verify=False), **peers}
+    jobs = {
+        kind: ProcessTimer(
+            partial(work, source, made), partial(_try_once, work, small, made), partial(_prepare, source, made)
+        )
+        for kind, work in converts.items()
+    }
+    contenders = {kind: job.build_contender() for kind, job in jobs.items()}
+    contenders[CP] = Contender(partial(raw.copy_durably, source, made), partial(_prepare, source, made))
+    yield time_interleaved(contenders, setting.rounds).build_table(f"conversion of {name} to native, cold", (CP,))
+    yield build_memory_table(f"memory of a conversion of {name} to native", jobs)
+
+
+def _prepare(source: Path, made: Path) -> None:
+    raw.remove_path(made)
+    raw.evict_from_cache(source)
+
+
+def _try_once(work: Convert, source: Path, made: Path) -> None:
+    """Convert a small checkpoint, so that all modules are imported."""
+    raw.remove_path(made)
+    work(source, made)
+    raw.remove_path(made)
+
+
+def _run_zero_to_fp32(source: Path, made: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import (  # noqa: PLC0415 - it may be missing
+        convert_zero_checkpoint_to_fp32_state_dict,
+    )
+
+    convert_zero_checkpoint_to_fp32_state_dict(str(source), str(made), safe_serialization=True)
+    raw.sync_tree(made)
+
+
+def _create_zero3(folder: Path, nbytes: int) -> None:
+    number = max(1, round(nbytes / (_ELEMENT_BYTES * ROWS * COLUMNS)))
+    shapes = {f"w{n}": (ROWS, COLUMNS) if nbytes > 1 else (8, 4) for n in range(number)}
+    save = random_save(shapes, [[*shapes]], ("exp_avg", "exp_avg_sq"), stage=3, ranks=2, step=torch.tensor(3.0))
+    write_zero(folder, save)
+
+
+def _create_megatron(folder: Path, nbytes: int) -> None:
+    args = ARGS["gpt_neox"]
+    rows = max(1, round(nbytes / ((_ELEMENT_BYTES + 4) * COLUMNS * args["num_layers"])))
+    names = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(args["num_layers"])]
+    tensors = {name: torch.randn(rows, COLUMNS) for name in names}
+    save_flat(folder, tensors, args, dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors))
