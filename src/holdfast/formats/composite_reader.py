@@ -17,7 +17,7 @@ class CompositeReader:
     """
 
     def __init__(self, path: Path, readers: Sequence[Reader]) -> None:
-        self.path, self._readers = path, readers
+        self.path, self.readers = path, readers
         self._reader_by_group = {group: reader for reader in readers for group in reader.groups}
         self.format = "+".join(sorted({reader.format for reader in readers}))
         self.fingerprint = "-".join(reader.fingerprint for reader in readers)
@@ -39,15 +39,17 @@ class CompositeReader:
         return self._reader_by_group[group].block_crcs(group, name)
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
-        """Return the shared values of all readers."""
-        shared = [reader.read_values(rank, shared_codec, rank_codec).shared for reader in self._readers]
-        return CheckpointValues({name: value for values in shared for name, value in values.items()})
+        """Return the shared values of all readers, and the values of ranks; at most one reader has any."""
+        values = [reader.read_values(rank, shared_codec, rank_codec) for reader in self.readers]
+        shared = {name: value for part in values for name, value in part.shared.items()}
+        of_ranks = next((part for part in values if part.world_size), CheckpointValues(shared))
+        return CheckpointValues(shared, of_ranks.rank_values, of_ranks.world_size, of_ranks.ranks)
 
     def check_files(self) -> None:
         """See :class:`holdfast.formats.reader.Reader`."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.check_files()
 
     def is_current(self) -> bool:
         """Return whether every reader's checkpoint is current."""
-        return all(reader.is_current() for reader in self._readers)
+        return all(reader.is_current() for reader in self.readers)

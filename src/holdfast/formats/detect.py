@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpointError
+from holdfast.formats.accelerate.folder_parts import is_training_folder
+from holdfast.formats.accelerate.open_folder import open_training_folder
 from holdfast.formats.composite_reader import CompositeReader
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
@@ -26,6 +28,7 @@ def is_checkpoint(path: Path) -> bool:
         is_native(path)
         or is_sharded_checkpoint(path)
         or is_huggingface(path)
+        or is_training_folder(path)
         or any(readable.is_at(path) for readable in _readable_at(path))
     )
 
@@ -45,6 +48,8 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path, keys=keys)
+    if is_training_folder(path):
+        return open_training_folder(path)
     if store_of(path).is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys or {})
     if is_sharded_checkpoint(path):
@@ -59,7 +64,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is not a checkpoint of a format that holdfast reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
-        "Lightning, ColossalAI or NxD" + describe_contents(path)
+        "Lightning, Accelerate, transformers' Trainer, ColossalAI or NxD" + describe_contents(path)
     )
 
 

@@ -1,0 +1,102 @@
+"""The parts of a folder of Accelerate or of transformers' ``Trainer``, by the names of files and folders.
+
+Source: ``accelerate/checkpointing.py``, ``accelerate/utils/fsdp_utils.py`` and ``transformers/trainer.py``. Accelerate
+numbers objects in the order in which they were prepared; the first has no number, except in folders of FSDP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files
+from holdfast.storage.store import store_of
+
+SCHEDULER, CUSTOM, SCALER, VALUE = "scheduler", "custom", "scaler", "value"
+GENERATORS, TRAINER_STATE, LOCAL = "generators", "trainer_state", "local"
+
+#: Folders of ``torch.distributed.checkpoint``. They come before files of the same kind.
+_FOLDERS = (
+    (MODEL, re.compile(r"pytorch_model_fsdp_(?P<number>\d{1,4})")),
+    (OPTIMIZER, re.compile(r"optimizer_(?P<number>\d{1,4})")),
+)
+
+_FILES = (
+    (MODEL, re.compile(r"pytorch_model_fsdp(_(?P<number>\d{1,4}))?\.bin")),
+    (MODEL, re.compile(r"model_(?P<number>\d{1,4})\.safetensors")),
+    (MODEL, re.compile(r"pytorch_model_(?P<number>\d{1,4})\.bin")),
+    (OPTIMIZER, re.compile(r"optimizer(_(?P<number>\d{1,4}))?\.bin|optimizer\.pt")),
+    (SCHEDULER, re.compile(r"scheduler(_(?P<number>\d{1,4}))?\.bin|scheduler\.pt")),
+    (CUSTOM, re.compile(r"custom_checkpoint_(?P<number>\d{1,4})\.pkl")),
+    (GENERATORS, re.compile(r"random_states_(?P<number>\d{1,9})\.pkl|rng_state(_(?P<rank>\d{1,9}))?\.pth")),
+    (SCALER, re.compile(r"scaler\.pt")),
+    (TRAINER_STATE, re.compile(r"trainer_state\.json")),
+)
+
+#: Values that are given to the user as they are, by the names of their files.
+_VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
+
+#: Files of one rank's shards, which say nothing about their places in whole tensors.
+_LOCAL = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,4})?_rank\d{1,9}\.bin")
+
+#: The file in which DeepSpeed names the folder of the latest save.
+_LATEST = "latest"
+
+#: The most bytes of that file.
+_LONGEST_NAME = 4096
+
+#: The paths of each kind by number: of a prepared object, a rank or, for values, the position in the folder.
+Parts = Mapping[str, Mapping[int, Path]]
+
+
+def list_parts(folder: Path) -> Parts:
+    """Return the parts of a folder. Of several files of one object, the one that is loaded to resume comes first."""
+    names = sorted(store_of(folder).list_names(folder))
+    parts: dict[str, dict[int, Path]] = {}
+    for kind, number, name in [*_match_names(names, _FOLDERS), *_match_names(names, _FILES)]:
+        if number not in parts.get(kind, {}) and _is_part(folder / name):
+            parts.setdefault(kind, {})[number] = folder / name
+    for kind, pattern in ((VALUE, _VALUES), (LOCAL, _LOCAL)):
+        matches = [folder / name for name in names if pattern.fullmatch(name)]
+        if matches:
+            parts[kind] = dict(enumerate(matches))
+    if 0 not in parts.get(MODEL, {}) and (file := choose_files(folder, MODEL)) is not None:
+        parts[MODEL] = {0: file.path, **parts.get(MODEL, {})}
+    return parts
+
+
+def _match_names(names: list[str], patterns: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[tuple[str, int, str]]:
+    for kind, pattern in patterns:
+        for name in names:
+            if match := pattern.fullmatch(name):
+                yield kind, int(next((text for text in match.groupdict().values() if text), 0)), name
+
+
+def _is_part(path: Path) -> bool:
+    return store_of(path).is_file(path) if path.suffix else is_dcp(path)
+
+
+def is_training_folder(path: Path) -> bool:
+    """Return whether a folder has more than a model, as Accelerate or the ``Trainer`` names it.
+
+    A folder with weights and ``trainer_state.json`` only is one of Hugging Face, as they are on its Hub.
+    """
+    if not store_of(path).is_directory(path):
+        return False
+    names = store_of(path).list_names(path)
+    kinds = {kind for kind, _, _ in _match_names(sorted(names), _FILES)}
+    if GENERATORS in kinds or (TRAINER_STATE in kinds and kinds & {OPTIMIZER, SCHEDULER}):
+        return True
+    sharded = [name for kind, _, name in _match_names(sorted(names), _FOLDERS) if kind == MODEL]
+    return any(is_dcp(path / name) for name in sharded)
+
+
+def find_deepspeed(folder: Path) -> Path | None:
+    """Return the folder with the files of DeepSpeed that the file ``latest`` names, or ``None`` if there is none."""
+    store = store_of(folder)
+    if not store.is_file(folder / _LATEST):
+        return None
+    tag = store.read_small(folder / _LATEST, _LONGEST_NAME).decode(errors="replace").strip()
+    return folder / tag if tag in store.list_names(folder) else None
