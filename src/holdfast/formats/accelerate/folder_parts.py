@@ -10,12 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files
 from holdfast.storage.store import store_of
 
 SCHEDULER, CUSTOM, SCALER, VALUE = "scheduler", "custom", "scaler", "value"
 GENERATORS, TRAINER_STATE, LOCAL = "generators", "trainer_state", "local"
+
+#: The ``Trainer``'s name of the file of its state.
+_TRAINER_STATE_FILE = "trainer_state.json"
 
 #: Folders of ``torch.distributed.checkpoint``. They come before files of the same kind.
 _FOLDERS = (
@@ -32,8 +35,12 @@ _FILES = (
     (CUSTOM, re.compile(r"custom_checkpoint_(?P<number>\d{1,4})\.pkl")),
     (GENERATORS, re.compile(r"random_states_(?P<number>\d{1,9})\.pkl|rng_state(_(?P<rank>\d{1,9}))?\.pth")),
     (SCALER, re.compile(r"scaler\.pt")),
-    (TRAINER_STATE, re.compile(r"trainer_state\.json")),
+    (TRAINER_STATE, re.compile(re.escape(_TRAINER_STATE_FILE))),
 )
+
+#: Names that only Accelerate uses; and names that mark a checkpoint of the ``Trainer`` if it has the file of its state.
+_ACCELERATE = re.compile(r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(\.bin)?")
+_TRAINER = re.compile(r"rng_state(_\d+)?\.pth|(optimizer|scheduler)\.(bin|pt)")
 
 #: Values that are given to the user as they are, by the names of their files.
 _VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
@@ -75,7 +82,7 @@ def _match_names(names: list[str], patterns: tuple[tuple[str, re.Pattern[str]], 
 
 
 def _is_part(path: Path) -> bool:
-    return store_of(path).is_file(path) if path.suffix else is_dcp(path)
+    return store_of(path).is_file(path) if path.suffix else store_of(path).is_directory(path)
 
 
 def is_training_folder(path: Path) -> bool:
@@ -85,12 +92,14 @@ def is_training_folder(path: Path) -> bool:
     """
     if not store_of(path).is_directory(path):
         return False
-    names = store_of(path).list_names(path)
-    kinds = {kind for kind, _, _ in _match_names(sorted(names), _FILES)}
-    if GENERATORS in kinds or (TRAINER_STATE in kinds and kinds & {OPTIMIZER, SCHEDULER}):
-        return True
-    sharded = [name for kind, _, name in _match_names(sorted(names), _FOLDERS) if kind == MODEL]
-    return any(is_dcp(path / name) for name in sharded)
+    names = sorted(store_of(path).list_names(path))
+    marks = [name for name in names if _is_mark(name, has_state=_TRAINER_STATE_FILE in names)]
+    return METADATA not in names and any(_is_part(path / name) for name in marks)
+
+
+def _is_mark(name: str, *, has_state: bool) -> bool:
+    """Return whether a name says that its folder is one of Accelerate or, with a state of it, of the ``Trainer``."""
+    return bool(_ACCELERATE.fullmatch(name) or (has_state and _TRAINER.fullmatch(name)))
 
 
 def find_deepspeed(folder: Path) -> Path | None:

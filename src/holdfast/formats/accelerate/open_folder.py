@@ -14,6 +14,7 @@ from holdfast.formats.sharded.model_files import MODEL
 
 def open_training_folder(path: Path) -> Reader:
     """Return the reader for a folder. Raises ``FormatError`` or ``CorruptCheckpointError``."""
-    if MODEL not in list_parts(path) and is_peft(path):
-        return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, without_model=True)])
-    return TrainingReader(path)
+    parts = list_parts(path)
+    if MODEL not in parts and is_peft(path):
+        return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])
+    return TrainingReader(path, parts)

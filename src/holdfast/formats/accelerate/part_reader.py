@@ -59,8 +59,9 @@ class PartReader:
 
     def _read_folder(self, kind: str, path: Path) -> Any:
         """Return the tree under the name ``kind`` in a folder of ``torch.distributed.checkpoint``."""
-        if store_of(path).path_exists(path / folder.METADATA):
-            check_contained(path / folder.METADATA, self._root)
+        if not store_of(path).path_exists(path / folder.METADATA):
+            raise CorruptCheckpointError(f"{path} has no {folder.METADATA}: its save did not finish")
+        check_contained(path / folder.METADATA, self._root)
         saved = folder.read_tree(path)
         self.opened.budget.earn(saved.budget.earned)
         for file in saved.files:

@@ -8,11 +8,11 @@ not read: it is a pickled object that no load needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.accelerate.folder_parts import (
     CUSTOM,
     GENERATORS,
@@ -23,7 +23,6 @@ from holdfast.formats.accelerate.folder_parts import (
     VALUE,
     Parts,
     find_deepspeed,
-    list_parts,
 )
 from holdfast.formats.accelerate.part_reader import PartReader
 from holdfast.formats.accelerate.rank_values import CONTENT, build_rank_values
@@ -42,16 +41,16 @@ _AUTOMATIC = re.compile(r"checkpoint_(\d{1,9})")
 
 
 class TrainingReader(TreeReader):
-    """A reader of all parts of a folder.
+    """A reader of the parts of a folder, without those of the kinds that are ``elsewhere``: in another reader.
 
-    With ``without_model`` another reader has the model. See :class:`holdfast.formats.reader.Reader`.
+    See :class:`holdfast.formats.reader.Reader`.
     """
 
-    def __init__(self, path: Path, *, without_model: bool = False) -> None:
-        parts = list_parts(path)
-        notes = [] if without_model else list(_note_other_backends(path, parts))
+    def __init__(self, path: Path, parts: Parts, elsewhere: Collection[str] = ()) -> None:
+        kinds = [kind for kind in (MODEL, OPTIMIZER, SCHEDULER) if kind not in elsewhere]
+        notes = list(_note_other_backends(path, parts, kinds))
         self._parts = PartReader(path)
-        slots = self._read_slots({kind: files for kind, files in parts.items() if kind != MODEL or not without_model})
+        slots = self._read_slots({kind: parts[kind] for kind in kinds if kind in parts})
         unsafe = {slot: tree for slot, tree in slots.items() if isinstance(tree, UnreadTensor)}
         trees = {rank: self._parts.read_file(file) for rank, file in parts.get(GENERATORS, {}).items()}
         rank_values = build_rank_values(parts.get(GENERATORS, {}), trees)
@@ -70,8 +69,8 @@ class TrainingReader(TreeReader):
         """Return models, optimizers and schedulers by slot: ``model``, or ``model/0`` if there are several."""
         return {
             kind if len(parts[kind]) == 1 else f"{kind}/{number}": self._parts.read_object(kind, file)
-            for kind in (MODEL, OPTIMIZER, SCHEDULER)
-            for number, file in sorted(parts.get(kind, {}).items())
+            for kind in parts
+            for number, file in sorted(parts[kind].items())
         }
 
     def _read_values(self, path: Path, parts: Parts, generators: Mapping[int, Any]) -> dict[str, Any]:
@@ -103,17 +102,17 @@ class TrainingReader(TreeReader):
         return CheckpointValues(shared, rank_values, len(self._ranks), self._ranks)
 
 
-def _note_other_backends(path: Path, parts: Parts) -> Iterator[UnreadTensorNote]:
+def _note_other_backends(path: Path, parts: Parts, kinds: Collection[str]) -> Iterator[UnreadTensorNote]:
     """Yield notes about models and optimizers in files that have another format, or that only one rank can use."""
     deepspeed = find_deepspeed(path)
-    kinds = [kind for kind in (MODEL, OPTIMIZER) if kind not in parts]
+    missing = [kind for kind in kinds if kind not in {*parts, SCHEDULER}]
     if deepspeed is not None:
         why = f"is in {deepspeed.name}, a folder of DeepSpeed, which holdfast does not read"
-        yield from (UnreadTensorNote(kind, kind, why) for kind in kinds)
+        yield from (UnreadTensorNote(kind, kind, why) for kind in missing)
     elif LOCAL in parts:
         name = parts[LOCAL][0].name
         why = (
             f"is in files of single ranks such as {name}, which do not say where their shards belong: save with the "
             "state dict type SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
-        yield from (UnreadTensorNote(kind, kind, why, error=FormatError) for kind in kinds)
+        yield from (UnreadTensorNote(kind, kind, why) for kind in missing)
