@@ -1,4 +1,4 @@
-"""A training that holdfast restores goes on like that of Accelerate or of transformers' own ``Trainer``, bit for bit."""
+"""A training that holdfast restores goes on like that of Accelerate or of the ``Trainer``, bit for bit."""
 
 from __future__ import annotations
 

@@ -13,10 +13,9 @@ from holdfast.formats.dcp import folder
 from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, parse_file_name
 from holdfast.formats.sharded.opened_files import OpenedFiles
 from holdfast.formats.stored_tensor import UnreadTensor
+from holdfast.formats.tree.classify import TreeClassifier
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.store import store_of
-
-_GROUPS = "param_groups"
 
 
 class PartReader:
@@ -38,7 +37,8 @@ class PartReader:
             tree = self.read_file(path) if path.suffix else self._read_folder(kind, path)
         if isinstance(tree, UnreadTensor):
             return tree
-        if not isinstance(tree, dict) or (kind == OPTIMIZER and not isinstance(tree.get(_GROUPS), list)):
+        is_optimizer = TreeClassifier(self.opened.budget).is_optimizer
+        if not isinstance(tree, dict) or (kind == OPTIMIZER and not is_optimizer(tree)):
             raise CorruptCheckpointError(f"{path} must contain the state dict of a {kind}: it is of another kind")
         return tree
 

@@ -57,7 +57,10 @@ class TrainingReader(TreeReader):
         opened, values = self._parts.opened, self._read_values(path, parts, trees)
         components = {slot: tree for slot, tree in slots.items() if slot not in unsafe}
         contents = from_components(components, values, opened.budget, str(path))
-        notes += [UnreadTensorNote(slot, slot, tree.why, error=tree.error) for slot, tree in unsafe.items()]
+        notes += [
+            UnreadTensorNote(slot, slot, tree.why, is_value=slot.startswith(SCHEDULER), error=tree.error)
+            for slot, tree in unsafe.items()
+        ]
         contents.unread += notes + rank_values.unread
         if rank_values.tensors:
             contents.groups[_RANKS] = dict(rank_values.tensors)
