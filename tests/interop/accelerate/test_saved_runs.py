@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from accelerate.data_loader import SeedableRandomSampler
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.errors import OptimizerMismatchError
+from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError
 from tests.helpers.commands import assert_needs_no_torch, run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
@@ -191,3 +193,35 @@ def test_commands_show_and_compare_them_without_torch(run: SavedRun) -> None:
     assert run_command("verify", str(run.folder)).returncode == 0
     assert run_command("diff", str(run.folder), str(run.folder)).returncode == 0
     assert_needs_no_torch("show", str(run.folder))
+
+
+def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "trainer_plain_w1", tmp_path / "several")
+    run = SavedRun(tmp_path, "several")
+    weights = load_file(run.folder / "model.safetensors")
+    (run.folder / "model.safetensors").unlink()
+    files = {name: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, name in enumerate(weights)}
+    for file in sorted(set(files.values())):
+        save_file({name: weights[name] for name in weights if files[name] == file}, run.folder / file)
+    (run.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert_equal_to(run, holdfast.open(run.folder))
+    (run.folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        holdfast.open(run.folder)
+
+
+def test_states_of_scalers_and_data_loaders(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(folder / "acc_plain_w1/ckpt", tmp_path / "state")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.save(scaler.state_dict(), tmp_path / "state/scaler.pt")
+    torch.save({"position": 3}, tmp_path / "state/dl_state_dict.bin")
+    torch.save({"position": 4}, tmp_path / "state/dl_state_dict_1.bin")
+    sampler = SeedableRandomSampler(range(8), data_seed=5)
+    torch.save(sampler, tmp_path / "state/sampler.bin")
+    restored = torch.amp.GradScaler("cpu")
+    result = holdfast.restore(tmp_path / "state", stateful={"scaler": restored})
+    assert "stateful" in result.exact
+    assert restored.state_dict()["scale"] == 8.0
+    assert result.user_content["dl_state_dict"] == {"position": 3}
+    assert result.user_content["dl_state_dict_1"] == {"position": 4}
+    assert "user_content value sampler is not read" in caplog.text

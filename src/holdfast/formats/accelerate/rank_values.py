@@ -17,6 +17,8 @@ CONTENT = "user_content"
 
 _RNG = "rng"
 
+_ADVICE = "remove such files if the states of random number generators are not needed"
+
 
 class _Encoder:
     """An encoder of stored tensors and arrays, which it collects by their keys."""
@@ -59,7 +61,7 @@ def build_rank_values(files: Mapping[int, Path], trees: Mapping[int, Any]) -> Ra
         try:
             states = convert_generators(trees[rank], rank)
         except ValueError as error:
-            return RankValues(unread=[_note(files[rank], str(error))])
+            return RankValues(unread=[_note(files[rank], f"{error}: {_ADVICE}")])
         ranks.append(values.encode_value({_RNG: states}, encoder, f"{rank}/"))
     return RankValues(ranks, encoder.tensors)
 
@@ -70,7 +72,7 @@ def _find_problems(files: Mapping[int, Path], trees: Mapping[int, Any]) -> Itera
             yield _note(files[rank], tree.why)
     missing = next((rank for rank in range(len(files)) if rank not in files), None)
     if missing is not None:
-        yield _note(files[max(files)], f"is of rank {max(files)}, but there is no file of rank {missing}")
+        yield _note(files[max(files)], f"is of rank {max(files)}, but there is no file of rank {missing}: {_ADVICE}")
 
 
 def _note(file: Path, why: str) -> UnreadTensorNote:
