@@ -90,8 +90,6 @@ def is_training_folder(path: Path) -> bool:
 
     A folder with weights and ``trainer_state.json`` only is one of Hugging Face, as they are on its Hub.
     """
-    if not store_of(path).is_directory(path):
-        return False
     names = sorted(store_of(path).list_names(path))
     marks = [name for name in names if _is_mark(name, has_state=_TRAINER_STATE_FILE in names)]
     return METADATA not in names and any(_is_part(path / name) for name in marks)
