@@ -22,10 +22,10 @@ from holdfast.compat.nxd.convert.torch_files import write_torch_files
 from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from holdfast.compat.nxd.format import zero
 from holdfast.compat.nxd.format.rank_file_writer import plan_rank_files
-from holdfast.compat.nxd.format.slicing import JoinedTensor
 from holdfast.conversion.torch_names_hash import names_hash
 from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
 from holdfast.engine.plan.ranges import IndexBox
+from holdfast.formats.tensor_slices import JoinedTensor
 from holdfast.ondisk.files import TensorInfo
 
 #: Rows and columns of each parameter, which has two states and a master weight of 4 bytes an element.

@@ -74,7 +74,7 @@ def _remove_location(metadata: Metadata, chance: random.Random) -> None:
 
 
 def _change_path(metadata: Metadata, chance: random.Random) -> None:
-    paths = metadata.planner_data
+    paths = metadata.planner_data or {}  # Megatron has no paths
     values = (("model",), ("model", 2**40), (), ("a",) * 500, (0,), ("model", "w", "x"), "text", ("x\ud800",))
     paths[chance.choice(list(paths))] = chance.choice(values)
 
@@ -82,7 +82,7 @@ def _change_path(metadata: Metadata, chance: random.Random) -> None:
 def _add_cycle(metadata: Metadata, _: random.Random) -> None:
     nested: list[Any] = []
     nested.append(nested)
-    metadata.planner_data["loop"] = nested
+    metadata.planner_data = {**(metadata.planner_data or {}), "loop": nested}
 
 
 _EDITS: tuple[Edit, ...] = (

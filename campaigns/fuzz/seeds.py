@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
+from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.megatron_models import ARGS, build_tensors, save_flat, save_torch_dist
+from tests.helpers.megatron_ranks import save_ranks
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 
@@ -30,6 +34,9 @@ def create_seeds(folder: Path) -> dict[str, Path]:
         writer = dcp.HuggingFaceStorageWriter(str(made["safetensors shards"]), save_distributed=True)
         tensors = {name: tensor for name, tensor in _build_state()["model"].items() if tensor.ndim}
         dcp.save(tensors, storage_writer=writer)
+    for stage in (1, 3):
+        made[f"deepspeed ZeRO-{stage}"] = _save_deepspeed(folder / f"zero{stage}/c", stage)
+    made |= _save_megatron(folder / "megatron")
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
         made[name].parent.mkdir()
@@ -60,6 +67,24 @@ def _save_native(run: Path) -> Path:
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
     holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
+
+
+def _save_deepspeed(path: Path, stage: int) -> Path:
+    shapes = {"w": (7, 5), "b": (7,), "n": ()}
+    save = random_save(shapes, [["w"], ["b", "n"]], ("exp_avg",), stage=stage, step=torch.tensor(3.0))
+    write_zero(path, dataclasses.replace(save, frozen={"f": torch.ones(3)}, shared={"tied": "w"}))
+    return path
+
+
+def _save_megatron(folder: Path) -> dict[str, Path]:
+    """Save one checkpoint of Megatron in each of two forms of its optimizer states, and one in files of ranks."""
+    args, tensors = ARGS["gpt_neox"], build_tensors(ARGS["gpt_neox"])
+    states = dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors)
+    return {
+        "megatron": save_torch_dist(folder / "whole/c", tensors, args, states),
+        "megatron flat": save_flat(folder / "flat/c", tensors, args, states),
+        "megatron ranks": save_ranks(folder / "ranks/c", build_tensors(ARGS["llama"]), build_tensors(ARGS["llama"])),
+    }
 
 
 def _build_state() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
-#: The source of another suite of Debian than that of this host.
-_SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {} main\n"
+#: The source of another suite of Debian than that of this host, from the same mirror.
+_SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {} {} main\n"
 
 
 def unpack_debian_packages(folder: Path, root: Path, *names: str, suite: str = "") -> None:
@@ -23,7 +24,7 @@ def unpack_debian_packages(folder: Path, root: Path, *names: str, suite: str = "
     for name in ("etc/apt", "var/lib/apt/lists/partial", "var/cache/apt/archives/partial", "var/lib/dpkg"):
         (tree / name).mkdir(parents=True, exist_ok=True)
     if suite:
-        (tree / "etc/apt/sources.list").write_text(_SOURCE.format(suite, mirror=""))
+        (tree / "etc/apt/sources.list").write_text(_SOURCE.format(_find_mirror(), suite))
     else:
         shutil.copytree("/etc/apt", tree / "etc/apt", dirs_exist_ok=True)
     (tree / "var/lib/dpkg/status").touch()
@@ -38,6 +39,14 @@ def unpack_debian_packages(folder: Path, root: Path, *names: str, suite: str = "
     call(*apt, "-y", "--download-only", "install", *names)
     for package in sorted((tree / "var/cache/apt/archives").glob("*.deb")):
         call("dpkg-deb", "-x", package, root)
+
+
+def _find_mirror() -> str:
+    """Return the URL that this host gets its packages of Debian from."""
+    for file in (*Path("/etc/apt").glob("sources.list"), *Path("/etc/apt/sources.list.d").glob("*.sources")):
+        if mirror := re.search(r"https?://\S+/debian(?=\s)", file.read_text()):
+            return mirror[0]
+    raise RuntimeError("no source of Debian's packages in /etc/apt: Ceph is installed from there")
 
 
 def install_npm_package(folder: Path, requirement: str) -> Path:

@@ -16,6 +16,7 @@ from holdfast.engine.io import upload_files, upload_parts
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.run.upload_staging import check_hosts
 from holdfast.storage.object_path import ObjectPath
+from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -171,6 +172,19 @@ def test_every_format_is_read_from_a_store(fake: FakeS3, tmp_path: Path, to: str
     holdfast.convert(local, tmp_path / "from-disk", to="hf")
     holdfast.convert(path, tmp_path / "from-store", to="hf")
     assert contents(tmp_path / "from-store") == contents(tmp_path / "from-disk")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeeds_checkpoints_are_read_from_a_store(fake: FakeS3, tmp_path: Path, stage: int) -> None:
+    save = random_save({"w": (5, 3), "b": (5,)}, [["w"], ["b"]], ("exp_avg",), stage=stage)
+    write_zero(tmp_path / "run", save)
+    folder = bucket(fake) / "run"
+    for file in (file for file in (tmp_path / "run").rglob("*") if file.is_file()):
+        path = folder / str(file.relative_to(tmp_path / "run"))
+        path.store.replace_small(path, file.read_bytes())
+    opened = holdfast.open(folder)
+    assert all(torch.equal(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
+    assert all(torch.equal(opened[f"optimizer/{name}/exp_avg"], save.states["exp_avg"][name]) for name in save.masters)
 
 
 def test_torchs_own_checkpoints_are_loaded_from_a_store(fake: FakeS3, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.cli.prune import prune
 from holdfast.engine.io import upload_parts
 from holdfast.errors import CorruptCheckpointError, HoldfastError, InvalidArgumentError, StorageError
-from holdfast.run import cleanup, object_run
+from holdfast.run import cleanup, object_removal, pointers
 from holdfast.storage.http import connection
 from holdfast.storage.http.connection import Address, HttpRequest, HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
@@ -35,7 +35,7 @@ PAGE = HttpResponse(200, {"content-length": "4"}, b"page")
 def fake(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
     with (
         store_with_two_checkpoints(FAKES[request.param]()) as fake,
-        mock.patch.object(object_run, "_ATTEMPT_SECONDS", 0.001),
+        mock.patch.object(pointers, "_ATTEMPT_SECONDS", 0.001),
     ):
         yield fake
 
@@ -43,7 +43,7 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
 def age(fake: FakeStore) -> None:
     """Let all objects be two days old."""
     fake.objects = {key: replace(stored, time=stored.time - 2 * 86_400) for key, stored in fake.objects.items()}
-    object_run._pointers.clear()
+    pointers._pointers.clear()
 
 
 def answer_to(kind: str, part: str, answer: HttpResponse) -> Callable[[Any, str], HttpResponse | None]:
@@ -52,7 +52,7 @@ def answer_to(kind: str, part: str, answer: HttpResponse) -> Callable[[Any, str]
 
 def stop_answers(fake: FakeStore) -> None:
     fake.on_request = lambda request, stage: None  # noqa: ARG005
-    object_run._pointers.clear()
+    pointers._pointers.clear()
 
 
 class TestUnreadablePointers:
@@ -67,7 +67,7 @@ class TestUnreadablePointers:
         cleanup.clean_up(run_path())
         fake.objects[key] = pointer
         assert fake.objects.keys() == objects.keys()
-        object_run._pointers.clear()
+        pointers._pointers.clear()
         assert check_all() == {"s1": 1, "s2": 2}
 
     @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ class TestUnreadablePointers:
         (key,) = (key for key in fake.objects if ".tags/s1/" in key)
         pointer, objects = fake.objects[key], dict(fake.objects)
         fake.objects[key] = replace(pointer, data=b"")
-        object_run._pointers.clear()
+        pointers._pointers.clear()
         with pytest.raises(CorruptCheckpointError):
-            object_run.discard_abandoned(folder)
+            object_removal.discard_abandoned(folder)
         fake.objects[key] = pointer
         assert fake.objects.keys() == objects.keys()
 

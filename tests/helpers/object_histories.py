@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.run import cleanup, object_run
+from holdfast.run import cleanup, pointers
 from holdfast.run.catalog import list_stale_directories
 from holdfast.storage.http import retries
 from holdfast.storage.object_path import ObjectPath, make_object_path
@@ -117,7 +117,7 @@ class Start:
     def restore(self) -> FakeStore:
         self._fake.objects, self._fake.uploads = copy.copy(self._objects), copy.deepcopy(self._uploads)
         self._fake.requests.clear()
-        object_run._pointers.clear()
+        pointers._pointers.clear()
         self._fake.on_request = do_nothing
         return self._fake
 

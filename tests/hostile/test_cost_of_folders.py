@@ -225,6 +225,76 @@ def test_a_legacy_file_costs_little(tmp_path: Path, kind: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# DeepSpeed's folders
+
+
+def deepspeed(folder: Path, module: Any, shapes: list[Any], state: dict[str, Any]) -> Path:
+    folder.mkdir()
+    torch.save({"module": module, "param_shapes": shapes}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": state}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def states_of_every_parameter(folder: Path) -> Path:
+    """A few thousand names of one flat tensor, each of which is a state of a few thousand parameters."""
+    number = 5000
+    flat = torch.ones(number)
+    base = {
+        "state": {0: {f"s{n}": flat for n in range(number)}},
+        "param_groups": [{"params": [0]}],
+    }
+    state = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [flat], "partition_count": [1]}
+    names = [f"w{n}" for n in range(number)]
+    return deepspeed(folder, dict.fromkeys(names, flat[:1]), [dict.fromkeys(names, (1,))], state)
+
+
+def groups_without_parameters(folder: Path) -> Path:
+    number = 400_000
+    base = {"state": {}, "param_groups": [{"params": list(range(number))}]}
+    state = {
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": [torch.ones(0)] * number,
+        "partition_count": [1] * number,
+    }
+    return deepspeed(folder, {}, [{}] * number, state)
+
+
+def parameters_of_exabytes(folder: Path) -> Path:
+    base = {"state": {}, "param_groups": [{"params": [0]}]}
+    state = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [torch.ones(2)], "partition_count": [1]}
+    return deepspeed(folder, {"w": torch.ones(2)}, [{"w": (2**30, 2**28)}], state)
+
+
+def weights_of_one_hash(folder: Path) -> Path:
+    """Without ZeRO, master weights are looked up by their shape and values."""
+    empty = {f"w{n}": torch.empty(0, n * HASH_MODULUS % 2**60) for n in range(4000)}
+    groups = [{"params": list(range(len(empty)))}]
+    wrapped = {"optimizer_state_dict": {"state": {}, "param_groups": groups}, "fp32_groups": [list(empty.values())]}
+    folder.mkdir()
+    torch.save({"module": empty, "optimizer": wrapped}, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+#: Folders, and why they are refused; one is odd, but intact.
+DEEPSPEED: dict[str, tuple[Callable[[Path], Path], str | None]] = {
+    "states of every parameter": (states_of_every_parameter, "more work"),
+    "groups without parameters": (groups_without_parameters, "more work|groups"),
+    "parameters of exabytes": (parameters_of_exabytes, "need 288230376151711744"),
+    "weights of one hash": (weights_of_one_hash, None),
+}
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("kind", DEEPSPEED)
+def test_a_checkpoint_of_deepspeed_costs_little(tmp_path: Path, kind: str, memory: bool) -> None:
+    make, match = DEEPSPEED[kind]
+    folder = make(tmp_path / "c")
+    refused = nullcontext() if match is None else pytest.raises(HoldfastError, match=rf"(?s){folder}.*({match})")
+    with limit_cost(memory=memory), refused:
+        read_checkpoint(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Trees of odd forms
 
 

@@ -67,7 +67,9 @@ def convert(  # noqa: PLR0917 - the options of a command
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="NxD: the layout of sharded parameters: llama, mixtral, gpt-neox, or a spec file."),
+        typer.Option(
+            help="NxD: the layout of sharded parameters: llama, mixtral, gpt-neox, or a spec file. Megatron: hf."
+        ),
     ] = None,
     tp_size: Annotated[int | None, typer.Option(help="NxD: the number of tensor-parallel ranks; default: 1.")] = None,
     pp_size: Annotated[int | None, typer.Option(help="NxD: the number of pipeline stages; default: 1.")] = None,

@@ -65,7 +65,8 @@ def convert(
         keys: the paths of components in another system's checkpoint that are not found by name:
             ``{"model": "app.net"}``.
         layout: the tensor-parallel layout of parameters if NxD is read or written: ``"llama"``, ``"mixtral"``,
-            ``"gpt-neox"``, or the path of a spec file.
+            ``"gpt-neox"``, or the path of a spec file. If Megatron's format is read: ``"hf"`` for the names of
+            transformers, which is the default with ``to="hf"``, or ``"megatron"``.
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
         verify: read the output back. The source is always verified if its format has checksums: holdfast's own, the
             CRC-32s of ``torch.save`` files and of DCP, and the ``checksums.json`` of :mod:`holdfast.dcp`.

@@ -38,7 +38,7 @@ from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
-from holdfast.formats.registry import LAYOUT, NXD, READABLE, load_target
+from holdfast.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF, NXD, READABLE, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
 from holdfast.observe.reporter import notify_listener
 from holdfast.run.catalog import is_run_directory
@@ -97,14 +97,7 @@ class ConversionRequest:
 
     def open_source(self) -> ConversionSource:
         """Open the source. Raises ``CheckpointReplacedError`` if another process replaces it meanwhile."""
-        keys = self.keys
-        if LAYOUT in keys and not READABLE[NXD].is_at(self.source):
-            if self.to != NXD:
-                raise InvalidArgumentError(
-                    f"layout is only for NxD, and {self.source} is not an NxD checkpoint: leave it out"
-                )
-            keys = {key: value for key, value in keys.items() if key != LAYOUT}
-        reader = open_latest(self.source, keys)
+        reader = open_latest(self.source, self._source_keys())
         if self.fingerprint not in {None, reader.fingerprint}:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
         with detect_replacement(reader):
@@ -116,6 +109,22 @@ class ConversionRequest:
                 self.limit,
                 self.small_files,
             )
+
+    def _source_keys(self) -> Mapping[str, str]:
+        """Return the keys for the source. A layout may be meant for the target alone.
+
+        Formats that need the names of transformers get them from checkpoints of Megatron.
+        """
+        names = {LAYOUT: MEGATRON_HF} if self.to in {"hf", NXD} else {}
+        if (names or LAYOUT in self.keys) and READABLE[MEGATRON].is_at(self.source):
+            return {**self.keys, **names} if self.to == NXD else {**names, **self.keys}
+        if LAYOUT not in self.keys or READABLE[NXD].is_at(self.source):
+            return self.keys
+        if self.to != NXD:
+            raise InvalidArgumentError(
+                f"layout is only for NxD and Megatron, and {self.source} is a checkpoint of neither: leave it out"
+            )
+        return {key: value for key, value in self.keys.items() if key != LAYOUT}
 
 
 class _SeenBy(msgspec.Struct, frozen=True, array_like=True):

@@ -24,12 +24,12 @@ from holdfast.engine.io.upload_files import upload_file
 from holdfast.errors import HoldfastError, RankMismatchError, TagExistsError
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA, DcpDirectory
-from holdfast.run.object_run import check_output_name, map_requests
+from holdfast.run.object_run import check_output_name
 from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.upload_staging import UploadStaging
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.reader_pool import ReaderPool
-from holdfast.storage.store import store_of
+from holdfast.storage.store import map_requests, store_of
 
 #: The names that these saves give. Nothing else is removed as a leftover.
 _OWN_NAMES = re.compile(r"__\d+_\d+-[0-9a-f]{16}\.distcp|checksums-[0-9a-f]{16}\.json")

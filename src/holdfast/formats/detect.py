@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpointError
-from holdfast.formats.accelerate.folder_parts import is_training_folder
-from holdfast.formats.accelerate.open_folder import open_training_folder
 from holdfast.formats.composite_reader import CompositeReader
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
 from holdfast.formats.lightning import META
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
-from holdfast.formats.registry import NXD, READABLE, ReadableFormat
+from holdfast.formats.registry import ACCELERATE, DEEPSPEED, READABLE
 from holdfast.formats.sharded.model_files import list_components
 from holdfast.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from holdfast.ondisk import manifest
-from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import store_of
 
 
@@ -28,8 +25,7 @@ def is_checkpoint(path: Path) -> bool:
         is_native(path)
         or is_sharded_checkpoint(path)
         or is_huggingface(path)
-        or is_training_folder(path)
-        or any(readable.is_at(path) for readable in _readable_at(path))
+        or any(readable.is_at(path) for readable in READABLE.values())
     )
 
 
@@ -48,15 +44,16 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path, keys=keys)
-    if is_training_folder(path):
-        return open_training_folder(path)
+    for readable in (READABLE[ACCELERATE], READABLE[DEEPSPEED]):
+        if readable.is_at(path):
+            return readable.open(path, keys or {})
     if store_of(path).is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys or {})
     if is_sharded_checkpoint(path):
         return ShardedReader(path, keys or {})
     if is_huggingface(path):
         return HuggingFaceReader(path)
-    for readable in _readable_at(path):
+    for readable in READABLE.values():
         if readable.is_at(path):
             return readable.open(path, keys or {})
     if not store_of(path).path_exists(path):
@@ -64,14 +61,8 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is not a checkpoint of a format that holdfast reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
-        "Lightning, Accelerate, transformers' Trainer, ColossalAI or NxD" + describe_contents(path)
+        "Accelerate, DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD" + describe_contents(path)
     )
-
-
-def _readable_at(path: Path) -> list[ReadableFormat]:
-    """Return the formats that a path may have. NxD's folders are not read from object stores."""
-    is_local = not isinstance(path, ObjectPath)
-    return [readable for name, readable in READABLE.items() if is_local or name != NXD]
 
 
 def _open_components(folder: Path, keys: Mapping[str, str]) -> Reader:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.formats.torchfile import archive, legacy
+from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.zip_reader import FileWindow, is_zip
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
@@ -29,15 +30,16 @@ def _open_window(path: Path) -> FileWindow:
     return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool())
 
 
-def read_tree(path: Path, budget: ReadBudget | None = None) -> archive.ArchiveTree:
+def read_tree(path: Path, budget: ReadBudget | None = None, names: Mapping[str, object] = NAMES) -> archive.ArchiveTree:
     """Return the tree in a file of ``torch.save``, of its zip format or the older one.
 
-    The bytes of its pickle are added to ``budget``.
+    The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name.
     """
     window = _open_window(path)
     if budget is None:
         budget = ReadBudget()
-    return archive.read_archive(window, budget) if is_zip(window) else legacy.read_legacy_archive(window, budget)
+    read = archive.read_archive if is_zip(window) else legacy.read_legacy_archive
+    return read(window, budget, names)
 
 
 class TorchFileReader(TreeReader):

@@ -61,4 +61,11 @@ def _is_same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, float) and isinstance(right, float):
         return left.hex() == right.hex()  # NaN equals NaN, but -0.0 does not equal 0.0
+    if type(left) is type(right) and _is_array(left):
+        return bool((left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes()))
     return type(left) is type(right) and bool(left == right)
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array or a number of NumPy, which need not be imported for that."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from holdfast.engine.plan.split_tensors import Splits, split_ranges
+from holdfast.engine.plan.split_tensors import SplitLayout, Splits, split_ranges
 from holdfast.errors import OptimizerMismatchError, StateError
 from holdfast.formats.native import NativeReader
 from holdfast.formats.reader import Reader
@@ -35,15 +36,17 @@ def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
     """Return a reader with the tensor names of the models and optimizers that the checkpoint is loaded into."""
     joined: dict[str, dict[str, TensorMapping]] = {}
     refs: dict[str, dict[str, ParamRef]] = {}
+    fused_refs: dict[str, dict[str, ParamRef]] = {}
     views = _split_views(training)
     for component, modules in models.model_components(training.model).items():
         if component in reader.groups:
             infos = reader.groups[component]
-            fused = {} if isinstance(reader, NativeReader) else _fused_tensors(modules[0], infos)
-            joined[component] = fused | _joined_tensors(views[component], infos)
+            fused_refs[component] = {} if isinstance(reader, NativeReader) else _fused_refs(modules[0], infos)
+            joined[component] = _fused_tensors(fused_refs[component], infos) | _joined_tensors(views[component], infos)
     for component in adapters.optimizer_components(training.optimizer):
         all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)
-        refs[component] = {ref.name: ref for ref in all_refs if ref.splits}
+        refs[component] = fused_refs.get("model" + component.removeprefix("optimizer"), {})
+        refs[component] = {**refs[component], **{ref.name: ref for ref in all_refs if ref.splits}}
         crcs = partial(reader.block_crcs, component)
         joined[component] = _joined_states(refs[component], reader.groups.get(component, {}), crcs)
     if not any(joined.values()) and not any(refs.values()):
@@ -81,20 +84,39 @@ def _split_view(modules: list[Any]) -> ModelView:
     return ModelView()
 
 
-def _fused_tensors(model: object, infos: _Infos) -> dict[str, TensorMapping]:
+def _fused_refs(model: object, infos: _Infos) -> dict[str, ParamRef]:
     """Return the tensors of a model that the checkpoint has renamed or split, if all their ranges are stored."""
     if not isinstance(model, nn.Module):
         return {}
     tensors = models.build_load_view([model], infos).tensors
     layout = stored_layout(model, {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    mappings = {}
+    refs = {}
     for name, stored_ranges in group_by_origin(layout):
         stored = [stored_name for stored_name, _ in stored_ranges]
         is_complete = all(key in infos and infos[key].shape == layout[key][0].shape for key in stored)
         if name not in infos and is_complete and len({infos[key].dtype for key in stored}) == 1:
-            info = TensorInfo(infos[stored[0]].dtype, tensors[name].shape)
-            mappings[name] = TensorMapping(info, [full_range(key, infos[key]) for key in stored])
-    return mappings
+            refs[name] = ParamRef(name, tensors[name], splits=tuple(_iterate_splits(stored, infos)))
+    return refs
+
+
+def _iterate_splits(names: Sequence[str], infos: _Infos) -> Iterator[SplitLayout]:
+    """Yield the splits of a tensor that consists of whole stored tensors, one after another."""
+    start = 0
+    for name in names:
+        numel = math.prod(infos[name].shape)
+        yield SplitLayout(name, infos[name].shape, 0, start, (numel,), (1,))
+        start += numel
+
+
+def _fused_tensors(refs: Mapping[str, ParamRef], infos: _Infos) -> dict[str, TensorMapping]:
+    """Return the tensors joined from the whole stored tensors that they consist of."""
+    return {
+        name: TensorMapping(
+            TensorInfo(infos[ref.splits[0].name].dtype, ref.tensor.shape),
+            [full_range(split.name, infos[split.name]) for split in ref.splits],
+        )
+        for name, ref in refs.items()
+    }
 
 
 def _joined_tensors(view: ModelView, infos: _Infos) -> dict[str, TensorMapping]:

@@ -10,7 +10,8 @@ from holdfast.errors import NoCheckpointError
 from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import parse_hidden_name
 from holdfast.ondisk.manifest import LARGEST
-from holdfast.run.object_run import list_tags, list_unpublished, tag_of_folder
+from holdfast.run.object_run import list_unpublished, tag_of_folder
+from holdfast.run.pointers import list_tags
 from holdfast.run.scan import (
     CheckpointInfo,
     displaced_checkpoints,

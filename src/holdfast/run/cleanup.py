@@ -18,16 +18,11 @@ from holdfast.run.added_metrics import list_metric_files, remove_metrics_of
 from holdfast.run.aliases import has_alias
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.run.lease import held_lease, remove_if_over
-from holdfast.run.object_run import (
-    delete_checkpoint_objects,
-    delete_prefix,
-    discard_abandoned,
-    find_tag,
-    list_tags,
-    list_unpublished,
-)
+from holdfast.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
+from holdfast.run.object_run import list_unpublished
 from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.pin import is_pinned, remove_dead_pin
+from holdfast.run.pointers import find_tag, list_tags
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.staging_lock import StagingLock, acquire_lock

@@ -11,7 +11,8 @@ from holdfast.formats.detect import describe_contents, is_checkpoint, open_reade
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
 from holdfast.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
-from holdfast.run.object_run import Pointer, checkpoint_folder, find_tag, has_lost_files, lost_files_error
+from holdfast.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
+from holdfast.run.pointers import Pointer, find_tag
 from holdfast.run.scan import CheckpointInfo, displaced_checkpoints
 from holdfast.run.tags import Best, resolve_tag
 from holdfast.storage import posix
@@ -35,7 +36,7 @@ def latest_checkpoint(path: Path) -> CheckpointInfo:
 
 def describe_ignored_files(path: Path) -> str | None:
     """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
-    if isinstance(path, ObjectPath) or not is_checkpoint(path):
+    if isinstance(path, ObjectPath) or not is_checkpoint(path) or not is_run_directory(path):
         return None
     ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
     if not ignored:

@@ -17,19 +17,13 @@ from holdfast.formats.native import claims_to_be_native, read_manifest
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
 from holdfast.ondisk.manifest import NAME, Manifest
 from holdfast.run.added_metrics import list_metric_files, read_added_metrics
-from holdfast.run.object_run import (
-    TAGS,
-    TagEntry,
-    checkpoint_folder,
-    is_copied_folder,
-    list_tags,
-    map_requests,
-)
+from holdfast.run.object_run import checkpoint_folder, is_copied_folder
+from holdfast.run.pointers import TAGS, TagEntry, list_tags
 from holdfast.storage import posix
 from holdfast.storage.file_memo import FileMemo, sign_file
 from holdfast.storage.filesystems import is_local
 from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.store import store_of
+from holdfast.storage.store import map_requests, store_of
 
 
 @dataclass(frozen=True, slots=True)

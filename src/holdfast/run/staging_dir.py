@@ -22,7 +22,8 @@ from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up, restore_displaced
-from holdfast.run.object_run import check_output_name, find_tag
+from holdfast.run.object_run import check_output_name
+from holdfast.run.pointers import find_tag
 from holdfast.run.scan import read_info
 from holdfast.run.staging_lock import StagingLock, acquire_lock, confirm_lock
 from holdfast.storage import atomic_rename, directory_trees, posix

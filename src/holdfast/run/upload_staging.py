@@ -19,10 +19,10 @@ from holdfast.engine.io.upload_files import upload_file
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError, TagExistsError
 from holdfast.ondisk import manifest
 from holdfast.run.cleanup import clean_up
-from holdfast.run.object_run import map_requests
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import is_directory, make_private_directory, walk_files
+from holdfast.storage.store import map_requests
 
 #: The ends of the names of files that name other files, in the order in which they are uploaded.
 _LAST = (".index.json", "adapter_config.json", "config.json", ".metadata", manifest.NAME)

@@ -32,25 +32,15 @@ from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import CheckpointIdentity, next_identity
 from holdfast.run.cleanup import delete_checkpoints, expired_checkpoints
-from holdfast.run.object_run import (
-    Pointer,
-    TagEntry,
-    checkpoint_folder,
-    delete_checkpoint_objects,
-    discard_folder,
-    find_highest_number,
-    find_tag,
-    is_intact,
-    is_pointer,
-    map_requests,
-    pointer_path,
-)
+from holdfast.run.object_removal import delete_checkpoint_objects, discard_folder, is_intact
+from holdfast.run.object_run import checkpoint_folder
+from holdfast.run.pointers import Pointer, TagEntry, find_highest_number, find_tag, is_pointer, pointer_path
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.request import SaveRequest
 from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.store import Upload
+from holdfast.storage.store import Upload, map_requests
 
 #: How often a save tries to publish its checkpoint, and the seconds between.
 _PUBLISH_ATTEMPTS, _PUBLISH_SECONDS = 100, 0.1

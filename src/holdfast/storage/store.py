@@ -6,12 +6,13 @@ endpoint of an object store is another. ``tests/unit/storage/test_store_conforma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
+from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage import posix
 from holdfast.storage.atomic_rename import replace_small
 from holdfast.storage.body import Body
@@ -176,6 +177,12 @@ class PosixStore:
 
 _POSIX = PosixStore()
 
+#: How many small objects are requested at a time.
+_REQUESTS = 16
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
 
 def count_stored_bytes(path: Path) -> int:
     """Return the size in bytes of a file, or of all files in a directory and below it."""
@@ -188,3 +195,8 @@ def count_stored_bytes(path: Path) -> int:
 def store_of(path: Path) -> Store:
     """Return the store that a path belongs to."""
     return path.store if isinstance(path, ObjectPath) else _POSIX
+
+
+def map_requests(request: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+    """Return the results of a function that sends a request for each item; several at a time."""
+    return run_in_threads(request, items, _REQUESTS)

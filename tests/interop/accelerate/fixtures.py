@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import tarfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import holdfast
+
 ACCELERATE = ["acc_plain_w1", "acc_fsdp2_w2"]
 TRAINER = ["trainer_plain_w1", "trainer_plain_w2", "trainer_fsdp2_w2"]
 CASES = [*ACCELERATE, *TRAINER]
+DEEPSPEED = ["acc_ds_z2_w2", "trainer_ds_z2_w2"]
 RANKS = {case: int(case[-1]) for case in CASES}
 
 #: Their optimizers have parameters by name, not by number.
@@ -39,7 +44,9 @@ class SavedRun:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._by_prefix("weights/")
+        """The tensors of the model. The oracle of Accelerate with DeepSpeed lacks its buffers, which are constants."""
+        buffers = {"counts": torch.arange(5), "scale": torch.linspace(0.5, 1.5, 10)}
+        return self._by_prefix("weights/") | (buffers if self.case == "acc_ds_z2_w2" else {})
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -51,15 +58,17 @@ class SavedRun:
     def params(self) -> list[str]:
         return [name for group in self.groups for name in group["params"]]
 
+    @property
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The moments of each parameter of the optimizer."""
+        first, second = self._by_prefix("exp_avg/"), self._by_prefix("exp_avg_sq/")
+        return {name: {"exp_avg": value, "exp_avg_sq": second[name]} for name, value in first.items()}
+
     @cached_property
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
         """The states of each parameter of the optimizer."""
-        by_state = {"exp_avg": self._by_prefix("exp_avg/"), "exp_avg_sq": self._by_prefix("exp_avg_sq/")}
-        steps = {name: torch.tensor(step) for name, step in self._notes["step"].items()}
-        return {
-            name: {"exp_avg": by_state["exp_avg"][name], "exp_avg_sq": by_state["exp_avg_sq"][name], "step": step}
-            for name, step in steps.items()
-        }
+        steps: dict[str, float] = self._notes["step"]
+        return {name: {**moments, "step": torch.tensor(steps[name])} for name, moments in self.moments.items()}
 
     @property
     def scheduler(self) -> dict[str, Any]:
@@ -82,7 +91,7 @@ class SavedRun:
     def make_model(self) -> nn.Module:
         """A model with the parameters and buffers of the run, filled with other numbers."""
         model = nn.Module()
-        buffers = self.weights.keys() - set(self.params)
+        buffers = self.weights.keys() - self.moments.keys()
         for name, value in self.weights.items():
             owner, _, last = name.rpartition(".")
             parent = model
@@ -105,3 +114,9 @@ class SavedRun:
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def restore_generators(path: Path) -> dict[str, Any]:
+    result = holdfast.restore(path, rng=True)
+    assert result.exact == ("rng", "user_content")
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002

@@ -222,21 +222,6 @@ def test_many_ranks_are_not_made_from_a_name(folder: Callable[[str], SavedRun]) 
     assert restore(run).missing == ("rng",)
 
 
-def make_deepspeed(run: SavedRun, tag: str) -> None:
-    (run.folder / tag).mkdir()
-    (run.folder / "latest").write_text(tag)
-    for name in ("optimizer.pt", "optimizer.bin"):
-        (run.folder / name).unlink(missing_ok=True)
-
-
-def test_an_optimizer_of_deepspeed_is_refused_and_the_model_is_read(folder: Callable[[str], SavedRun]) -> None:
-    run = folder("trainer_plain_w1")
-    make_deepspeed(run, "global_step3")
-    assert "model" in holdfast.restore(run.folder, model=run.make_model()).exact
-    with pytest.raises(FormatError, match=r"optimizer .* is in global_step3, a folder of DeepSpeed"):
-        restore(run)
-
-
 @pytest.mark.parametrize("tag", ["../other", "/", "", "missing"])
 def test_a_forged_name_of_a_folder_of_deepspeed_is_not_followed(folder: Callable[[str], SavedRun], tag: str) -> None:
     run = folder("acc_plain_w1")

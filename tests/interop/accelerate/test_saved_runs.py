@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.interop.accelerate.fixtures import (
     TRAINER,
     SavedRun,
     make_scheduler,
+    restore_generators,
     unpack_fixtures,
 )
 
@@ -107,12 +107,6 @@ def test_a_plain_training_is_restored_exactly(run: SavedRun) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in run.groups]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [g["weight_decay"] for g in run.groups]
     assert scheduler.last_epoch == run.scheduler["last_epoch"]
-
-
-def restore_generators(path: Path) -> dict[str, Any]:
-    result = holdfast.restore(path, rng=True)
-    assert result.exact == ("rng", "user_content")
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002
 
 
 def test_each_rank_gets_the_states_of_its_generators(ranks: Ranks, run: SavedRun) -> None:

@@ -24,6 +24,8 @@ from holdfast.errors import (
     NoCheckpointError,
     UnsafePickleError,
 )
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.nxd_files import (
     NAME,
     extract_golden,
@@ -436,3 +438,17 @@ def test_nothing_of_ours_asks_for_torch_xla() -> None:
     for file in (Path(holdfast.__file__).parent).rglob("*.py"):
         names = re.findall(r"^\s*(?:from|import) (\S+)", file.read_text(), re.MULTILINE)
         assert not [item for item in names if item.startswith(("torch_xla", "neuronx"))], file
+
+
+@pytest.mark.parametrize("kind", ["plain_xser1", "z1_xser1", "z1_nomaster"])
+def test_what_nxd_wrote_is_read_from_an_object_store(tmp_path: Path, kind: str) -> None:
+    folder, fake = extract_golden(tmp_path) / kind, FakeS3()
+    with fake.connected():
+        path = fake.store_at("http://fake").path(f"{BUCKET}/{kind}")
+        for file in folder.rglob("*"):
+            if file.is_file():
+                path.store.replace_small(path / str(file.relative_to(folder)), file.read_bytes())
+        stored, local = opened(path, copies="first"), opened(folder, copies="first")
+        assert [*stored] == [*local]
+        assert all(torch.equal(stored[key], local[key]) for key in local if isinstance(local[key], torch.Tensor))
+        assert repr(stored.values) == repr(local.values)

@@ -48,12 +48,6 @@ _VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
 #: Files of one rank's shards, which say nothing about their places in whole tensors.
 _LOCAL = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,4})?_rank\d{1,9}\.bin")
 
-#: The file in which DeepSpeed names the folder of the latest save.
-_LATEST = "latest"
-
-#: The most bytes of that file.
-_LONGEST_NAME = 4096
-
 #: The paths of each kind by number: of a prepared object, a rank or, for values, the position in the folder.
 Parts = Mapping[str, Mapping[int, Path]]
 
@@ -98,12 +92,3 @@ def is_training_folder(path: Path) -> bool:
 def _is_mark(name: str, *, has_state: bool) -> bool:
     """Return whether a name says that its folder is one of Accelerate or, with a state of it, of the ``Trainer``."""
     return bool(_ACCELERATE.fullmatch(name) or (has_state and _TRAINER.fullmatch(name)))
-
-
-def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the files of DeepSpeed that the file ``latest`` names, or ``None`` if there is none."""
-    store = store_of(folder)
-    if not store.is_file(folder / _LATEST):
-        return None
-    tag = store.read_small(folder / _LATEST, _LONGEST_NAME).decode(errors="replace").strip()
-    return folder / tag if tag in store.list_names(folder) else None

@@ -22,7 +22,6 @@ from holdfast.formats.accelerate.folder_parts import (
     TRAINER_STATE,
     VALUE,
     Parts,
-    find_deepspeed,
 )
 from holdfast.formats.accelerate.part_reader import PartReader
 from holdfast.formats.accelerate.rank_values import CONTENT, build_rank_values
@@ -48,7 +47,7 @@ class TrainingReader(TreeReader):
 
     def __init__(self, path: Path, parts: Parts, elsewhere: Collection[str] = ()) -> None:
         kinds = [kind for kind in (MODEL, OPTIMIZER, SCHEDULER) if kind not in elsewhere]
-        notes = list(_note_other_backends(path, parts, kinds))
+        notes = list(_note_local_shards(parts, kinds))
         self._parts = PartReader(path)
         slots = self._read_slots({kind: parts[kind] for kind in kinds if kind in parts})
         unsafe = {slot: tree for slot, tree in slots.items() if isinstance(tree, UnreadTensor)}
@@ -105,17 +104,12 @@ class TrainingReader(TreeReader):
         return CheckpointValues(shared, rank_values, len(self._ranks), self._ranks)
 
 
-def _note_other_backends(path: Path, parts: Parts, kinds: Collection[str]) -> Iterator[UnreadTensorNote]:
-    """Yield notes about models and optimizers in files that have another format, or that only one rank can use."""
-    deepspeed = find_deepspeed(path)
-    missing = [kind for kind in kinds if kind not in {*parts, SCHEDULER}]
-    if deepspeed is not None:
-        why = f"is in {deepspeed.name}, a folder of DeepSpeed, which holdfast does not read"
-        yield from (UnreadTensorNote(kind, kind, why) for kind in missing)
-    elif LOCAL in parts:
-        name = parts[LOCAL][0].name
+def _note_local_shards(parts: Parts, kinds: Collection[str]) -> Iterator[UnreadTensorNote]:
+    """Yield notes about a model and an optimizer that are only in files of single ranks."""
+    if LOCAL in parts:
         why = (
-            f"is in files of single ranks such as {name}, which do not say where their shards belong: save with the "
-            "state dict type SHARDED_STATE_DICT or FULL_STATE_DICT"
+            f"is in files of single ranks such as {parts[LOCAL][0].name}, which do not say where their shards belong: "
+            "save with the state dict type SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
+        missing = [kind for kind in kinds if kind not in {*parts, SCHEDULER}]
         yield from (UnreadTensorNote(kind, kind, why) for kind in missing)

@@ -20,6 +20,7 @@ from holdfast.formats.dcp.tiling import LEAST, check_tiling
 from holdfast.formats.dcp.unflatten import unflatten
 from holdfast.formats.stored_tensor import UnreadTensor
 from holdfast.formats.torchfile import archive
+from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.objects import TorchTensor
 from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader
 from holdfast.ondisk.block_crcs import crc64
@@ -44,9 +45,10 @@ def is_dcp(path: Path) -> bool:
 class SavedTree:
     """The tree that a folder holds.
 
-    ``entries`` are the tensors and values of the tree by the flat names of the metadata. ``budget`` is the one that
-    reading them was charged to. ``files`` are the metadata and all files with records; ``fingerprint`` is a digest of
-    the metadata and the sizes of these files.
+    ``entries`` are the tensors and values of the tree by the flat names of the metadata, and ``original_shapes`` the
+    shapes of tensors that Megatron stored in another one. ``budget`` is the one that reading them was charged to.
+    ``files`` are the metadata and all files with records; ``fingerprint`` is a digest of the metadata and the sizes of
+    these files.
     """
 
     root: dict[str, Any]
@@ -54,22 +56,28 @@ class SavedTree:
     budget: ReadBudget
     files: Sequence[Path]
     fingerprint: str
+    original_shapes: Mapping[str, tuple[int, ...]]
 
 
-def read_tree(path: Path) -> SavedTree:
+def read_tree(path: Path, names: Mapping[str, object] = NAMES) -> SavedTree:
     """Return the tree that a folder holds. No tensor is read; a chunk is located in its file when it is first read.
+
+    ``names`` are the globals that the pickles of its values may name.
 
     Raises ``CorruptCheckpointError``, naming the tensor, if a chunk is missing, overlaps another or ends outside of its
     file.
     """
-    return DcpDirectory(path, ReaderPool()).read_tree()
+    return DcpDirectory(path, ReaderPool(), names).read_tree()
 
 
 class DcpDirectory:
-    """A folder with metadata. ``readers`` reads the records that the metadata names."""
+    """A folder with metadata. ``readers`` reads the records that the metadata names.
 
-    def __init__(self, path: Path, readers: RangeReader) -> None:
-        self.path, self._readers = path, readers
+    ``names`` are the globals that the pickles of its values may name.
+    """
+
+    def __init__(self, path: Path, readers: RangeReader, names: Mapping[str, object] = NAMES) -> None:
+        self.path, self._readers, self._names = path, readers, names
         self._sizes: dict[str, int] = {}
         self._budget, self._tiling_budget = ReadBudget(), ReadBudget(least=LEAST)
 
@@ -98,12 +106,13 @@ class DcpDirectory:
         files = [*self._metadata_files(), *(self.path / name for name, _ in sizes)]
         checksums_file = checksums.find_checksums(self.path, raw)
         files += [] if checksums_file is None else [checksums_file]
-        return SavedTree(root, entries, self._budget, files, f"{crc64(repr(sizes).encode(), crc64(raw)):016x}")
+        fingerprint = f"{crc64(repr(sizes).encode(), crc64(raw)):016x}"
+        return SavedTree(root, entries, self._budget, files, fingerprint, dcp_metadata.original_shapes)
 
     def _read_value(self, window: FileWindow) -> Any:
         """Return the value in a record, or a placeholder if it is unsafe to read, so that the others can be read."""
         try:
-            return archive.read_archive(window, self._budget).root
+            return archive.read_archive(window, self._budget, self._names).root
         except UnsafePickleError as error:
             return UnreadTensor(f"is not read: {error}", type(error))
 

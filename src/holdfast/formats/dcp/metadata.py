@@ -35,6 +35,15 @@ _CLASSES = (
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
 
+#: The classes of the plans of a save, which some writers keep in the metadata, and which are not needed for reading.
+_PLANS = ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+
+#: The module of Megatron's classes of metadata and plans, which have a few attributes more than those of torch.
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+#: Megatron's key, in the data of a tensor, of the shape that a tensor had before it was stored in another one.
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
 #: Advice in messages about unsafe pickles in folders of ``torch.distributed.checkpoint``.
 DCP_LOAD = (
     "If you trust who wrote it, load it with torch.distributed.checkpoint.load, by torch's own FileSystemReader or by "
@@ -53,6 +62,9 @@ _NAMES: Mapping[str, object] = {
         f"{_BEFORE}.{name}": AllowedCallable(name, plain_record(name))
         for name in ("MEM_FORMAT_ENCODING", "TensorProperties")
     },
+    **{f"{_MODULE}.planner.{name}": AllowedCallable(name, plain_record(name)) for name in _PLANS},
+    f"{_MEGATRON}.MCoreMetadata": AllowedCallable("Metadata", plain_record("Metadata")),
+    f"{_MEGATRON}.MCoreSavePlan": AllowedCallable("SavePlan", plain_record("SavePlan")),
 }
 
 
@@ -76,7 +88,8 @@ class TensorMetadata:
 class DcpMetadata:
     """The entries of a checkpoint by their flat names: tensors, other values, and tensors that holdfast cannot read.
 
-    ``paths`` has the path of each entry in the tree. ``save_id`` is the id that torch gave the save, and ``version``
+    ``paths`` has the path of each entry in the tree. ``original_shapes`` are the shapes of tensors that Megatron stored
+    in another shape. ``save_id`` is the id that torch gave the save, and ``version``
     the version of torch's format; both are ``None`` in checkpoints of older releases.
     """
 
@@ -84,6 +97,7 @@ class DcpMetadata:
     values: dict[str, RecordLocation] = field(default_factory=dict)
     unreadable: dict[str, UnreadableTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
+    original_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     save_id: str | None = None
     version: str | None = None
 
@@ -99,6 +113,7 @@ class DcpMetadata:
         self.values = {**other.values, **self.values}
         self.unreadable = {**other.unreadable, **self.unreadable}
         self.paths = {**other.paths, **self.paths}
+        self.original_shapes = {**other.original_shapes, **self.original_shapes}
         self.save_id = self.save_id or other.save_id
         self.version = self.version or other.version
 
@@ -148,9 +163,20 @@ def _decode_state(state: Mapping[str, Any], source: str) -> DcpMetadata:
     paths = state.get("planner_data")
     if isinstance(paths, dict):
         decoded.paths = {name: _check_path(path, name) for name, path in _check_table(paths, "planner_data").items()}
+    decoded.original_shapes = dict(_iterate_original_shapes(state.get("mcore_data")))
     decoded.save_id = _decode_save_id(state.get("storage_meta"))
     decoded.version = _text_or_none(state.get("version"))
     return decoded
+
+
+def _iterate_original_shapes(table: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors that Megatron stored in another shape, with their own shapes."""
+    for name, data in _check_table({} if table is None else table, "mcore_data").items():
+        shape = data.get(_ORIGINAL_SHAPE) if isinstance(data, dict) else None
+        if shape is not None:
+            if not isinstance(shape, tuple | list) or not all(type(n) is int and 0 <= n < _LARGEST for n in shape):
+                raise TypeError(f"the shape of {name!r} in mcore_data must be a tuple of integers")
+            yield name, tuple(shape)
 
 
 def _decode_save_id(meta: Any) -> str | None:

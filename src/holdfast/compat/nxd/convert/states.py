@@ -10,10 +10,10 @@ from holdfast.compat.nxd.convert import torch_files
 from holdfast.compat.nxd.convert.options import NxdOptions
 from holdfast.compat.nxd.convert.parameters import ShardedParameters
 from holdfast.compat.nxd.format import zero
-from holdfast.compat.nxd.format.consistency import digest_tensor
 from holdfast.compat.nxd.format.shard import ShardedTensor
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_bytes import digest_tensor
 
 #: The param groups of an optimizer, in the format of holdfast's values.
 Groups = Sequence[Mapping[str, Any]]

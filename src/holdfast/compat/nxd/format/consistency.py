@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.compat.nxd.format.rank_file import RankShard
-from holdfast.compat.nxd.format.slicing import JoinedTensor
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.ondisk.block_crcs import crc64
-
-#: The number of bytes that are read at a time.
-_CHUNK = 4 * 2**20
+from holdfast.formats.tensor_bytes import digest_tensor, read_tensor_bytes
+from holdfast.formats.tensor_slices import JoinedTensor
 
 
 @dataclass
@@ -54,23 +51,3 @@ def _file_name(stored: StoredTensor) -> str:
     if isinstance(stored, JoinedTensor) and stored.chunks:
         return str(stored.chunks[0].order_hint[0])
     return str(stored.file) if isinstance(stored, RankShard) else "another file"
-
-
-def read_tensor_bytes(stored: StoredTensor, start: int, stop: int) -> bytes:
-    """Read a range of a tensor's bytes."""
-    from holdfast.engine.io.source_reader import SourceReader  # noqa: PLC0415 - importing NumPy is slow, and showing a file does not need it
-
-    buffer = bytearray(stop - start)
-    extents = stored.find_extents(start, stop)
-    with SourceReader([extent.file for extent in extents]) as reader:
-        for number, (_, offset, low, high) in enumerate(extents):
-            reader.read(number, offset, memoryview(buffer)[low - start : high - start])
-    return bytes(buffer)
-
-
-def digest_tensor(stored: StoredTensor) -> int:
-    """Return the CRC-64 of a tensor's bytes."""
-    crc = 0
-    for start in range(0, stored.info.nbytes, _CHUNK):
-        crc = crc64(read_tensor_bytes(stored, start, min(start + _CHUNK, stored.info.nbytes)), crc)
-    return crc

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 MODEL, OPTIM = "model", "optim"
 
@@ -62,7 +62,7 @@ def find_rank_files(folder: Path) -> RankFiles | None:
 
     Raises ``CorruptCheckpointError`` naming the first missing file, or two files of one rank.
     """
-    files = posix.list_files(folder)
+    files = store_of(folder).list_files(folder)
     ranks, full = (_group_by_rank(folder, ((file.name, file) for file in files), kind) for kind in (_NAME, _FULL))
     if ranks and full:
         raise CorruptCheckpointError(
@@ -106,16 +106,18 @@ def list_ranks(degrees: RankCoordinates) -> Iterable[RankCoordinates]:
 
 def find_legacy_files(folder: Path) -> RankFiles | None:
     """Return the files that ``parallel_layers.save`` or Lightning's ``NeuronCheckpointIO`` wrote into a folder."""
-    named = [(file.name, file) for file in posix.list_files(folder)]
-    nested = [(subfolder.name, subfolder / "checkpoint.pt") for subfolder in posix.list_subdirectories(folder)]
-    named += [(name, file) for name, file in nested if posix.file_exists(file)]
+    named = [(file.name, file) for file in store_of(folder).list_files(folder)]
+    nested = [
+        (subfolder.name, subfolder / "checkpoint.pt") for subfolder in store_of(folder).list_subdirectories(folder)
+    ]
+    named += [(name, file) for name, file in nested if store_of(file).file_exists(file)]
     files = _group_by_rank(folder, named, _LEGACY)
     return RankFiles(*_require_complete(files, folder, experts=False)) if files else None
 
 
 def find_legacy_zero_files(folder: Path) -> RankFiles | None:
     """Return the files that ``NeuronZero1Optimizer.save_sharded_state_dict`` wrote into a folder."""
-    files = _group_by_rank(folder, ((file.name, file) for file in posix.list_files(folder)), _LEGACY_ZERO)
+    files = _group_by_rank(folder, ((file.name, file) for file in store_of(folder).list_files(folder)), _LEGACY_ZERO)
     return RankFiles(*_require_complete(files, folder, experts=False)) if files else None
 
 
@@ -142,14 +144,15 @@ def _parse_rank(match: re.Match[str]) -> RankCoordinates:
 
 def has_rank_files(folder: Path) -> bool:
     """Return whether a folder has ranks' files; for format detection."""
-    return any(_NAME.fullmatch(file.name) or _FULL.fullmatch(file.name) for file in posix.list_files(folder))
+    return any(_NAME.fullmatch(file.name) or _FULL.fullmatch(file.name) for file in store_of(folder).list_files(folder))
 
 
 def has_legacy_files(folder: Path) -> bool:
     """Return whether a folder has legacy files."""
     return any(
-        _LEGACY.fullmatch(file.name) or _LEGACY_ZERO.fullmatch(file.name) for file in posix.list_files(folder)
+        _LEGACY.fullmatch(file.name) or _LEGACY_ZERO.fullmatch(file.name)
+        for file in store_of(folder).list_files(folder)
     ) or any(
-        _LEGACY.fullmatch(subfolder.name) and posix.file_exists(subfolder / "checkpoint.pt")
-        for subfolder in posix.list_subdirectories(folder)
+        _LEGACY.fullmatch(subfolder.name) and store_of(subfolder).file_exists(subfolder / "checkpoint.pt")
+        for subfolder in store_of(folder).list_subdirectories(folder)
     )

@@ -18,8 +18,8 @@ from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.stored_tensor import StoredTensor, UnreadableTensor
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 
 @dataclass
@@ -38,7 +38,7 @@ class NxdCheckpoint:
     @property
     def fingerprint(self) -> str:
         """A digest of all pickles and of the sizes of the files."""
-        sizes = repr([(file.digest, [posix.file_size(path) for path in file.files]) for file in self.files])
+        sizes = repr([(file.digest, [store_of(path).file_size(path) for path in file.files]) for file in self.files])
         return f"{crc64(sizes.encode()):016x}"
 
 
@@ -66,7 +66,7 @@ def read_folder(path: Path) -> NxdCheckpoint:
 
 def _read_kind(folder: Path, access: FileAccess) -> dict[RankCoordinates, RankFile]:
     """Read the files of the models or of the optimizers."""
-    if posix.file_exists(folder / METADATA):
+    if store_of(folder).file_exists(folder / METADATA):
         raise FormatError(f"{folder} was saved with use_zero1_dcp: open it separately, as a DCP folder")
     rank_files = file_names.find_rank_files(folder)
     if rank_files is None:
@@ -83,7 +83,7 @@ def _redirect_path(rank_files: RankFiles, rank: RankCoordinates) -> Path | None:
 
 def _read_values(saved: NxdCheckpoint, access: FileAccess) -> None:
     for key, name in VALUES.items():
-        if posix.file_exists(saved.path / name):
+        if store_of(saved.path).file_exists(saved.path / name):
             saved.values[key] = read_tree(saved.path / name, access).root
             saved.others.append(saved.path / name)
 

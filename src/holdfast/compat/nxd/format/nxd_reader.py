@@ -20,7 +20,7 @@ from holdfast.formats.registry import LAYOUT
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.tree.contents import TreeContents, from_components
 from holdfast.formats.tree.tree_reader import TreeReader
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 #: The keys that a reader of this format accepts, and the values of three of them.
 WEIGHTS, COPIES, OPTIMIZER = "weights", "copies", "optimizer"
@@ -35,9 +35,10 @@ def is_nxd(path: Path) -> bool:
 
     A run that has moved from NxD to holdfast counts as a holdfast run.
     """
-    if not posix.is_directory(path) or step_dirs.is_tag(path):
-        return posix.is_directory(path)
-    return not any(is_native(folder) for folder in posix.list_subdirectories(path)) and step_dirs.is_nxd_run(path)
+    if not store_of(path).is_directory(path) or step_dirs.is_tag(path):
+        return store_of(path).is_directory(path)
+    subfolders = store_of(path).list_subdirectories(path)
+    return not any(map(is_native, subfolders)) and step_dirs.is_nxd_run(path)
 
 
 class NxdReader(TreeReader):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.compat.nxd.format.file_names import INFO, TENSORS
-from holdfast.compat.nxd.format.slicing import Chunks
 from holdfast.engine.io.sources import SourceChunk, StridedLocation
 from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError, FormatError
@@ -21,6 +20,7 @@ from holdfast.formats.pickles.builtin_types import plain_record
 from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject
 from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_slices import Chunks
 from holdfast.formats.torchfile import archive, legacy
 from holdfast.formats.torchfile.allowed_globals import NAMES
 from holdfast.formats.torchfile.dtypes import DTYPES
@@ -30,8 +30,8 @@ from holdfast.formats.tree.expanded_size import check_expanded_size
 from holdfast.formats.tree.traversal import rebuild_tree, show_path
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
+from holdfast.storage.store import store_of
 
 #: Classes of references to tensors in separate files. The second is a bug of NxD, which it does not correct on load.
 _REFERENCES = (
@@ -73,7 +73,7 @@ class RankShard(StoredTensor):
     @property
     def exists(self) -> bool:
         """True if its file exists."""
-        return posix.file_exists(self.file)
+        return store_of(self.file).file_exists(self.file)
 
     @property
     def identity(self) -> Hashable:
@@ -109,7 +109,7 @@ class RankFile:
         """Check every tensor's file. Raises ``CorruptCheckpointError`` naming the first that is missing or invalid."""
         for shard in self.shards:
             end = shard.tensor.storage.start + shard.tensor.storage.nbytes
-            if end > posix.file_size(shard.file):
+            if end > store_of(shard.file).file_size(shard.file):
                 raise CorruptCheckpointError(f"{shard.file} is truncated: its tensor ends at byte {end}")
 
 
@@ -124,7 +124,7 @@ def read_tree(path: Path, access: FileAccess, budget: ReadBudget | None = None) 
     Raises ``UnsafeNameError`` if the file is not in the folder that was opened.
     """
     check_contained(path, access.root)
-    window = FileWindow(path, 0, posix.file_size(path), access.readers)
+    window = FileWindow(path, 0, store_of(path).file_size(path), access.readers)
     used_budget = access.budget if budget is None else budget
     return (
         archive.read_archive(window, used_budget, _ALLOWED)
@@ -144,7 +144,7 @@ class _RankFileReader:
     def read_file(self) -> RankFile:
         tree = read_tree(self._path, self._access)
         info_path = self._with_suffix(INFO)
-        info_files = [info_path] if posix.file_exists(info_path) else []
+        info_files = [info_path] if store_of(info_path).file_exists(info_path) else []
         if info_files:
             infos = read_tree(info_path, self._access).root
             self._infos = infos if isinstance(infos, dict) else {}
@@ -161,7 +161,7 @@ class _RankFileReader:
             *info_files,
             *dict.fromkeys(shard.file for shard in shards if shard.file != self._path and shard.exists),
         ]
-        xser = bool(info_files) or posix.is_directory(self._with_suffix(TENSORS))
+        xser = bool(info_files) or store_of(info_path).is_directory(self._with_suffix(TENSORS))
         return RankFile(self._path, root, tree.nbytes, tree.digest, files, shards, xser)
 
     def _with_suffix(self, suffix: str) -> Path:
@@ -195,14 +195,14 @@ class _RankFileReader:
     def _find_tensor_file(self, tid: int) -> Path:
         """Return the path of a tensor's file. Further expert-parallel ranks only store the tensors of experts."""
         rank_path = self._with_suffix(TENSORS) / f"tensor_{tid}.pt"
-        if self._redirect is not None and not posix.file_exists(rank_path):
+        if self._redirect is not None and not store_of(rank_path).file_exists(rank_path):
             first_path = self._redirect.with_name(self._redirect.name + TENSORS) / rank_path.name
-            return first_path if posix.file_exists(first_path) else rank_path
+            return first_path if store_of(first_path).file_exists(first_path) else rank_path
         return rank_path
 
 
 def _read_tensor_file(file: Path, access: FileAccess) -> TorchTensor:
-    if not posix.file_exists(file):
+    if not store_of(file).file_exists(file):
         raise CorruptCheckpointError(f"{file} is missing; the file of its rank refers to it")
     tensor = read_tree(file, access, ReadBudget()).root
     if not isinstance(tensor, TorchTensor):

@@ -17,7 +17,13 @@ from holdfast.compat.nxd.format.sharding_spec import (
     rank_block,
     shard_pieces,
 )
-from holdfast.compat.nxd.format.slicing import (
+from holdfast.compat.nxd.format.unshard import slices_of
+from holdfast.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
+from holdfast.engine.plan.ranges import boxes_of_range
+from holdfast.errors import FormatError, InvalidArgumentError
+from holdfast.formats.reader import FileExtent, Reader
+from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_slices import (
     Chunks,
     JoinedTensor,
     cut_slice,
@@ -27,12 +33,6 @@ from holdfast.compat.nxd.format.slicing import (
     slice_along,
     unsqueeze_slices,
 )
-from holdfast.compat.nxd.format.unshard import slices_of
-from holdfast.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
-from holdfast.engine.plan.ranges import boxes_of_range
-from holdfast.errors import FormatError, InvalidArgumentError
-from holdfast.formats.reader import FileExtent, Reader
-from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.compat.nxd.format import file_names
 from holdfast.errors import CorruptCheckpointError, NoCheckpointError
-from holdfast.storage import posix
+from holdfast.storage.store import store_of
 
 BEGUN, DONE, NEWEST = "checkpoint", "done", "newest"
 
@@ -28,7 +28,8 @@ def is_tag(path: Path) -> bool:
 
 def is_nxd_run(path: Path) -> bool:
     """Return whether a folder contains checkpoints."""
-    return posix.is_directory(path) and any(is_tag(folder) for folder in posix.list_subdirectories(path))
+    store = store_of(path)
+    return store.is_directory(path) and any(is_tag(folder) for folder in store.list_subdirectories(path))
 
 
 def tensor_parallel_degree(path: Path) -> int:
@@ -43,7 +44,8 @@ def tensor_parallel_degree(path: Path) -> int:
 
 def check_finished(path: Path) -> None:
     """Raise ``CorruptCheckpointError`` for a checkpoint that was begun and not finished."""
-    if posix.is_file(path / BEGUN) and not posix.is_file(path / DONE):
+    store = store_of(path)
+    if store.is_file(path / BEGUN) and not store.is_file(path / DONE):
         raise CorruptCheckpointError(
             f"{path} was begun and has no {DONE!r} in it: its save did not end or, with async_save, "
             f"finalize_checkpoint was not called. If you know that it is complete, create an empty file of that name"
@@ -55,13 +57,14 @@ def newest_tag(path: Path) -> Path:
 
     Goes by the number in the name, not by a file's time, which every copy changes.
     """
-    tags = [folder for folder in posix.list_subdirectories(path) if is_tag(folder)]
-    if posix.file_exists(path / NEWEST):
-        posix.check_regular(path / NEWEST, within=(path,))
-        lines = posix.read_small(path / NEWEST).decode(errors="replace").split()
+    store = store_of(path)
+    tags = [folder for folder in store.list_subdirectories(path) if is_tag(folder)]
+    if store.file_exists(path / NEWEST):
+        store.check_regular(path / NEWEST, within=(path,))
+        lines = store.read_small(path / NEWEST).decode(errors="replace").split()
         if named := [path / line for line in lines if path / line in tags]:
             return named[-1]
-    finished = [tag for tag in tags if posix.is_file(tag / DONE) or not posix.is_file(tag / BEGUN)]
+    finished = [tag for tag in tags if store.is_file(tag / DONE) or not store.is_file(tag / BEGUN)]
     if not finished:
         raise NoCheckpointError(f"none of the checkpoints in {path} was finished")
     return max(finished, key=_sort_key)

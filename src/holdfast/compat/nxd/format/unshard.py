@@ -16,7 +16,9 @@ from holdfast.compat.nxd.format.sharding_spec import (
     rank_block,
     shard_pieces,
 )
-from holdfast.compat.nxd.format.slicing import (
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_slices import (
     Chunks,
     JoinedTensor,
     cut_slice,
@@ -25,8 +27,6 @@ from holdfast.compat.nxd.format.slicing import (
     permute_slices,
     slice_along,
 )
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
-from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.ondisk.files import TensorInfo
 
 #: The maximum number of experts of a layer: each gets an object, so a forged shape must not ask for more.

@@ -14,10 +14,10 @@ from typing import Any
 
 from holdfast.compat.nxd.format.consistency import ReplicaEvidence
 from holdfast.compat.nxd.format.rank_file import RankFile, RankShard
-from holdfast.compat.nxd.format.slicing import Chunks, JoinedTensor, cut_slice, offset_along, offset_slices, slice_along
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.tensor_slices import Chunks, JoinedTensor, cut_slice, offset_along, offset_slices, slice_along
 from holdfast.ondisk.files import TensorInfo
 
 BASE, SHAPES, MASTERS = "base_state", "shape_info", "sharded_master_weights"

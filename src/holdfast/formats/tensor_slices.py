@@ -7,9 +7,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.engine.io.sources import SourceChunk, StridedLocation
-from holdfast.engine.plan.ranges import IndexBox
+from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
+from holdfast.engine.plan.ranges import IndexBox, boxes_of_range
+from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
+from holdfast.ondisk.read_budget import ReadBudget
+
+#: Steps for a chunk of a tensor in a stack.
+_STACKED = 16
 
 #: The chunks of one tensor.
 Chunks = tuple[SourceChunk, ...]
@@ -26,6 +31,15 @@ class JoinedTensor(ChunkedTensor):
     def identity(self) -> Hashable:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
         return id(self)
+
+    def add_chunks(self, chunks: Chunks) -> JoinedTensor:
+        """Return the tensor with further chunks."""
+        return JoinedTensor(self.info, (*self.chunks, *chunks))
+
+
+def whole_box(shape: tuple[int, ...]) -> IndexBox:
+    """Return the box of a whole tensor."""
+    return IndexBox((0,) * len(shape), shape)
 
 
 def cut_slice(chunks: Iterable[SourceChunk], box: IndexBox) -> Chunks:
@@ -94,6 +108,45 @@ def slice_along(shape: Sequence[int], dim: int, start: int, stop: int) -> IndexB
 def offset_along(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
     """Return the offset of the elements that begin at ``start`` in one dimension."""
     return slice_along(shape, dim, start, start).offset
+
+
+def unstack_slices(chunks: Iterable[SourceChunk], budget: ReadBudget) -> dict[int, Chunks]:
+    """Return the chunks of each tensor of a stack, by its index in the first dimension. Each is charged to ``budget``.
+
+    An index of which no chunk has an element is absent.
+    """
+    tensors: dict[int, list[SourceChunk]] = {}
+    for chunk in chunks:
+        first, size = chunk.box.offset[0], chunk.box.shape[0]
+        budget.spend(_STACKED * size)
+        for index in range(first, first + size):
+            box = IndexBox(chunk.box.offset[1:], chunk.box.shape[1:])
+            locate = partial(_unstacked_location, chunk, index - first)
+            tensors.setdefault(index, []).append(SourceChunk(box, locate, chunk.order_hint))
+    return {index: tuple(of_index) for index, of_index in tensors.items()}
+
+
+def _unstacked_location(chunk: SourceChunk, index: int) -> StridedLocation:
+    location = _skip_to(chunk, (index, *(0 for _ in chunk.box.shape[1:])))
+    return location._replace(strides=location.strides[1:])
+
+
+def reshape_flat_slices(chunks: Iterable[SourceChunk], shape: tuple[int, ...], width: int) -> Chunks:
+    """Return the chunks of a flat tensor, of elements of ``width`` bytes, as those of a tensor of ``shape``."""
+    strides = row_major_strides(shape, width)
+    return tuple(
+        SourceChunk(box, partial(_reshaped_location, chunk, box, strides, width), chunk.order_hint)
+        for chunk in chunks
+        for box in boxes_of_range(shape, chunk.box.offset[0], chunk.box.offset[0] + chunk.box.shape[0])
+    )
+
+
+def _reshaped_location(chunk: SourceChunk, box: IndexBox, strides: tuple[int, ...], width: int) -> StridedLocation:
+    location = chunk.location
+    if chunk.box.shape[0] > 1 and location.strides[0] != width:
+        raise CorruptCheckpointError(f"{location.file}: a flat tensor is not contiguous: its metadata is corrupt")
+    skipped = sum(map(operator.mul, box.offset, strides)) - chunk.box.offset[0] * width
+    return StridedLocation(location.file, location.offset + skipped, strides)
 
 
 def unsqueeze_slices(chunks: Iterable[SourceChunk], number: int) -> Chunks:

@@ -1,0 +1,174 @@
+"""The contents of a tag's folder: the model, the optimizer, the scheduler and other values of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+from holdfast.formats.deepspeed.file_access import FileAccess
+from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
+from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
+from holdfast.formats.deepspeed.numbered_optimizers import name_stages
+from holdfast.formats.deepspeed.pipeline import Layers, find_shared_names, name_layers, read_layers
+from holdfast.formats.deepspeed.proof import Evidence
+from holdfast.formats.deepspeed.stages import StageFiles, join_stage_optimizer, read_stage
+from holdfast.formats.deepspeed.universal import read_universal
+from holdfast.formats.deepspeed.values import scheduler_of, user_content_of
+from holdfast.formats.deepspeed.whole_model import WholeModel, join_divided_model, join_model
+from holdfast.formats.deepspeed.without_zero import is_wrapped, name_wrapped
+from holdfast.storage.store import store_of
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for reading: whether the model gets the master weights, and whether the optimizer is read."""
+
+    use_masters: bool = True
+    with_optimizer: bool = True
+
+
+@dataclass
+class FolderContents:
+    """The contents of a folder.
+
+    Attributes:
+        components: The components by slot: ``model``, ``optimizer`` and ``scheduler``.
+        user_content: The counters of DeepSpeed, the loss scaler and the client state.
+        evidence: Tensors that must fit each other.
+        other_files: Files of the checkpoint that were not read, because the first rank's has all that they have.
+    """
+
+    components: dict[str, Any]
+    user_content: dict[str, Any]
+    evidence: Evidence = field(default_factory=Evidence)
+    other_files: list[Path] = field(default_factory=list)
+
+
+def read_contents(folder: Path, access: FileAccess, options: ReadOptions) -> FolderContents:
+    """Read the files in a tag's folder. Tensors are read when they are needed.
+
+    Raises ``FormatError`` if the folder has a form that holdfast does not read, ``CorruptCheckpointError`` naming a
+    file that is missing or does not fit the others.
+    """
+    return _FolderReader(folder, access, options).read()
+
+
+class _FolderReader:
+    def __init__(self, folder: Path, access: FileAccess, options: ReadOptions) -> None:
+        self._files, self._access, self._options = list_tag_files(folder), access, options
+        self._optimizer = JoinedOptimizer()
+        self._numbered: list[Any] = []
+        self._layers: Layers = {}
+
+    def read(self) -> FolderContents:
+        self._check_layout()
+        self._layers = read_layers(self._files, self._access)
+        experts = self._read_experts()
+        stages = [
+            read_stage(mp, self._files, self._access, with_optimizer=self._options.with_optimizer)
+            for mp in self._files.mp_ranks
+        ]
+        module = name_layers(self._layers) if self._layers else {**stages[0].first.module, **experts}
+        for stage in stages:
+            self._optimizer.merge_stage(self._read_optimizer(stage, module), str(stage.first.path))
+        model = self._join_model(stages[0], self._name_shared(stages, module))
+        evidence = Evidence(replicas=self._optimizer.replicas)
+        evidence.add_masters(self._optimizer.masters, model.copies)
+        content = user_content_of(stages[0].first, self._optimizer.values)
+        others = [path for stage in stages for path in stage.others]
+        return FolderContents(self._list_components(stages, model), content, evidence, others)
+
+    def _check_layout(self) -> None:
+        files, folder = self._files, self._files.folder
+        if store_of(folder).is_directory(folder / OFFLOADED) and self._options.with_optimizer:
+            raise FormatError(
+                f"{folder / OFFLOADED} has the swap files of an optimizer that was offloaded to NVMe, which holdfast "
+                "does not read: save without offload_optimizer to nvme"
+            )
+        if not files.models:
+            raise CorruptCheckpointError(
+                f"{folder} has files of an optimizer, but no file of a model: the save did not finish"
+            )
+        ranks = files.mp_ranks
+        if ranks != list(range(len(ranks))):
+            raise CorruptCheckpointError(
+                f"{folder} has the files of the model-parallel ranks {ranks[:8]}: others are missing"
+            )
+        if len(ranks) > 1 and not files.layers:
+            raise FormatError(
+                f"{folder} is divided among {len(ranks)} tensor-parallel ranks, which holdfast does not read: "
+                "save it with tensor parallelism 1, or gather the weights in DeepSpeed (see save_16bit_model)"
+            )
+        if files.expert_optimizers and not files.optimizers and self._options.with_optimizer:
+            raise FormatError(
+                f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not "
+                "read: save with ZeRO-1, or read the model with --key optimizer=skip (keys={'optimizer': 'skip'})"
+            )
+
+    def _read_experts(self) -> dict[str, Any]:
+        """Return the tensors in the files of experts."""
+        experts: dict[str, Any] = {}
+        for path in self._files.experts.values():
+            experts |= self._access.read_dict(path)
+        return experts
+
+    def _name_shared(self, stages: list[StageFiles], module: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Name the parameters of layers that several stages share by their layers. The model has both names."""
+        shapes = [shapes for stage in stages for shapes in stage.shapes]
+        names = find_shared_names(self._layers, shapes, str(self._files.folder)) if self._layers else {}
+        self._optimizer.rename_parameters(names)
+        return {**module, **{name: module[layer_name] for name, layer_name in names.items()}}
+
+    def _join_model(self, first: StageFiles, module: Mapping[str, Any]) -> WholeModel:
+        masters, options = self._optimizer.masters, self._options
+        if not first.is_divided:
+            return join_model(module, first.first, masters, use_masters=options.use_masters)
+        if not options.use_masters or not options.with_optimizer:
+            raise InvalidArgumentError(
+                f"keys: {first.first.path} is of ZeRO-3, which saves weights as master weights only: leave out weights "
+                "and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
+            )
+        return join_divided_model(first.models, masters, self._access.budget)
+
+    def _read_optimizer(self, stage: StageFiles, module: Mapping[str, Any]) -> JoinedOptimizer:
+        if not self._options.with_optimizer:
+            return JoinedOptimizer()
+        folder = self._files.folder
+        if stage.optimizers:
+            return join_stage_optimizer(stage, self._access)
+        if stage.first.shapes is not None:
+            if store_of(folder).is_directory(folder / UNIVERSAL):
+                return read_universal(folder / UNIVERSAL, stage.shapes, self._access)
+            raise CorruptCheckpointError(
+                f"{folder} has no files of the optimizer: the save did not finish, or they were removed. To read the "
+                "model's weights of ZeRO-1 or 2: --key weights=model --key optimizer=skip"
+            )
+        if is_wrapped(stage.first.optimizer):
+            return name_wrapped(stage.first.optimizer, module, str(stage.first.path))
+        if stage.first.optimizer is not None:
+            self._numbered.append(stage.first.optimizer)
+        return JoinedOptimizer()
+
+    def _list_components(self, stages: list[StageFiles], model: WholeModel) -> dict[str, Any]:
+        """Return the components that the files have."""
+        components: dict[str, Any] = {"model": model.tensors}
+        if self._optimizer.groups:
+            states = {name: states for name, states in self._optimizer.states.items() if states}
+            components["optimizer"] = {"state": states, "param_groups": self._optimizer.groups}
+        elif self._numbered:
+            components["optimizer"] = self._name_numbered(stages)
+        scheduler = scheduler_of(stages[0].first)
+        if scheduler:
+            components["scheduler"] = scheduler
+        return components
+
+    def _name_numbered(self, stages: list[StageFiles]) -> Any:
+        """Return the optimizer without ZeRO. Only those of the stages of a pipeline can get names."""
+        if not self._layers:
+            return self._numbered[0]
+        buffers = {name for stage in stages for name in stage.first.buffers}
+        joined = name_stages(self._numbered, self._layers, buffers, str(self._files.folder))
+        return {"state": joined.states, "param_groups": joined.groups}

@@ -1,0 +1,102 @@
+"""The folders of Megatron's checkpoints: a run with ``latest_checkpointed_iteration.txt``, and one iteration.
+
+Source: ``megatron/training/checkpointing.py`` and ``megatron/core/dist_checkpointing`` of megatron-core 0.15 to 0.19.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from holdfast.errors import CorruptCheckpointError, FormatError, NoCheckpointError
+from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.native import is_native
+from holdfast.storage.store import store_of
+
+#: The file of a run that names the newest iteration, and the file of an iteration that is written last.
+LATEST, DESCRIPTION = "latest_checkpointed_iteration.txt", "metadata.json"
+
+#: The file of an iteration with the values that all ranks share, up to megatron-core 0.18.
+COMMON = "common.pt"
+
+#: The file of a rank with its model, in the format ``torch``.
+MODEL_FILE = "model_optim_rng.pt"
+
+#: The key of the description that names the format of the tensors, and the most bytes of the description.
+_BACKEND, _LARGEST = "sharded_backend", 2**16
+
+_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
+
+#: The folder of the first rank, without and with pipeline or expert parallelism, and with both.
+_FIRST_RANKS = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
+
+_ITERATION = re.compile(r"iter_\d{7,12}|release")
+
+
+def is_megatron(path: Path) -> bool:
+    """Return whether a folder is one iteration of Megatron, or a run that names its newest one.
+
+    A run that has moved from Megatron to holdfast counts as a holdfast run.
+    """
+    store = store_of(path)
+    if store.file_exists(path / LATEST):
+        return not any(is_native(folder) for folder in store.list_subdirectories(path))
+    return is_iteration(path)
+
+
+def is_iteration(path: Path) -> bool:
+    """Return whether a folder is one iteration."""
+    first = (path / name / MODEL_FILE for name in _FIRST_RANKS)
+    return read_backend(path) is not None or any(store_of(file).file_exists(file) for file in first)
+
+
+def read_backend(path: Path) -> str | None:
+    """Return the format of an iteration's tensors, as its description names it; ``None`` if there is none."""
+    file = path / DESCRIPTION
+    if not store_of(file).file_exists(file) or store_of(file).file_size(file) > _LARGEST:
+        return None
+    try:
+        table = json.loads(store_of(file).read_small(file))
+    except (ValueError, RecursionError):
+        return None
+    backend = table.get(_BACKEND) if isinstance(table, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def list_rank_folders(path: Path) -> dict[tuple[int, ...], Path]:
+    """Return the folders of ranks in the format ``torch``, by the numbers in their names."""
+    folders = {folder: _RANK.fullmatch(folder.name) for folder in store_of(path).list_subdirectories(path)}
+    return {
+        tuple(int(number) for number in match.groups() if number is not None): folder
+        for folder, match in sorted(folders.items())
+        if match and store_of(folder).file_exists(folder / MODEL_FILE)
+    }
+
+
+def resolve_iteration(path: Path) -> Path:
+    """Return the folder of an iteration: ``path`` itself, or the newest one of a run.
+
+    Raises ``NoCheckpointError`` if it does not exist, ``FormatError`` if it has a format that is not read.
+    """
+    if is_iteration(path):
+        return path
+    file = path / LATEST
+    store_of(file).check_regular(file, within=(path,))
+    text = store_of(file).read_small(file, _LARGEST).decode(errors="replace").strip()
+    name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) <= 12 else text  # noqa: PLR2004 - digits
+    if not _ITERATION.fullmatch(name):
+        raise CorruptCheckpointError(f"{file} must hold the number of an iteration or 'release', not {text[:40]!r}")
+    folder = path / name
+    if is_iteration(folder):
+        return folder
+    if is_dcp(folder):
+        raise FormatError(
+            f"{folder} has no {DESCRIPTION}: either its save did not end, or it has the format fsdp_dtensor or "
+            "torch_dcp of Megatron-FSDP, which holdfast does not read as Megatron's: open this folder itself, which is "
+            "read as one of torch.distributed.checkpoint"
+        )
+    others = [other.name for other in store_of(path).list_subdirectories(path) if _ITERATION.fullmatch(other.name)]
+    raise NoCheckpointError(
+        f"{file} names {name}, which is not there or not complete; {path} has {', '.join(others) or 'no iterations'}"
+    )

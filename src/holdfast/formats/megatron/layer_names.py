@@ -1,0 +1,44 @@
+"""Names of the tensors of single layers and experts. Megatron stacks equal layers: the first dimension counts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
+from holdfast.formats.tensor_slices import Chunks, JoinedTensor, unstack_slices
+from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.read_budget import ReadBudget
+
+#: A tensor of all layers, and one of all experts of a layer.
+_LAYERS = re.compile(r"((?:[^.]+\.)*layers)\.(?!\d)(.+)")
+_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d)(.+)")
+
+#: The number of a layer in a name.
+_NUMBER = re.compile(r"(?:[^.]+\.)*?layers\.(\d{1,6})\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer in a name, or ``None``."""
+    match = _NUMBER.match(name)
+    return None if match is None else int(match[1])
+
+
+def unstack_tensor(name: str, stacked: ChunkedTensor, budget: ReadBudget) -> Iterator[tuple[str, JoinedTensor]]:
+    """Yield the tensor of each layer and expert, with its name: ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    yield from _unstack(name, stacked.info.dtype, stacked.info.shape, stacked.chunks, budget)
+
+
+def _unstack(
+    name: str, dtype: str, shape: tuple[int, ...], chunks: Chunks, budget: ReadBudget
+) -> Iterator[tuple[str, JoinedTensor]]:
+    if shape and (match := _LAYERS.fullmatch(name)):
+        pattern = f"{match[1]}.{{}}.{match[2]}"
+    elif shape and (match := _EXPERTS.fullmatch(name)):
+        pattern = f"{match[1]}.local_experts.{{}}.{match[2]}"
+    else:
+        yield name, JoinedTensor(TensorInfo(dtype, shape), chunks)
+        return
+    by_index = unstack_slices(chunks, budget)
+    for index in sorted(by_index):
+        yield from _unstack(pattern.format(index), dtype, shape[1:], by_index[index], budget)
