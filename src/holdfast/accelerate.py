@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         content = result.user_content if isinstance(result.user_content, Mapping) else {}
         if saved := content.get("accelerate"):
             self.step = saved["step"]
-            if self.project_configuration.automatic_checkpoint_naming:
+            if self.project_configuration.automatic_checkpoint_naming and "iteration" in saved:
                 self.project_configuration.iteration = saved["iteration"] + 1
 
     def end_training(self) -> None:

@@ -245,7 +245,7 @@ _CHECKS = {
     "lstat": 18,
 }
 #: From Python 3.13 on, a ``Path`` lists a directory with ``scandir`` instead of ``listdir``.
-_LISTS = {"scandir": 12} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 3}
+_LISTS = {"scandir": 13} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 4}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,
     "asynchronous save": _CHANGES | _CHECKS | {"open": 15, "read": 3, "stat": 20, "lstat": 23, "fstat": 5},

@@ -12,7 +12,7 @@ from holdfast.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_hu
 from holdfast.formats.lightning import META
 from holdfast.formats.native import NativeReader, is_native
 from holdfast.formats.reader import Reader
-from holdfast.formats.registry import DEEPSPEED, READABLE
+from holdfast.formats.registry import ACCELERATE, DEEPSPEED, READABLE
 from holdfast.formats.sharded.model_files import list_components
 from holdfast.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from holdfast.ondisk import manifest
@@ -44,8 +44,9 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path, keys=keys)
-    if READABLE[DEEPSPEED].is_at(path):
-        return READABLE[DEEPSPEED].open(path, keys or {})
+    for readable in (READABLE[ACCELERATE], READABLE[DEEPSPEED]):
+        if readable.is_at(path):
+            return readable.open(path, keys or {})
     if store_of(path).is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys or {})
     if is_sharded_checkpoint(path):
@@ -60,7 +61,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise FormatError(
         f"{path} is not a checkpoint of a format that holdfast reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
-        "DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD" + describe_contents(path)
+        "Accelerate, DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD" + describe_contents(path)
     )
 
 

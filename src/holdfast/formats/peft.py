@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import FormatError
+from holdfast.formats.composite_reader import CompositeReader
 from holdfast.formats.contained_paths import check_contained
 from holdfast.formats.huggingface import MODEL, HuggingFaceReader
 from holdfast.formats.native import NativeReader
@@ -98,6 +99,8 @@ def read_adapter_files(reader: Reader) -> dict[str, bytes]:
     if isinstance(reader, NativeReader):
         names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
         return {name: reader.read_small_file(name) for name in names}
+    if isinstance(reader, CompositeReader):
+        return {name: data for part in reader.readers for name, data in read_adapter_files(part).items()}
     if isinstance(reader, PeftReader):
         folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in reader.groups}
         for folder in folders.values():

@@ -20,7 +20,7 @@ class ReadableFormat:
     """A format that can be read.
 
     ``detect`` names the function that says whether a path has this format, as ``"module:function"``. ``reader`` names
-    the class that opens it, given a path and the ``keys`` of :func:`holdfast.formats.detect.open_reader`.
+    the class or function that opens it, given a path and the ``keys`` of :func:`holdfast.formats.detect.open_reader`.
     """
 
     detect: str
@@ -39,6 +39,9 @@ class ReadableFormat:
 #: NxD's format, as it is named in ``convert(to=)``.
 NXD = "nxd"
 
+#: The folders of Accelerate and of transformers' ``Trainer``. They may have files of DeepSpeed or PEFT in them.
+ACCELERATE = "accelerate"
+
 #: DeepSpeed's format. Its folders may have files of other formats next to it, such as a model of transformers.
 DEEPSPEED = "deepspeed"
 
@@ -53,6 +56,10 @@ LAYOUT = "layout"
 
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
+    ACCELERATE: ReadableFormat(
+        "holdfast.formats.accelerate.folder_parts:is_training_folder",
+        "holdfast.formats.accelerate.open_folder:open_training_folder",
+    ),
     DEEPSPEED: ReadableFormat(
         "holdfast.formats.deepspeed.tags:is_deepspeed", "holdfast.formats.deepspeed.deepspeed_reader:DeepSpeedReader"
     ),

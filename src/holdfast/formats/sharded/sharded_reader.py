@@ -12,7 +12,6 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.safetensors import SafetensorsFile, is_safetensors
-from holdfast.formats.sharded.index import read_index
 from holdfast.formats.sharded.model_files import (
     CONTENT,
     MODEL,
@@ -23,11 +22,10 @@ from holdfast.formats.sharded.model_files import (
     list_components,
     parse_file_name,
 )
-from holdfast.formats.sharded.shards import PICKLED, merge_states, read_shard
+from holdfast.formats.sharded.opened_files import OpenedFiles
+from holdfast.formats.sharded.shards import PICKLED, merge_states
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
-from holdfast.ondisk.block_crcs import crc64
-from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage.store import store_of
 
 _GROUPS = "param_groups"
@@ -58,32 +56,25 @@ class ShardedReader(TreeReader):
     """
 
     def __init__(self, path: Path, keys: Mapping[str, str], kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
-        self._files: list[Path] = []
-        self._budget, self._digests = ReadBudget(), list[int]()
-        self._root = path if store_of(path).is_directory(path) else path.resolve().parent
-        components = list_components(path) if store_of(path).is_directory(path) else []
-        files = (
-            [file for file in components if file.kind in kinds]
-            if store_of(path).is_directory(path)
-            else [_single_file(path)]
-        )
+        is_folder = store_of(path).is_directory(path)
+        self._opened = OpenedFiles(path if is_folder else path.resolve().parent)
+        files = [file for file in list_components(path) if file.kind in kinds] if is_folder else [_single_file(path)]
         tree = {file.kind: self._read_component(file) for file in files} | self._read_other_values(path)
-        format_name = "colossalai" if _is_colossalai(self._files) else "huggingface"
-        fingerprint = f"{crc64(repr(self._digests).encode()):016x}"
-        contents = classify_tree(tree, keys or {name: name for name in tree if name in _SLOTS}, self._budget, str(path))
-        super().__init__(path, format_name, self._files, fingerprint, contents)
+        opened = self._opened
+        format_name = "colossalai" if _is_colossalai(opened.paths) else "huggingface"
+        contents = classify_tree(
+            tree, keys or {name: name for name in tree if name in _SLOTS}, opened.budget, str(path)
+        )
+        super().__init__(path, format_name, opened.paths, opened.fingerprint, contents)
 
     def _read_component(self, file: ModelFile) -> Any:
-        if not file.is_index:
-            tree = self._read_shard(file.path)
-            return tree if file.kind == MODEL else {"state": merge_states({file.path: tree}), _GROUPS: tree[_GROUPS]}
-        index, folder = read_index(file.path, self._root), file.path.parent
-        self._files.append(file.path)
-        self._digests.append(crc64(store_of(file.path).read_small(file.path)))
-        names = dict.fromkeys(index.weight_map.values())
-        shards = {name: self._read_shard(folder / name) for name in names}
         if file.kind == MODEL:
-            return _join_state_dict(file.path, index.weight_map, shards)
+            return self._opened.read_model(file)
+        if not file.is_index:
+            tree = self._opened.read_tree(file.path)
+            return {"state": merge_states({file.path: tree}), _GROUPS: tree[_GROUPS]}
+        index, folder = self._opened.read_index(file.path), file.path.parent
+        shards = {name: self._opened.read_tree(folder / name) for name in dict.fromkeys(index.weight_map.values())}
         if index.groups_file is None:
             raise FormatError(f"{file.path}: its metadata must name the file of the optimizer's parameter groups")
         states = merge_states({folder / name: shard for name, shard in shards.items()})
@@ -95,36 +86,20 @@ class ShardedReader(TreeReader):
             return {}
         names = {"scheduler": SCHEDULER, "user_content": CONTENT}
         return {
-            key: self._read_shard(path / name) for key, name in names.items() if store_of(path).file_exists(path / name)
+            key: self._opened.read_tree(path / name)
+            for key, name in names.items()
+            if store_of(path).file_exists(path / name)
         }
 
     def _read_groups(self, path: Path) -> Any:
-        groups = self._read_shard(path)
+        groups = self._opened.read_tree(path)
         if not isinstance(groups, list):
             raise CorruptCheckpointError(f"{path} must hold a list of parameter groups, not a {type(groups).__name__}")
         return groups
 
-    def _read_shard(self, path: Path) -> Any:
-        """Return the tree in a file."""
-        shard = read_shard(path, self._root, self._budget)
-        self._files.append(path)
-        self._digests.append(shard.digest)
-        return shard.tree
-
 
 def _single_file(path: Path) -> ModelFile:
     return parse_file_name(path) or ModelFile(OPTIMIZER, "", "safetensors", path)
-
-
-def _join_state_dict(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with exactly the names in the index."""
-    state_dict = {}
-    for name, file in weight_map.items():
-        shard = shards[file]
-        if not isinstance(shard, Mapping) or name not in shard:
-            raise CorruptCheckpointError(f"{index} says that {file} holds {name!r}, but it does not")
-        state_dict[name] = shard[name]
-    return state_dict
 
 
 def _is_colossalai(files: Iterable[Path]) -> bool:

@@ -1,0 +1,94 @@
+"""The parts of a folder of Accelerate or of transformers' ``Trainer``, by the names of files and folders.
+
+Source: ``accelerate/checkpointing.py``, ``accelerate/utils/fsdp_utils.py`` and ``transformers/trainer.py``. Accelerate
+numbers objects in the order in which they were prepared; the first has no number, except in folders of FSDP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from holdfast.formats.dcp.folder import METADATA
+from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files
+from holdfast.storage.store import store_of
+
+SCHEDULER, CUSTOM, SCALER, VALUE = "scheduler", "custom", "scaler", "value"
+GENERATORS, TRAINER_STATE, LOCAL = "generators", "trainer_state", "local"
+
+#: The ``Trainer``'s name of the file of its state.
+_TRAINER_STATE_FILE = "trainer_state.json"
+
+#: Folders of ``torch.distributed.checkpoint``. They come before files of the same kind.
+_FOLDERS = (
+    (MODEL, re.compile(r"pytorch_model_fsdp_(?P<number>\d{1,4})")),
+    (OPTIMIZER, re.compile(r"optimizer_(?P<number>\d{1,4})")),
+)
+
+_FILES = (
+    (MODEL, re.compile(r"pytorch_model_fsdp(_(?P<number>\d{1,4}))?\.bin")),
+    (MODEL, re.compile(r"model_(?P<number>\d{1,4})\.safetensors")),
+    (MODEL, re.compile(r"pytorch_model_(?P<number>\d{1,4})\.bin")),
+    (OPTIMIZER, re.compile(r"optimizer(_(?P<number>\d{1,4}))?\.bin|optimizer\.pt")),
+    (SCHEDULER, re.compile(r"scheduler(_(?P<number>\d{1,4}))?\.bin|scheduler\.pt")),
+    (CUSTOM, re.compile(r"custom_checkpoint_(?P<number>\d{1,4})\.pkl")),
+    (GENERATORS, re.compile(r"random_states_(?P<number>\d{1,9})\.pkl|rng_state(_(?P<rank>\d{1,9}))?\.pth")),
+    (SCALER, re.compile(r"scaler\.pt")),
+    (TRAINER_STATE, re.compile(re.escape(_TRAINER_STATE_FILE))),
+)
+
+#: Names that only Accelerate uses; and names that mark a checkpoint of the ``Trainer`` if it has the file of its state.
+_ACCELERATE = re.compile(r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(\.bin)?")
+_TRAINER = re.compile(r"rng_state(_\d+)?\.pth|(optimizer|scheduler)\.(bin|pt)")
+
+#: Values that are given to the user as they are, by the names of their files.
+_VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
+
+#: Files of one rank's shards, which say nothing about their places in whole tensors.
+_LOCAL = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,4})?_rank\d{1,9}\.bin")
+
+#: The paths of each kind by number: of a prepared object, a rank or, for values, the position in the folder.
+Parts = Mapping[str, Mapping[int, Path]]
+
+
+def list_parts(folder: Path) -> Parts:
+    """Return the parts of a folder. Of several files of one object, the one that is loaded to resume comes first."""
+    names = sorted(store_of(folder).list_names(folder))
+    parts: dict[str, dict[int, Path]] = {}
+    for kind, number, name in [*_match_names(names, _FOLDERS), *_match_names(names, _FILES)]:
+        if number not in parts.get(kind, {}) and _is_part(folder / name):
+            parts.setdefault(kind, {})[number] = folder / name
+    for kind, pattern in ((VALUE, _VALUES), (LOCAL, _LOCAL)):
+        matches = [folder / name for name in names if pattern.fullmatch(name)]
+        if matches:
+            parts[kind] = dict(enumerate(matches))
+    if 0 not in parts.get(MODEL, {}) and (file := choose_files(folder, MODEL)) is not None:
+        parts[MODEL] = {0: file.path, **parts.get(MODEL, {})}
+    return parts
+
+
+def _match_names(names: list[str], patterns: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[tuple[str, int, str]]:
+    for kind, pattern in patterns:
+        for name in names:
+            if match := pattern.fullmatch(name):
+                yield kind, int(next((text for text in match.groupdict().values() if text), 0)), name
+
+
+def _is_part(path: Path) -> bool:
+    return store_of(path).is_file(path) if path.suffix else store_of(path).is_directory(path)
+
+
+def is_training_folder(path: Path) -> bool:
+    """Return whether a folder has more than a model, as Accelerate or the ``Trainer`` names it.
+
+    A folder with weights and ``trainer_state.json`` only is one of Hugging Face, as they are on its Hub.
+    """
+    names = sorted(store_of(path).list_names(path))
+    marks = [name for name in names if _is_mark(name, has_state=_TRAINER_STATE_FILE in names)]
+    return METADATA not in names and any(_is_part(path / name) for name in marks)
+
+
+def _is_mark(name: str, *, has_state: bool) -> bool:
+    """Return whether a name says that its folder is one of Accelerate or, with a state of it, of the ``Trainer``."""
+    return bool(_ACCELERATE.fullmatch(name) or (has_state and _TRAINER.fullmatch(name)))

@@ -1,0 +1,26 @@
+"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.formats.accelerate.folder_parts import list_parts
+from holdfast.formats.accelerate.training_reader import TrainingReader
+from holdfast.formats.composite_reader import CompositeReader
+from holdfast.formats.deepspeed.deepspeed_reader import DeepSpeedReader
+from holdfast.formats.deepspeed.tags import is_deepspeed
+from holdfast.formats.peft import PeftReader, is_peft
+from holdfast.formats.reader import Reader
+from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER
+
+
+def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
+    """Return the reader for a folder; ``keys`` are those of DeepSpeed. Raises ``FormatError``."""
+    parts = list_parts(path)
+    if is_deepspeed(path):
+        others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER})
+        return CompositeReader(path, [DeepSpeedReader(path, keys), others])
+    if MODEL not in parts and is_peft(path):
+        return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])
+    return TrainingReader(path, parts)
