@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.inspection.placeholders import TensorPlaceholder
+from holdfast.ondisk.dtypes import WIDTHS
+from holdfast.ondisk.files import TensorInfo
 
 
 class _Absent:
@@ -35,6 +38,8 @@ class ValueDifference:
 def compare_values(left: Any, right: Any, path: str = "") -> Iterator[ValueDifference]:
     """Iterate over the leaves that differ, in the order of the first tree. Lists of different lengths are one leaf."""
     left, right = _as_mapping(left), _as_mapping(right)
+    if isinstance(left, TensorPlaceholder) != isinstance(right, TensorPlaceholder):
+        left, right = _as_placeholder(left), _as_placeholder(right)  # one format has arrays apart, the other inside
     if type(left) is type(right) and isinstance(left, Mapping):
         yield from _compare_members(left, right, path)
     elif type(left) is type(right) and isinstance(left, list | tuple) and len(left) == len(right):
@@ -54,6 +59,17 @@ def _compare_members(left: Mapping[Any, Any], right: Mapping[Any, Any], path: st
 
 def _as_mapping(value: Any) -> Any:
     return vars(value) if isinstance(value, Namespace) else value
+
+
+def _as_placeholder(value: Any) -> Any:
+    """Return an array as the placeholder of an array that a checkpoint of holdfast has."""
+    if not _is_array(value) or not value.ndim:
+        return value
+    dtype = "BOOL" if value.dtype.kind == "b" else f"{value.dtype.kind.upper()}{value.dtype.itemsize * 8}"
+    if dtype not in WIDTHS:
+        return value
+    data = value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+    return TensorPlaceholder("array", TensorInfo(dtype, value.shape), inline=base64.b64encode(data).decode())
 
 
 def _is_same(left: Any, right: Any) -> bool:

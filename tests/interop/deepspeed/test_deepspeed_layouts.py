@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,3 +198,17 @@ def test_what_deepspeed_gets_wrong(tmp_path: Path) -> None:
     assert "rounded, are not the weights of the model" in problems[0]
     with pytest.raises(CorruptCheckpointError, match="rounded, are not the weights of the model"):
         holdfast.convert(tmp_path / "right", tmp_path / "converted", to="native")
+
+
+def test_a_client_state_may_have_any_keys_and_arrays(tmp_path: Path) -> None:
+    client = {1: 2, "counts": collections.defaultdict(int, a=1), "array": np.arange(4, dtype=np.uint32)}
+    write_zero(tmp_path / "ds", random_save(SHAPES, [list(SHAPES)], ADAM, step=STEP, client_state=client))
+    content = holdfast.open(tmp_path / "ds").values["user_content"]
+    assert content[1] == 2
+    assert content["counts"] == {"a": 1}
+    holdfast.convert(tmp_path / "ds", tmp_path / "native", to="native")
+    assert not holdfast.diff(tmp_path / "ds", tmp_path / "native")
+    client["array"][2] += 1
+    write_zero(tmp_path / "other", random_save(SHAPES, [list(SHAPES)], ADAM, step=STEP, client_state=client))
+    difference = holdfast.diff(tmp_path / "other", tmp_path / "native")
+    assert [entry.differing for entry in difference.tensors] == [1]

@@ -292,3 +292,16 @@ def test_equal_master_weights_without_zero_have_no_names(tmp_path: Path) -> None
     model = torch.nn.ParameterDict({name: torch.ones(3, dtype=torch.bfloat16) for name in weights})
     holdfast.load_checkpoint(tmp_path, model=model, keys={"optimizer": "skip"})
     assert not model["a"].any()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
+def test_what_names_the_newest_tag_must_be_a_file(tmp_path: Path, kind: str) -> None:
+    tag = write(tmp_path)
+    latest = tmp_path / "latest"
+    latest.unlink()
+    if kind == "folder":
+        latest.mkdir()
+    else:
+        latest.symlink_to(tag.name if kind == "link" else "missing")
+    with pytest.raises(HoldfastError, match="latest"):
+        holdfast.open(tmp_path)

@@ -69,7 +69,7 @@ def read_model_file(path: Path, access: FileAccess) -> ModelFile:
     Raises ``FormatError`` if it has a form that holdfast does not read, ``CorruptCheckpointError`` if it is invalid.
     """
     root = access.read_dict(path)
-    if "module" not in root or not all(isinstance(key, str) for key in root):
+    if "module" not in root:
         raise FormatError(f"{path} has no module: it is not a model that DeepSpeed saved")
     if any(root.get(key) for key in _AUTO_EP):
         raise FormatError(

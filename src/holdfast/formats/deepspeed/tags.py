@@ -39,7 +39,8 @@ def find_tag(path: Path) -> Path:
     """
     if _is_tag_folder(path):
         return path
-    latest = next(path / name for name in LATEST if store_of(path).file_exists(path / name))
+    names = store_of(path).list_names(path)
+    latest = next(path / name for name in LATEST if name in names)
     check_contained(latest, path)
     tag = _read_tag(latest)
     if not _is_tag_folder(path / tag):

@@ -14,7 +14,7 @@ from holdfast.ondisk.read_budget import ReadBudget
 
 #: Names of Python 2 for modules and types, which protocol 2 still uses.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
+_RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str", "builtins.long": "builtins.int"}
 
 #: The most characters of a global's name in messages.
 _MAX_SHOWN = 200
