@@ -177,7 +177,7 @@ def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
         "from holdfast.transformers import CheckpointMixin\n"
         "run = Path(sys.argv[1])\n"
-        "print(CheckpointMixin._find_checkpoint(N(args=N(output_dir=run)), True)[0])"
+        "print(CheckpointMixin._find_checkpoint(N(args=N(output_dir=run), _checkpoint_dir=None), True)[0])"
     )
     holdfast.save_checkpoint(run, "checkpoint-3", user_content={"trainer_state": {}}, step=3)
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
