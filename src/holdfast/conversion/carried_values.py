@@ -10,6 +10,7 @@ import torch
 
 from holdfast.conversion.tensor_filter import TensorFilter
 from holdfast.formats.reader import Reader
+from holdfast.formats.training_step import find_step
 from holdfast.ondisk import values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.arrays import ArrayEncoder
@@ -41,11 +42,15 @@ class _Codec(ArrayEncoder):
 
 @dataclass(frozen=True)
 class CarriedValues:
-    """Values, encoded as in ``state.json`` and ``ranks.json``. ``arrays`` are in-memory arrays of the shared values."""
+    """Values, encoded as in ``state.json`` and ``ranks.json``. ``arrays`` are in-memory arrays of the shared values.
+
+    ``step`` is the training step that the values of another system name.
+    """
 
     shared: Mapping[str, Any]
     ranks: list[Any]
     arrays: Mapping[str, torch.Tensor]
+    step: int | None = None
 
     def array_infos(self) -> dict[tuple[str, str], TensorInfo]:
         """Return the dtypes and shapes of the arrays, as tensors of the group of values."""
@@ -71,7 +76,7 @@ def carry_values(reader: Reader, tensor_filter: TensorFilter) -> CarriedValues:
         if tensor_filter.model_only
         else [values.encode_value(rank_values or {}, codec) for rank_values in per_rank[: first.world_size]]
     )
-    return CarriedValues(encoded, ranks, codec.tensors)
+    return CarriedValues(encoded, ranks, codec.tensors, find_step(reader.format, first.shared.get("user_content")))
 
 
 def _is_carried(name: str, tensor_filter: TensorFilter) -> bool:

@@ -103,7 +103,7 @@ class NativeTarget:
             identity=identity,
             time=round(time.time(), 6),
             ranks=len(self._source.carried.ranks),
-            step=source_manifest.step if source_manifest else None,
+            step=source_manifest.step if source_manifest else self._source.carried.step,
             metrics=source_manifest.metrics if source_manifest else {},
         )
         return build_manifest(label, files)

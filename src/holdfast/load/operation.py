@@ -35,6 +35,7 @@ from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import CheckpointValues, Reader, check_read
 from holdfast.formats.remapped_reader import mapping_of, underlying_reader
+from holdfast.formats.training_step import find_step
 from holdfast.load.fused_experts import renamed_tensors, with_fused_experts
 from holdfast.load.read_plan import ReadPlan
 from holdfast.load.request import LoadRequest
@@ -94,6 +95,7 @@ class LoadOperation:
         )
         self.selected = SelectedCheckpoint()
         self._manifest: Manifest | None = None
+        self._format = ""
         #: The caller's tensors that may have been filled.
         self.filled: set[tuple[str, str]] = set()
         #: Whether the last step has begun, which applies the values.
@@ -243,6 +245,7 @@ class LoadOperation:
             keys = self._request.keys
             opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
             reader = self._request.reader_adapter(opened)
+            self._format = opened.format
             self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:
@@ -307,7 +310,7 @@ class LoadOperation:
             user_content=targets.user_content,
             per_rank_content=targets.per_rank_content,
             tag=self.selected.tag,
-            step=manifest.step if manifest else None,
+            step=manifest.step if manifest else find_step(self._format, targets.user_content),
             verified=verified,
             missing=tuple(targets.report.missing),
             unexpected=tuple(name for _, name in targets.report.unexpected),

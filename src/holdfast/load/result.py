@@ -19,7 +19,7 @@ class RestoreResult:
         user_content: The user content of the checkpoint, or ``None``.
         per_rank_content: The content that this rank saved, or ``None``.
         tag: The tag of the checkpoint that was loaded.
-        step: The training step, if one was saved.
+        step: The training step, if one was saved, also by Lightning, the ``Trainer``, DeepSpeed or Megatron.
         verified: Whether every byte that was read was checked against its CRC.
         missing: The components that could not be restored and, if that was allowed, the names that exist only in the
             objects passed: tensors of a model; parameters of an optimizer without a saved state, as

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import holdfast
 from holdfast.errors import MismatchError
-from tests.helpers.deepspeed_files import extract_golden
+from tests.helpers.deepspeed_files import extract_golden, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
 from tests.interop.deepspeed.golden import NAMED, Oracle
@@ -164,3 +164,19 @@ def test_the_model_is_exported_to_hugging_face(golden: Path, tmp_path: Path) -> 
     saved = load_file(tmp_path / "hf/model.safetensors")
     assert saved.keys() == oracle.tensors["weights"].keys()
     assert all(equal_bits(saved[name], tensor) for name, tensor in oracle.tensors["weights"].items())
+
+
+def test_a_converted_run_goes_on_with_a_checkpointer(tmp_path: Path) -> None:
+    """The step of DeepSpeed is that of the checkpoint, which ``resume`` goes on from."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    write_zero(tmp_path / "ds", random_save(shapes, [[*shapes]], ("exp_avg", "exp_avg_sq"), step=torch.tensor(7.0)))
+    assert holdfast.restore(tmp_path / "ds", model=model, optimizer=optimizer, rng=False).step == 7
+    holdfast.convert(tmp_path / "ds", tmp_path / "run/step_7", to="native")
+    assert holdfast.open(tmp_path / "run").step == 7
+    with holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, save_every=1) as checkpointer:
+        assert checkpointer.resume() == 7
+        checkpointer.step(8)
+    assert [info.step for info in holdfast.list_checkpoints(tmp_path / "run")] == [7, 8]

@@ -1,0 +1,25 @@
+"""The training step of checkpoints of other systems, which have it among their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: The keys that lead to the step in the user content, by the name of the format.
+_KEYS = {
+    "trainer": ("trainer_state", "global_step"),
+    "deepspeed": ("global_steps",),
+    "megatron": ("iteration",),
+    "lightning": ("global_step",),
+}
+
+
+def find_step(format_name: str, user_content: Any) -> int | None:
+    """Return the training step; ``None`` if there is none. Several formats in one folder are joined by ``+``."""
+    for name, keys in _KEYS.items():
+        value = user_content if name in format_name.split("+") else None
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if type(value) is int and value >= 0:
+            return value
+    return None
