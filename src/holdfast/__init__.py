@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
     from holdfast.load.result import RestoreResult
-    from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
+    from holdfast.observe.events import DrainFailed, Event, Loaded, Progress, Saved, SavedLocally, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
     from holdfast.run.scan import CheckpointInfo
     from holdfast.run.tags import LATEST, best
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from holdfast.storage.azure.store import Azure
     from holdfast.storage.gcs.store import GCS
     from holdfast.storage.s3.store import S3
+    from holdfast.tier.options import LocalTier
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
@@ -113,6 +114,9 @@ _MODULES = {
     "SaveFailed": "holdfast.observe.events",
     "SaveHandle": "holdfast.save.handle",
     "Saved": "holdfast.observe.events",
+    "SavedLocally": "holdfast.observe.events",
+    "DrainFailed": "holdfast.observe.events",
+    "LocalTier": "holdfast.tier.options",
     "StateError": "holdfast.errors",
     "StorageError": "holdfast.errors",
     "TagExistsError": "holdfast.errors",
@@ -165,6 +169,7 @@ __all__ = [
     "CheckpointReplacedError",
     "Checkpointer",
     "CorruptCheckpointError",
+    "DrainFailed",
     "EmptyRunError",
     "Event",
     "FormatError",
@@ -176,6 +181,7 @@ __all__ = [
     "KeepNewerThan",
     "KeepTags",
     "Loaded",
+    "LocalTier",
     "MismatchError",
     "NoCheckpointError",
     "OptimizerMismatchError",
@@ -193,6 +199,7 @@ __all__ = [
     "SaveFailed",
     "SaveHandle",
     "Saved",
+    "SavedLocally",
     "StateError",
     "StorageError",
     "TagExistsError",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 
@@ -36,6 +36,11 @@ from holdfast.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions
 from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.object_path import ObjectPath, parse_location
+from holdfast.tier.options import LocalTier, as_local_tier
+
+if TYPE_CHECKING:
+    from holdfast.load.tier_load import TierLoad
+    from holdfast.tier.state import TierState
 
 
 class RestoreOptions(TypedDict, total=False):
@@ -67,6 +72,7 @@ class RunSettings(TypedDict, total=False):
     process_group: dist.ProcessGroup | None
     timeout: float
     on_event: OnEvent | None
+    local: LocalTier | str | PathLike[str] | None
 
 
 class SaveOptions(TypedDict, total=False):
@@ -101,6 +107,7 @@ class RunDirectory:
             alone if there is none.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         on_event: A function that is called with each event (see :mod:`holdfast.observe.events`).
+        local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`holdfast.LocalTier`.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -120,8 +127,10 @@ class RunDirectory:
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         on_event: OnEvent | None = None,
+        local: LocalTier | str | PathLike[str] | None = None,
     ) -> None:
         self.path = parse_location(path)
+        self._tier = self._find_tier(as_local_tier(local))
         #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
         self.runs: set[str] = set()
         #: The checkpoints that loads found corrupt. A save may take their tags.
@@ -138,6 +147,15 @@ class RunDirectory:
         self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
         self._ranks: RankGroup | None = None
+
+    def _find_tier(self, local: LocalTier | None) -> TierState | None:
+        if local is None:
+            return None
+        if isinstance(self.path, ObjectPath):
+            raise InvalidArgumentError(f"a local tier for {self.path} is not supported yet: leave out local=")
+        from holdfast.tier.state import tier_states  # noqa: PLC0415 - other saves do not need its modules
+
+        return tier_states.get_state(local, self.path)
 
     def save(
         self,
@@ -232,6 +250,10 @@ class RunDirectory:
             from holdfast.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
 
             return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
+        if self._tier is not None:
+            from holdfast.save.tier_save import TierSave  # noqa: PLC0415 - as above
+
+            return TierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, self._tier)
         return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
@@ -319,17 +341,38 @@ class RunDirectory:
             on_event=on_event or self._on_event,
         )
         with self._with_progress_bar(f"loading {selected or self.path.name}", request.on_event) as listener:
+            tier = None if self._tier is None else self._open_tier(self._tier)
             restored = load_with_fallback(
-                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
             )
+        if tier is not None and restored.source == "local tier":
+            self._drain_loaded(tier)
         if restored.run:
             self.runs.add(restored.run)
         self.base.checkpoint = self._find_base(restored)
         return restored
 
+    def _open_tier(self, tier: TierState) -> TierLoad:
+        from holdfast.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
+
+        background_saves.finalize(self.path)
+        return TierLoad(tier, self._current_ranks(), self._timeout)
+
+    def _drain_loaded(self, tier: TierLoad) -> None:
+        """Begin to write a checkpoint that was loaded from the local tier into the run directory."""
+        from holdfast.save.generation_drain import GenerationDrain  # noqa: PLC0415 - as above
+
+        if tier.assembly is None:
+            return
+        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, self._on_event)
+        with background_saves.path_turn(self.path, self._process_group):
+            background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
         """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        if restored.source != "run directory":
             return None
         if isinstance(self.path, ObjectPath):  # objects cannot be linked
             return None

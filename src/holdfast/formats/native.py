@@ -128,7 +128,7 @@ class NativeReader:
         is the model of the checkpoint. Other ``keys`` are for other formats.
         """
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = self._read_manifest()
         with detect_replacement(self):
             opened = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
         self._model = _find_model(path, opened, (keys or {}).get(MODEL))
@@ -161,14 +161,26 @@ class NativeReader:
                 folder, _, file = name.rpartition("/")
                 group = folder or file.split(".")[0].split("-")[0]
                 try:
-                    with _missing_as_corrupt(self.path / name):
-                        data_file = SafetensorsFile.open(self._existing_file(name), record)
+                    data_file = self._open_file(name, record)
                     files_by_group.setdefault(group, []).append(data_file)
                 except CorruptCheckpointError as error:
                     if unopened is None:
                         raise
                     unopened.append(error)
         return files_by_group
+
+    def _read_manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    def _open_file(self, name: str, record: FileRecord) -> SafetensorsFile:
+        """Read the header of a data file. Raises ``CorruptCheckpointError``."""
+        with _missing_as_corrupt(self.path / name):
+            return SafetensorsFile.open(self._existing_file(name), record)
+
+    def _read_file(self, name: str) -> bytes:
+        """Read a file without tensor data. Raises ``CorruptCheckpointError`` if it is missing."""
+        with _missing_as_corrupt(self.path / name):
+            return store_of(self.path).read_small(self._existing_file(name), values.VALUES_LIMIT)
 
     def _existing_file(self, name: str) -> Path:
         path = self.path / name
@@ -223,8 +235,7 @@ class NativeReader:
             raise CorruptCheckpointError(
                 f"the manifest of {self.path} does not name {name}, which every checkpoint has"
             )
-        with _missing_as_corrupt(self.path / name):
-            data = store_of(self.path).read_small(self._existing_file(name), values.VALUES_LIMIT)
+        data = self._read_file(name)
         if not _matches_record(data, record):
             raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: the file is corrupt")
         return data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from holdfast.engine.comm.session import RankGroup
@@ -16,24 +18,36 @@ from holdfast.process.gc_pause import gc_paused
 from holdfast.run.corruption import CorruptRecord
 from holdfast.save.background import background_saves
 
+if TYPE_CHECKING:
+    from holdfast.load.tier_load import TierLoad
+
 
 def load_with_fallback(
-    request: LoadRequest, ranks: RankGroup, timeout: float, corrupt: set[CorruptRecord] | None = None
+    request: LoadRequest,
+    ranks: RankGroup,
+    timeout: float,
+    corrupt: set[CorruptRecord] | None = None,
+    tier: TierLoad | None = None,
 ) -> RestoreResult:
     """Load a checkpoint, on all ranks. The caller's objects are unchanged until all checks have passed on all ranks.
 
     If the newest checkpoint is corrupt, load the newest intact one that matches, with a warning. If another process
-    replaces or removes the checkpoint meanwhile, select again. Corrupt checkpoints are added to ``corrupt``.
+    replaces or removes the checkpoint meanwhile, select again. Corrupt checkpoints are added to ``corrupt``. ``tier``:
+    the local tier, which may have a newer checkpoint.
     """
     background_saves.wait_for_copies()
-    selector = CheckpointSelector(request, timeout)
+    if tier is not None:
+        tier.gather()
+    selector = CheckpointSelector(request, timeout, () if tier is None else tier.local)
     while True:
-        attempt = LoadOperation(request, ranks, timeout, selector)
+        attempt = LoadOperation(request, ranks, timeout, selector, tier)
         try:
             # Tensors that are created in inference mode could not be trained.
             with gc_paused(), torch.inference_mode(mode=False):
                 result = attempt.run()
         except (CorruptCheckpointError, StorageError, MismatchError, RankMismatchError, NoCheckpointError) as error:
+            if tier is not None:
+                tier.remove_fetched()
             if not attempt.selected.folder or attempt.is_applying:
                 raise
             # All ranks raise the error of the vote, so all of them try again, and rank 0 selects the next checkpoint.
@@ -41,6 +55,8 @@ def load_with_fallback(
             continue
         if corrupt is not None:
             corrupt.update(attempt.selected.corrupt)
+        for problem in selector.lost_generations:
+            warn_caller(f"loaded {result.tag!r} from the {result.source}, because a newer one could not be: {problem}")
         skipped = selector.skipped.describe()
         if skipped:
             advice = f"run `holdfast verify --all {request.path}` for details"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -55,6 +56,9 @@ from holdfast.storage.posix import host_id, list_names, path_exists
 #: Seconds that a rank waits for a checkpoint that another host sees.
 _VISIBILITY_SECONDS = 5.0
 
+if TYPE_CHECKING:
+    from holdfast.load.tier_load import TierLoad
+
 
 class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint's fingerprint on one rank, the rank's host, and the digests of its requested tensors."""
@@ -87,7 +91,15 @@ class LoadOperation:
     The caller's objects are unchanged until every check has passed on every rank.
     """
 
-    def __init__(self, request: LoadRequest, ranks: RankGroup, timeout: float, selector: CheckpointSelector) -> None:
+    def __init__(
+        self,
+        request: LoadRequest,
+        ranks: RankGroup,
+        timeout: float,
+        selector: CheckpointSelector,
+        tier: TierLoad | None = None,
+    ) -> None:
+        self._tier = tier
         self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
         self._selector = selector
         self._reporter = EventReporter(
@@ -107,13 +119,19 @@ class LoadOperation:
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks."""
         self.selected = self._select_checkpoint()
+        if self._tier is not None and self.selected.generation is not None:
+            self._tier.assemble(self._session, self.selected.generation)
         folder = self.selected.locate(self._request.path)
         reader, targets, decision = self._match_targets(folder)
         global_spec = self._exchange_specs(targets, decision)
         plan = self._plan_reads(reader, targets, global_spec, decision)
+        if self._tier is not None and self.selected.generation is not None:
+            self._tier.fetch(self._session, plan)
         verified = self._read_tensors(reader, targets, plan)
         self.is_applying = True
         self._session.run_on_all("putting values in place", targets.apply)
+        if self._tier is not None:
+            self._tier.finish(self._session, self._manifest, self.selected.generation)
         result = self._build_result(targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
@@ -209,6 +227,8 @@ class LoadOperation:
     ) -> ReadPlan:
         """Run the last checks before the caller's objects are changed, and plan which rank reads what."""
         request = self._request
+        # Of a generation in the local tier, each host gets what it lacks before.
+        exchange_is_needed = self.selected.generation is None
         has_page_cache = decision.hosts == 1 and not isinstance(request.path, ObjectPath)
         exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
@@ -218,7 +238,7 @@ class LoadOperation:
             known_names = {key: global_spec.known_names(key) for key in keys}
             targets.check_matches({(tensor.group, tensor.name) for tensor in tensors}, known_names, str(reader.path))
             self._check_refilled(targets, reader.path)
-            exchanges = exchange and self._session.size > 1
+            exchanges = exchange and exchange_is_needed and self._session.size > 1
             return ReadPlan.build(reader, targets, tensors, self._ranks, exchange=exchanges)
 
         def collect_missing(posted: list[bytes]) -> bytes:
@@ -239,11 +259,14 @@ class LoadOperation:
             raise MismatchError(f"{folder} has no {'/'.join(stale[0])}, which would keep values of another checkpoint")
 
     def _open_reader(self, folder: Path) -> Reader:
-        if self._session.rank != COORDINATOR_RANK:
+        keys = self._request.keys
+        if self._session.rank != COORDINATOR_RANK and self.selected.generation is None:
             self._await_checkpoint(folder)
         try:
-            keys = self._request.keys
-            opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
+            if self._tier is not None and self.selected.generation is not None:
+                opened: Reader = self._tier.open_reader(folder, keys)
+            else:
+                opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
             reader = self._request.reader_adapter(opened)
             self._format = opened.format
             self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
@@ -277,7 +300,10 @@ class LoadOperation:
 
     def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: ReadPlan) -> bool:
         """Fill the targets. Return whether every byte was verified."""
-        verifier = ChecksumVerifier(underlying_reader(reader), plan.numbered) if self._request.verify else None
+        verifier = None
+        if self._request.verify:
+            reads_again = self._tier is None or self.selected.generation is None or self._tier.reads_again
+            verifier = ChecksumVerifier(underlying_reader(reader), plan.numbered, reads_again=reads_again)
         on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
         def fill_targets() -> Fragments:
@@ -320,6 +346,8 @@ class LoadOperation:
             run=manifest.run if manifest else "",
             path=self.selected.locate(self._request.path),
             id=manifest.id if manifest else "",
+            source="run directory" if self.selected.generation is None else "local tier",
+            corrupt_parts=() if self._tier is None else self._tier.problems,
             matched_by=dict(targets.matched_by),
         )
 

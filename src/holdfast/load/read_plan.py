@@ -137,6 +137,15 @@ class ReadPlan:
         """The number of bytes that this rank reads."""
         return self.plan.nbytes + sum(map(count_bytes, self.alias_ranges))
 
+    def iter_file_ranges(self) -> Iterator[FileRange]:
+        """Yield what this rank itself reads."""
+        yield from self.plan.file_ranges
+        yield from self.plan.host_shared
+        for stripe in self.plan.local_stripes:
+            yield from stripe.file_ranges
+        for file_ranges in self.alias_ranges:
+            yield from file_ranges
+
     def run(
         self,
         reader: Reader,

@@ -34,6 +34,8 @@ class RestoreResult:
         run: The id of the run that saved the checkpoint; empty for formats other than holdfast's.
         path: The directory of the checkpoint, or its file.
         id: The id of the checkpoint; empty for formats other than holdfast's.
+        source: ``"local tier"`` if the bytes were read from the local tier, else ``"run directory"``.
+        corrupt_parts: Descriptions of the parts in the local tier that were corrupt, and were not used.
         matched_by: By optimizer, how its parameters were matched: ``"model"`` (the names in the model), ``"names"``
             (the names that torch keeps in the param groups) or ``"places"`` (their positions).
     """
@@ -51,4 +53,6 @@ class RestoreResult:
     run: str = ""
     path: Path | None = None
     id: str = ""
+    source: str = "run directory"
+    corrupt_parts: tuple[str, ...] = ()
     matched_by: Mapping[str, str] = field(default_factory=dict)

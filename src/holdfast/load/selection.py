@@ -22,7 +22,7 @@ from holdfast.errors import (
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import holds_checkpoint, is_native, read_manifest
 from holdfast.load.request import LoadRequest
-from holdfast.run.catalog import find_checkpoint, list_checkpoints_strictly
+from holdfast.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
@@ -30,6 +30,8 @@ from holdfast.run.object_run import has_lost_files, lost_files_error
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 from holdfast.run.tags import resolve_tag
 from holdfast.storage.object_path import ObjectPath, make_object_path
+from holdfast.tier.catalog import LocalCheckpoint
+from holdfast.tier.part import GenerationKey
 
 #: Seconds between two attempts to select a checkpoint while others are replaced.
 _RETRY_SECONDS = 0.01
@@ -41,7 +43,8 @@ _MAX_SHOWN = 5
 class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
-    ``is_latest``: it was selected as the latest checkpoint, and not by its tag.
+    ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
+    local tier; the folder need not exist.
     """
 
     folder: str = ""
@@ -49,6 +52,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     id: str = ""
     is_latest: bool = False
     corrupt: list[CorruptRecord] = []
+    generation: GenerationKey | None = None
 
     def locate(self, run: Path) -> Path:
         """Return the path of the folder. ``run`` is the path that the caller has passed."""
@@ -57,7 +61,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     def still_exists(self, run: Path) -> bool:
         """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
         folder = self.locate(run)
-        return not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
+        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,14 @@ class CheckpointSelector:
     the run directory that the caller may have meant.
     """
 
-    def __init__(self, request: LoadRequest, timeout: float) -> None:
-        """``timeout``: the seconds after which a load fails if checkpoints are replaced faster than it can read one."""
+    def __init__(self, request: LoadRequest, timeout: float, local: Sequence[LocalCheckpoint] = ()) -> None:
+        """``timeout``: the seconds after which a load fails if checkpoints are replaced faster than it can read one.
+
+        ``local`` are the complete checkpoints in the local tier, oldest first.
+        """
+        self._local = list(local)
+        #: The errors of the generations in the local tier that could not be loaded.
+        self.lost_generations: list[str] = []
         self._request, self._deadline = request, time.monotonic() + timeout
         self._failed: tuple[SelectedCheckpoint, HoldfastError] | None = None
         #: The error of the first attempt that may have filled tensors.
@@ -156,6 +166,11 @@ class CheckpointSelector:
                 )
             if self._is_timed_out():
                 raise self._timeout_error(error) from error
+        elif selected.generation is not None:
+            self._local = [one for one in self._local if one.key != selected.generation]
+            self.lost_generations.append(_error_message(error))
+            if isinstance(error, MismatchError):
+                raise self._filling_error or error
         elif self._may_read_again(selected, error):
             self._read_again.add((selected.tag, selected.id))
         elif self._may_fall_back(selected, error):
@@ -209,6 +224,8 @@ class CheckpointSelector:
         path, tag = self._request.path, self._request.tag
         if tag is not None:
             tag = resolve_tag(path, tag)
+            if (local := self._find_local(tag)) is not None:
+                return local
             return _select_folder(find_checkpoint(path, tag), tag)
         infos = list_checkpoints_strictly(path)
         if not any(map(is_holdfast_checkpoint, infos)):
@@ -217,6 +234,8 @@ class CheckpointSelector:
                 return _select_folder(resolved, path.name)
             if is_checkpoint(resolved):
                 return SelectedCheckpoint(str(resolved), path.name)
+            if self._local:
+                return self._select_local(self._local[-1], is_latest=True)
         self.ignored = describe_ignored_files(path)
         unreadable = [info for info in infos if info.status != "complete"]
         if unreadable and self._request.on_corruption == "raise":
@@ -227,10 +246,26 @@ class CheckpointSelector:
         intact = [info for info in infos if info.status == "complete" and (info.tag, info.id) not in self._errors]
         if not intact and self._errors:
             raise next(iter(self._errors.values()))
+        if self._local and (not intact or self._local[-1].age >= intact[-1].age):
+            return self._select_local(self._local[-1], is_latest=True)
         latest = intact[-1] if intact else latest_checkpoint(path)
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
         corrupt = [CorruptRecord.of(path / tag, tag) for tag in self.skipped.corrupt]
         return SelectedCheckpoint(str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt)
+
+    def _find_local(self, tag: str) -> SelectedCheckpoint | None:
+        """Return the checkpoint of a tag in the local tier, unless there is a newer one in the run directory."""
+        tagged = [one for one in self._local if one.manifest.tag == tag]
+        durable = [info.age for info in cached_checkpoints(self._request.path) if info.tag == tag]
+        if not tagged or max(durable, default=tagged[-1].age) > tagged[-1].age:
+            return None
+        return self._select_local(tagged[-1], is_latest=False)
+
+    def _select_local(self, local: LocalCheckpoint, *, is_latest: bool) -> SelectedCheckpoint:
+        tag = local.manifest.tag
+        return SelectedCheckpoint(
+            str(self._request.path / tag), tag, local.manifest.id, is_latest=is_latest, generation=local.key
+        )
 
 
 def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:

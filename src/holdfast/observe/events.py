@@ -43,6 +43,32 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedLocally:
+    """A checkpoint of ``nbytes`` is complete in the local tier, ``seconds`` after the call.
+
+    It is not in the run directory yet, or will never be.
+    """
+
+    path: Path
+    step: float | None
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrainFailed:
+    """A checkpoint of the local tier could not be written into the run directory, in attempt number ``attempt``.
+
+    Nothing was written there for ``undrained_seconds``.
+    """
+
+    path: Path
+    error: BaseException
+    attempt: int
+    undrained_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SaveFailed:
     """A save failed. It left no files; all ranks raise ``error``."""
 
@@ -67,7 +93,7 @@ class Loaded:
 
 
 #: Any event.
-Event = Progress | Saved | SaveFailed | Loaded
+Event = Progress | Saved | SavedLocally | DrainFailed | SaveFailed | Loaded
 
 #: A listener to events. It is called on every rank, and from any thread.
 OnEvent = Callable[[Event], None]

@@ -10,7 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from holdfast.observe.events import Event, Loaded, OnEvent, Progress, ProgressCounter, Saved, SaveFailed
+from holdfast.observe.events import (
+    DrainFailed,
+    Event,
+    Loaded,
+    OnEvent,
+    Progress,
+    ProgressCounter,
+    Saved,
+    SavedLocally,
+    SaveFailed,
+)
 from holdfast.observe.units import format_rate, format_seconds, format_size
 
 _log = logging.getLogger("holdfast")
@@ -74,6 +84,19 @@ class EventReporter:
         note = "saved %s: %s%s, of which the caller waited %s"
         _log.log(self._level, note, path, _format_transfer(nbytes - shared_nbytes, seconds), shared, waited)
         self._notify(event)
+
+    def report_saved_locally(self, path: Path, step: float | None, nbytes: int) -> None:
+        """Report that the checkpoint is complete in the local tier."""
+        seconds = self.elapsed_seconds()
+        _log.log(self._level, "saved %s in the local tier: %s", path, _format_transfer(nbytes, seconds))
+        self._notify(SavedLocally(path, step, nbytes, seconds))
+
+    def report_drain_failed(self, error: BaseException, attempt: int, undrained_seconds: float) -> None:
+        """Report that a checkpoint of the local tier could not be written into the run directory."""
+        level = logging.WARNING if self._level == logging.INFO else logging.DEBUG
+        note = "attempt %d to write %s failed; nothing was written for %s: %s"
+        _log.log(level, note, attempt, self._path, format_seconds(undrained_seconds), error)
+        self._notify(DrainFailed(self._path, error, attempt, undrained_seconds))
 
     def report_failed(self, error: BaseException) -> None:
         """Report that the save failed and left no files. It is logged only if the call has already returned."""

@@ -43,7 +43,9 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(eq=False)
 class _SaveInFlight:
-    """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other.
+    """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other's ``turn``.
+
+    The turn ends when the next save may begin; ``done``, when the save has ended.
 
     The process group is a weak reference: an unreported failure must not keep a group alive that the caller has
     destroyed, because a group has threads.
@@ -52,6 +54,7 @@ class _SaveInFlight:
     scope: Path
     group: weakref.ref[dist.ProcessGroup] | None
     handle: SaveHandle[Any]
+    turn: Future[None]
     done: Future[Any]
     has_started: threading.Event = field(default_factory=threading.Event)
 
@@ -84,9 +87,9 @@ class BackgroundSaves:
         turn = self._turns.setdefault(scope, _PathTurn())
         while True:
             # Wait without the lock: a listener of the save in progress may save to the same path.
-            flights = self._wait_for_saves(scope)
+            flights = self._wait_for_turns(scope)
             with turn.lock:
-                if self._pending_saves(scope):
+                if not all(flight.turn.done() for flight in self._other_flights(scope)):
                     continue
                 self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
                 self._guard.remove_idle_hook()
@@ -109,6 +112,8 @@ class BackgroundSaves:
             # After the main thread has ended, nothing waits for other threads.
             if not asynchronous or not threading.main_thread().is_alive():
                 info = save.write_and_commit()
+                if save.follow_up is not None:
+                    info = save.follow_up()
                 save.leave_session()
                 return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
             try:
@@ -130,10 +135,11 @@ class BackgroundSaves:
         """
         self._prepare_process()
         self._guard.add_copy(save.copied)
+        turn: Future[None] = Future()
         done: Future[Result] = Future()
-        handle = SaveHandle(save.path, save.mark_returned(), done)
+        handle = SaveHandle(save.path, save.mark_returned(), done, save.completed_locally)
         group = current_process_group(process_group)
-        flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, done)
+        flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, turn, done)
         # Not a daemon thread: the process waits for it. Its priority is lowered after the copies that steps wait for.
         name = f"holdfast {save.path.name}"
         handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
@@ -157,24 +163,40 @@ class BackgroundSaves:
                 save.complete_staging()
                 _lower_priority()
                 info = save.write_and_commit()
+                if save.follow_up is not None:
+                    flight.turn.set_result(None)
+                    info = save.follow_up()
         except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()
             arena.release()
-            flight.done.set_exception(_clear_frames(error))
+            cleared = _clear_frames(error)
+            if save.completed_locally is not None and not save.completed_locally.done():
+                save.completed_locally.set_exception(cleared)
+            flight.done.set_exception(cleared)
+            _end_turn(flight)
         else:
             arena.release()
             flight.done.set_result(info)
+            _end_turn(flight)
             save.leave_session()
             self._flights.remove(flight)
 
-    def _pending_saves(self, scope: Path | None) -> list[_SaveInFlight]:
-        """Return the saves in progress, except the one that runs in this thread, where a listener may save."""
+    def _other_flights(self, scope: Path | None) -> list[_SaveInFlight]:
+        """Return the saves of a path, or all, except the one that runs in this thread, where a listener may save."""
         this_thread = threading.current_thread()
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
-        return [flight for flight in flights if not flight.done.done() and flight.thread is not this_thread]
+        return [flight for flight in flights if flight.thread is not this_thread]
+
+    def _wait_for_turns(self, scope: Path) -> list[_SaveInFlight]:
+        """Wait until the next save of a path may begin, and return the saves that have failed."""
+        wait([flight.turn for flight in self._other_flights(scope)])
+        return self._failed_saves(scope)
 
     def _wait_for_saves(self, scope: Path | None) -> list[_SaveInFlight]:
         """Wait for the saves of a path, or for all, and return those that have failed."""
-        wait([flight.done for flight in self._pending_saves(scope)])
+        wait([flight.done for flight in self._other_flights(scope)])
+        return self._failed_saves(scope)
+
+    def _failed_saves(self, scope: Path | None) -> list[_SaveInFlight]:
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
         return [flight for flight in flights if flight.done.done() and flight.done.exception() is not None]
 
@@ -251,6 +273,11 @@ def _completed_future(info: Result) -> Future[Result]:
     done: Future[Result] = Future()
     done.set_result(info)
     return done
+
+
+def _end_turn(flight: _SaveInFlight) -> None:
+    if not flight.turn.done():
+        flight.turn.set_result(None)
 
 
 def _clear_frames(error: BaseException) -> BaseException:

@@ -176,14 +176,7 @@ class CheckpointSave(TrainingSave):
         cache, request = self._cache, self._request
 
         def plan_and_compare() -> _PreparedSave:
-            if agreement.global_spec is not None:
-                cache.key = b""
-                limit = parse_size(request.max_shard_size)
-                cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
-                cache.key, cache.saves = agreement.key, 0
-                hosts = list(enumerate(agreement.host_of))
-                cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
-            self._plan = cache.plan
+            self._update_plan(agreement)
             self._incremental.set_plan(self._plan, self._captured.tensors, cache.saves)
             return _PreparedSave(self._hash_replicas(), *self._incremental.sample_files(self._captured.frozen))
 
@@ -191,20 +184,16 @@ class CheckpointSave(TrainingSave):
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
             if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
-            if cache.saves == 0:
-                _warn_of_bucket_mount(request.path)
             identity = next_identity(request.path, request.runs)
-            clean_up(request.path, identity.run)
-            clean_up_first_saves(request.path, request.tag)
             self._set_identity(identity)
             self._started_at = round(time.time(), 6)
+            self._clean_up()
             base, samples = self._base, [rank.samples for rank in prepared]
             is_shared = base is not None and {rank.base for rank in prepared} == {base.id}
             if base is None or not is_shared or base.is_full_due(identity.sequence, request.keep_full_every):
                 samples = []
             candidates = self._create_files(samples)
-            removes_old = request.keep is not None or request.overwrite or bool(request.corrupt)
-            return _encode(_OpenedSave(identity, removes_old, candidates))
+            return _encode(_OpenedSave(identity, self._may_remove_old(), candidates))
 
         _, raw = self._session.vote("preparing the save", plan_and_compare, _encode, open_staging)
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
@@ -216,6 +205,31 @@ class CheckpointSave(TrainingSave):
             self._set_identity(opened.identity)
         self._removes_old = opened.removes_old
         return opened.candidates
+
+    def _clean_up(self) -> None:
+        """Remove what interrupted saves have left in the run directory, on rank 0."""
+        request = self._request
+        if self._cache.saves == 0:
+            _warn_of_bucket_mount(request.path)
+        clean_up(request.path, self._identity.run)
+        clean_up_first_saves(request.path, request.tag)
+
+    def _may_remove_old(self) -> bool:
+        """Return whether old checkpoints may be removed or hidden after the commit, on rank 0."""
+        request = self._request
+        return request.keep is not None or request.overwrite or bool(request.corrupt)
+
+    def _update_plan(self, agreement: SaveAgreement) -> None:
+        """Plan the save, unless the plan of an earlier one is still right."""
+        cache = self._cache
+        if agreement.global_spec is not None:
+            cache.key = b""
+            limit = parse_size(self._request.max_shard_size)
+            cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
+            cache.key, cache.saves = agreement.key, 0
+            hosts = list(enumerate(agreement.host_of))
+            cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
+        self._plan = cache.plan
 
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
         """Create the staging directory and its files. Return the files that may be unchanged, which are links.

@@ -6,7 +6,7 @@ import os
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast.errors import RankTimeoutError, StateError
 
@@ -17,12 +17,15 @@ Result = TypeVar("Result")
 class SaveHandle(Generic[Result]):
     """A save in progress. A synchronous save is done when the call returns its handle."""
 
-    def __init__(self, path: Path, blocking_seconds: float, done: Future[Result]) -> None:
+    def __init__(
+        self, path: Path, blocking_seconds: float, done: Future[Result], local: Future[Any] | None = None
+    ) -> None:
         #: The path of the checkpoint's directory or file, which exists once the save is committed.
         self.path = path
         #: The number of seconds for which the call blocked.
         self.blocking_seconds = blocking_seconds
         self._done = done
+        self._local: Future[Any] = done if local is None else local
         self._is_reported = False
         self._process = os.getpid()
         #: The thread that saves. Event listeners run in it, so they cannot wait for it.
@@ -51,18 +54,36 @@ class SaveHandle(Generic[Result]):
                 saves, or the caller is an event listener of the save.
             Exception: The error with which the save failed.
         """
-        self._check_can_end()
-        try:
-            self._done.exception(timeout)
-        except TimeoutError:
-            if not self._done.done():
-                message = f"the save of {self.path} is still in progress after {timeout} seconds"
-                raise RankTimeoutError(message) from None
+        self._wait_for(self._done, timeout)
         self._is_reported = True
         return self._done.result()
 
-    def _check_can_end(self) -> None:
-        if self._done.done():
+    def wait_local(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete in the local tier; without a tier, until the save has ended.
+
+        From then on, the checkpoint survives the death of all processes. Copies on other hosts are made afterwards.
+
+        Args:
+            timeout: The maximum number of seconds to wait. ``None`` means no limit.
+
+        Raises:
+            RankTimeoutError: It is not complete after ``timeout`` seconds.
+            Exception: As :meth:`wait`.
+        """
+        self._wait_for(self._local, timeout)
+        self._local.result()
+
+    def _wait_for(self, future: Future[Any], timeout: float | None) -> None:
+        self._check_can_end(future)
+        try:
+            future.exception(timeout)
+        except TimeoutError:
+            if not future.done():
+                message = f"the save of {self.path} is still in progress after {timeout} seconds"
+                raise RankTimeoutError(message) from None
+
+    def _check_can_end(self, future: Future[Any]) -> None:
+        if future.done():
             return
         if os.getpid() != self._process:
             raise StateError(

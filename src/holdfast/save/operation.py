@@ -10,6 +10,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic
@@ -40,6 +41,10 @@ class SaveOperation(ABC, Generic[Result]):
         self._staged: StagedTensors | None = None
         #: Set when the training objects are no longer needed.
         self.copied = threading.Event()
+        #: What is to be done after :meth:`write_and_commit`, while the next save may begin; it returns the result.
+        self.follow_up: Callable[[], Result] | None = None
+        #: Resolved when the checkpoint is complete in the local tier; ``None`` if the save does not use one.
+        self.completed_locally: Future[None] | None = None
 
     @property
     @abstractmethod

@@ -71,8 +71,9 @@ class SaveRequest:
 
     ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
     is checked in synchronous saves, too. ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids
-    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``began``: the start
-    of the call, in ``time.perf_counter`` seconds.
+    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the tags
+    of the run directory if they are known without reading it. ``began``: the start of the call, in
+    ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -92,6 +93,7 @@ class SaveRequest:
     forced: bool = False
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
+    known_tags: frozenset[str] | None = None
     on_event: OnEvent = ignore_event
     began: float = field(default_factory=time.perf_counter)
 
@@ -136,6 +138,10 @@ class SaveRequest:
     def check_destination(self) -> None:
         """Raise ``TagExistsError`` if the tag is taken and must not be overwritten."""
         final = self.path / self.tag
+        if self.known_tags is not None:
+            if self.tag in self.known_tags and not self.overwrite:
+                raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+            return
         if isinstance(final, ObjectPath):
             self._check_object_destination(final)
             return

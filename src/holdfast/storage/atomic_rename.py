@@ -19,6 +19,9 @@ _AT_FDCWD = -100
 #: The errors of a rename to a name that is taken.
 _NAME_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
+#: The errors of a hard link on a file system without them.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
 #: The errors of ``renameat2`` on a file system that does not support its flags.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -85,6 +88,38 @@ def replace_small(path: Path, data: bytes) -> None:
         with suppress(StorageError):
             remove_file(draft)
         raise
+
+
+def create_small(path: Path, data: bytes) -> bool:
+    """Write a small file in one step, unless it exists. Return whether this call has created it. Make it durable.
+
+    Of several processes that call it at a time, also on several hosts, one creates the file.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    write_small(draft, data)
+    try:
+        with wrap_os_errors("create", path):
+            try:
+                os.link(draft, path)  # servers of network file systems make links in one step, too
+            except FileExistsError:
+                return os.path.samefile(draft, path)  # the reply to the first attempt of a client was lost
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return _rename_if_new(draft, path)
+        fsync_directory(path.parent)
+        return True
+    finally:
+        with suppress(StorageError):
+            remove_file(draft)
+
+
+def _rename_if_new(draft: Path, path: Path) -> bool:
+    try:
+        rename_noreplace(draft, path)
+    except TagExistsError:
+        return False
+    return True
 
 
 def rename_path(source: Path, target: Path) -> None:

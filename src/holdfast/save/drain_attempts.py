@@ -1,0 +1,32 @@
+"""Attempts to write a checkpoint of the local tier into the run directory, until one succeeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.errors import HoldfastError, StateError, TagExistsError
+
+#: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
+ATTEMPTS, _FIRST_SECONDS = 5, 1.0
+
+T = TypeVar("T")
+
+
+def retry_drain(drain_once: Callable[[], T], note_failure: Callable[[HoldfastError, int], None]) -> T:
+    """Return the result of the first attempt that succeeds. All ranks fail, and try again, together.
+
+    ``note_failure`` is called with the error and the number of each attempt that failed. Raises the error of the last
+    one, or one that no other attempt can avoid.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return drain_once()
+        except HoldfastError as error:
+            note_failure(error, attempt)
+            if attempt == ATTEMPTS or isinstance(error, TagExistsError | StateError):
+                raise
+        time.sleep(_FIRST_SECONDS * 2 ** (attempt - 1))

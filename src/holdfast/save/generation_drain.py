@@ -1,0 +1,239 @@
+"""The drain of a generation that an earlier job has left in the local tier, after this one has loaded it.
+
+The ranks of this job may be others, in another number. So each part is written by a rank of a host that holds it, as
+the table of the part says. Pages of files that lie in parts of several hosts are sent to rank 0, which writes them: two
+hosts must not write one page.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+
+from holdfast.engine.comm.session import RankGroup
+from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
+from holdfast.engine.io.requests import Fragments
+from holdfast.engine.io.staging_memory import Arena
+from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.io.write import write_file_ranges
+from holdfast.engine.plan.file_ranges import FileRange
+from holdfast.errors import HoldfastError, StateError, TagExistsError
+from holdfast.formats.native import holds_checkpoint
+from holdfast.observe.events import OnEvent
+from holdfast.observe.reporter import EventReporter
+from holdfast.ondisk import manifest
+from holdfast.ondisk.hidden_names import HiddenName
+from holdfast.ondisk.manifest import Manifest
+from holdfast.run.cleanup import clean_up
+from holdfast.run.scan import CheckpointInfo
+from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.drain_attempts import retry_drain
+from holdfast.save.operation import SaveOperation
+from holdfast.storage.direct_io import SECTOR_BYTES, BufferedWriter
+from holdfast.storage.memory import Bytes
+from holdfast.tier.assembly import Assembly
+from holdfast.tier.generation import Generation
+from holdfast.tier.slots import map_part
+from holdfast.tier.state import TierState
+
+#: Bytes of a file: its number, the offset, the bytes.
+_Edge = tuple[int, int, bytes]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class GenerationDrain(SaveOperation[CheckpointInfo]):
+    """The drain of an assembled generation, as a save without tensors of the caller."""
+
+    def __init__(
+        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, on_event: OnEvent
+    ) -> None:
+        super().__init__(ranks, timeout)
+        self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
+        self._label = assembly.generation.common.label
+        self._staging = StagingDirectory(self.path)
+        self._reporter = EventReporter(
+            self.path, on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
+        )
+        #: The bytes of the parts that this rank writes: they stay mapped if a newer generation replaces this one.
+        self._memory: dict[int, Bytes] = {}
+        self.copied.set()
+
+    @property
+    def path(self) -> Path:
+        """The path of the checkpoint in the run directory."""
+        return self._tier.run / self._label.manifest.tag
+
+    def prepare_save(self) -> None:
+        """Map the parts that this rank writes."""
+        self._tier.begin_drain()
+        self.follow_up = self._drain
+        self._session.run_on_all("preparing the drain", self._map_parts)
+
+    def _map_parts(self) -> None:
+        for part, table in self._generation.tables.items():
+            if self._assembly.rank_that_drains(part) == self._session.rank:
+                self._memory[part] = map_part(self._assembly.path_of(part), table.nbytes)
+
+    def stage_tensors(self, arena: Arena) -> None:
+        """Do nothing: all bytes are in the tier."""
+
+    def complete_staging(self) -> None:
+        """Do nothing: all bytes are in the tier."""
+
+    def write_and_commit(self) -> CheckpointInfo:
+        """Return the description of the checkpoint, which is complete in the tier."""
+        return CheckpointInfo.of(self.path, self._label.manifest)
+
+    def mark_returned(self) -> float:
+        """See :class:`SaveOperation`."""
+        return self._reporter.mark_returned()
+
+    def _roll_back(self, error: BaseException) -> None:
+        self._tier.end_drain(None)
+        self._reporter.report_failed(error)
+
+    def _drain(self) -> CheckpointInfo:
+        info = retry_drain(self._drain_once, self._note_failure)
+        self._tier.end_drain(self._label.key)
+        return info
+
+    def _note_failure(self, error: HoldfastError, attempt: int) -> None:
+        if self._staging.is_locked:
+            self._staging.discard()
+        self._reporter.report_drain_failed(error, attempt, self._tier.undrained_seconds)
+
+    def _drain_once(self) -> CheckpointInfo:
+        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", lambda _: self._open_staging())
+        if not raw:  # it is there already
+            return CheckpointInfo.of(self.path, self._label.manifest)
+        self._set_attempt(raw.decode())
+        committed = self._write_files()
+        info = CheckpointInfo.of(self.path, committed)
+        self._reporter.report_saved(info.path, info.step, info.nbytes, 0)
+        return info
+
+    def _open_staging(self) -> bytes:
+        if holds_checkpoint(self.path, self._label.manifest.id):
+            return b""
+        if self._tier.is_fenced():
+            raise StateError(f"another job has continued the run: {self.path} stays in its local tier")
+        attempt = secrets.token_hex(8)
+        self._set_attempt(attempt)
+        clean_up(self._tier.run, self._label.manifest.run)
+        self._staging.create(sum(file.size for file in self._generation.plan.files))
+        self._files.create_files()
+        return attempt.encode()
+
+    def _set_attempt(self, attempt: str) -> None:
+        if self._staging.name.id != attempt:
+            self._staging = StagingDirectory(
+                self.path, HiddenName(self._label.manifest.tag, self._label.manifest.run, attempt, "partial")
+            )
+
+    @property
+    def _files(self) -> CheckpointFiles:
+        return CheckpointFiles(self._staging.path, self._generation.plan)
+
+    def _write_files(self) -> Manifest:
+        def write_parts() -> HashedResult:
+            fragments: Fragments = {}
+            edges: list[_Edge] = []
+            for part, memory in self._memory.items():
+                edges += self._write_part(self._generation, part, memory)
+                for tensor, of_tensor in self._generation.tables[part].rows.to_fragments().items():
+                    fragments.setdefault(tensor, []).extend(of_tensor)
+            return HashedResult(fragments, _encode(edges))
+
+        def commit(fragments: Fragments, payloads: list[bytes]) -> bytes:
+            edges = [edge for raw in payloads for edge in msgspec.msgpack.decode(raw, type=list[_Edge])]
+            self._write_edges(edges)
+            label = self._label.manifest
+            finished = self._files.finalize(
+                fragments,
+                self._generation.common.small_files,
+                lambda files: msgspec.structs.replace(label, files=files),
+            )
+            self._publish()
+            return manifest.encode_manifest(finished)
+
+        order = range(self._session.size)
+        decision = vote_with_fragments(self._session, "writing", write_parts, commit, order)
+        return manifest.decode_manifest(decision, manifest.NAME)
+
+    def _write_part(self, generation: Generation, part: int, memory: Bytes) -> list[_Edge]:
+        """Write the bytes of a part, and return those in pages that other hosts may write, too."""
+        ranges = [file_range for file_range, _ in generation.tables[part].rows.iter_ranges()]
+        edges: list[FileRange] = []
+        if self._assembly.is_spread:
+            ranges, edges = split_at_pages(ranges)
+        provider = TensorBytes(torch.from_numpy(memory))
+        files = [self._staging.path / file.path for file in generation.plan.files]
+        on_moved = self._reporter.progress_counter("save", generation.tables[part].nbytes).add
+        write_file_ranges(files, ranges, lambda _: provider, on_moved)
+        return [
+            (edge.file, edge.offset, memory[edge.local : edge.local + edge.stop - edge.start].tobytes())
+            for edge in edges
+        ]
+
+    def _write_edges(self, edges: Sequence[_Edge]) -> None:
+        with ExitStack() as stack:
+            paths = [self._staging.path / file.path for file in self._generation.plan.files]
+            writers = {number: stack.enter_context(BufferedWriter(paths[number])) for number, _, _ in edges}
+            for number, offset, data in edges:
+                writers[number].write(offset, memoryview(data))
+            for writer in writers.values():
+                writer.sync()
+
+    def _publish(self) -> None:
+        try:
+            if self._label.replaces:
+                self._staging.replace()
+                self._staging.remove_displaced()
+            else:
+                self._staging.publish()
+        except TagExistsError:
+            if not holds_checkpoint(self.path, self._label.manifest.id):
+                raise
+            self._staging.discard()
+
+
+def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:
+    """Return the parts of ranges in pages of files that they fill, and the other parts."""
+    whole: list[FileRange] = []
+    edges: list[FileRange] = []
+    for run in _contiguous_runs(ranges):
+        first = -(-run[0].offset // SECTOR_BYTES) * SECTOR_BYTES
+        last = (run[-1].offset + run[-1].stop - run[-1].start) // SECTOR_BYTES * SECTOR_BYTES
+        for file_range in run:
+            low, high = file_range.offset, file_range.offset + file_range.stop - file_range.start
+            for start, stop, into in (
+                (low, min(high, first), edges),
+                (max(low, first), min(high, last), whole),
+                (max(low, first, last), high, edges),
+            ):
+                if start < stop:
+                    into.append(file_range.slice_bytes(start - low, stop - start))
+    return whole, edges
+
+
+def _contiguous_runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
+    """Yield ranges that follow each other in a file, in lists."""
+    run: list[FileRange] = []
+    for file_range in sorted(ranges, key=lambda one: (one.file, one.offset)):
+        if run:
+            last = run[-1]
+            if (last.file, last.offset + last.stop - last.start) != (file_range.file, file_range.offset):
+                yield run
+                run = []
+        run.append(file_range)
+    if run:
+        yield run

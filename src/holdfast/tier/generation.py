@@ -1,0 +1,103 @@
+"""What a generation has beside its parts: its label, the layout of its files, and the files without tensor data.
+
+From these and the tables of all parts follows everything that the checkpoint will have in the run directory: headers,
+indexes, manifest. They are computed when a generation is loaded or drained, not at each save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import msgspec
+
+from holdfast.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
+from holdfast.engine.io.checkpoint_files import build_headers, build_indexes
+from holdfast.engine.io.requests import Fragments
+from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from holdfast.errors import CorruptCheckpointError
+from holdfast.ondisk.block_crcs import crc64
+from holdfast.ondisk.files import DataFile
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.tier.part import GenerationKey, PartTable
+
+
+class GenerationLabel(msgspec.Struct, frozen=True):
+    """The description of a generation.
+
+    ``manifest`` is that of the checkpoint without its files. ``replaces``: the checkpoint may replace one of its tag.
+    """
+
+    epoch: int
+    manifest: Manifest
+    replaces: bool = False
+
+    @property
+    def key(self) -> GenerationKey:
+        """The identity of the generation."""
+        return GenerationKey(self.epoch, self.manifest.sequence, self.manifest.id)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that saved."""
+        return self.manifest.provenance.world_size
+
+
+class Common(msgspec.Struct, frozen=True):
+    """What each host has of a generation: the label, the files of each group, the files without tensor data."""
+
+    label: GenerationLabel
+    groups: dict[str, list[DataFile]]
+    small_files: dict[str, bytes]
+
+
+def layout_plan(groups: Mapping[str, Sequence[DataFile]]) -> SavePlan:
+    """Return a plan that has the files and tensors of a checkpoint, and no work."""
+    files = [file for group_files in groups.values() for file in group_files]
+    names = [(group, name) for group, group_files in groups.items() for file in group_files for name in file.entries]
+    return replace(EMPTY_PLAN, files=files, groups=groups, tensors=names)
+
+
+class Generation:
+    """A generation of which the tables of all parts are known."""
+
+    def __init__(self, common: Common, tables: Mapping[int, PartTable]) -> None:
+        """``tables`` are those of all parts, by the rank that staged it."""
+        self.common, self.tables = common, tables
+        self.plan = layout_plan(common.groups)
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The fragments of all tensors, merged."""
+        rows = [table.rows for table in self.tables.values()]
+        encoded = [FragmentTable(row.tensor, row.start, row.stop, row.crc).to_bytes() for row in rows]
+        return merge_adjacent_fragments(FragmentTable.from_bytes(encoded)).to_fragments()
+
+    @cached_property
+    def headers(self) -> Sequence[tuple[bytes, FileRecord]]:
+        """The header and the record of each data file.
+
+        Raises ``RankMismatchError`` if the parts leave a gap in a tensor.
+        """
+        return list(build_headers(self.plan, self.fragments))
+
+    @cached_property
+    def small_files(self) -> Mapping[str, bytes]:
+        """All files without tensor data except the manifest, by name."""
+        return {**build_indexes(self.plan), **self.common.small_files}
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest that the checkpoint has in the run directory."""
+        records = {file.path: record for file, (_, record) in zip(self.plan.files, self.headers, strict=True)}
+        for name, data in self.small_files.items():
+            records[name] = FileRecord(len(data), f"{crc64(data):016x}")
+        return msgspec.structs.replace(self.common.label.manifest, files=dict(sorted(records.items())))
+
+
+def check_key(common: Common, key: GenerationKey, file: str) -> Common:
+    """Return what was read from a file whose name has a key. Raises ``CorruptCheckpointError`` if it has another."""
+    if common.label.key != key:
+        raise CorruptCheckpointError(f"{file} is corrupt: it is of another generation")
+    return common
