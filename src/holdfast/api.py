@@ -24,9 +24,13 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.metrics import read_metrics
 from holdfast.save.request import FULL_EVERY
 from holdfast.storage.object_path import parse_location
+from holdfast.tier.options import LocalTier, as_local_tier
 
-#: The settings of a default run directory: path, maximum shard size, timeout in seconds, process group.
-_Settings = tuple[Path, int | str, float, dist.ProcessGroup | None]
+#: The options of a local tier, or its folder, or none.
+_Local = LocalTier | str | PathLike[str] | None
+
+#: The settings of a default run directory: path, maximum shard size, timeout in seconds, process group, local tier.
+_Settings = tuple[Path, int | str, float, dist.ProcessGroup | None, LocalTier | None]
 
 #: The largest number of default run directories that are kept: each one holds a plan and a process group.
 _MAX_DEFAULTS = 16
@@ -53,14 +57,19 @@ class _DefaultDirectories:
         return directory
 
     def _create_directory(
-        self, path: Path, max_shard_size: int | str, timeout: float, group: dist.ProcessGroup | None
+        self, path: Path, max_shard_size: int | str, timeout: float, group: dist.ProcessGroup | None, local: _Local
     ) -> RunDirectory:
-        directory = RunDirectory(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout)
+        directory = RunDirectory(path, max_shard_size=max_shard_size, process_group=group, timeout=timeout, local=local)
         directory.runs, directory.corrupt = self._runs, self._corrupt
         for other in self._directories.values():
             if other.path == directory.path:
                 directory.base = other.base
         return directory
+
+    def drain(self) -> None:
+        """Write what only a local tier has into its run directory."""
+        for directory in self._directories.values():
+            directory.drain()
 
     def clear(self) -> None:
         """Forget all run directories, and the runs and corrupt checkpoints that they have recorded."""
@@ -101,6 +110,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
+    local: LocalTier | str | PathLike[str] | None = None,
 ) -> SaveHandle[CheckpointInfo]:
     """Save a training state as the checkpoint ``path/tag``. Every rank of the process group must call it.
 
@@ -168,10 +178,12 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         process_group: The ranks that save together. By default the default process group, or this process alone if
             there is none.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
+        local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`LocalTier`.
 
     Returns:
         A handle of the save. The checkpoint is complete and durable when this function returns, or, with
-        ``async_save``, when the handle's ``wait()`` returns.
+        ``async_save``, when the handle's ``wait()`` returns. With a local tier, that holds for the checkpoints that are
+        drained; all others are complete in the tier then.
 
     Every rank raises the same error. Existing checkpoints are left unchanged then.
 
@@ -187,7 +199,9 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         RankTimeoutError: A rank did not arrive in time.
         StorageError: The file system reported an error.
     """
-    directory = _defaults.get_directory((parse_location(path), max_shard_size, timeout, process_group))
+    directory = _defaults.get_directory(
+        (parse_location(path), max_shard_size, timeout, process_group, as_local_tier(local))
+    )
     return directory.save(
         tag,
         model,
@@ -226,6 +240,7 @@ def load_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
+    local: LocalTier | str | PathLike[str] | None = None,
     **options: Unpack[RestoreOptions],
 ) -> Any:
     """Return ``restore(...).user_content``: load a checkpoint in place and return its user content.
@@ -242,6 +257,7 @@ def load_checkpoint(
         scheduler: An object whose ``load_state_dict`` is called.
         process_group: The ranks that load together.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
+        local: As in :func:`restore`.
         options: The other arguments of :func:`restore`.
 
     Returns:
@@ -251,9 +267,8 @@ def load_checkpoint(
     Raises:
         NoCheckpointError: As in :func:`restore`, like all other errors.
     """
-    return _defaults.get_directory((parse_location(path), SHARD_SIZE, timeout, process_group)).load(
-        tag, model, optimizer, scheduler, **options
-    )
+    settings = (parse_location(path), SHARD_SIZE, timeout, process_group, as_local_tier(local))
+    return _defaults.get_directory(settings).load(tag, model, optimizer, scheduler, **options)
 
 
 def restore(
@@ -276,6 +291,7 @@ def restore(
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
+    local: LocalTier | str | PathLike[str] | None = None,
 ) -> RestoreResult:
     """Load a checkpoint in place, on any number of ranks and in any layout. Every rank of the group must call it.
 
@@ -318,6 +334,9 @@ def restore(
         process_group: The ranks that load together. By default the default process group, or this process alone if
             there is none.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
+        local: The local tier of the run, as in :func:`save_checkpoint`: it may have a newer checkpoint than the run
+            directory. That is loaded from the memory of the hosts, and written into the run directory in the
+            background.
 
     Returns:
         The user content and the per-rank content of the checkpoint, and a report of what was loaded.
@@ -331,7 +350,9 @@ def restore(
         RankTimeoutError: As in :func:`save_checkpoint`.
         StorageError: As in :func:`save_checkpoint`.
     """
-    directory = _defaults.get_directory((parse_location(path), SHARD_SIZE, timeout, process_group))
+    directory = _defaults.get_directory(
+        (parse_location(path), SHARD_SIZE, timeout, process_group, as_local_tier(local))
+    )
     return directory.restore(
         tag,
         model,
@@ -354,11 +375,14 @@ def restore(
 def finalize() -> None:
     """Wait for all background saves of this process.
 
+    With a local tier, all ranks must call it: what only the tier has is written into the run directory.
+
     Raises:
         Exception: The error of the first save that failed, after all saves have ended. Each error is raised once: if
             several saves failed, the next call raises the next error.
     """
     background_saves.finalize()
+    _defaults.drain()
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:

@@ -298,7 +298,7 @@ class Checkpointer:
     ) -> None:
         try:
             if error is None:
-                self.finalize()  # so that it is known whether the last save has failed
+                self._directory.wait()  # so that it is known whether the last save has failed
                 self._save_last_step()
                 self.finalize()
             else:
@@ -322,7 +322,7 @@ class Checkpointer:
     def _finalize_after(self, error: BaseException) -> None:
         """Wait for the background saves after an error, which is what the caller must see."""
         try:
-            self.finalize()
+            self._directory.wait()
         except Exception as failure:  # noqa: BLE001 - the error that ended the block is raised, and names this one
             error.add_note(f"a background save into {self.path} has failed, too: {failure!r}")
 

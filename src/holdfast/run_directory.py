@@ -265,11 +265,18 @@ class RunDirectory:
         )
 
     def finalize(self) -> None:
-        """Wait for the background saves of this path.
+        """Wait for the background saves of this path. All ranks must call it if there is a local tier.
+
+        Then the newest checkpoint in the local tier is written into the run directory, unless it is there.
 
         Raises:
             Exception: The error of the first save that failed. Each error is raised once.
         """
+        self.wait()
+        self.drain()
+
+    def wait(self) -> None:
+        """Wait for the background saves of this path, and for no other rank."""
         background_saves.finalize(self.path)
 
     def load(
@@ -368,6 +375,20 @@ class RunDirectory:
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 
+    def drain(self) -> None:
+        """Write the newest checkpoint of this job into the run directory, if only the local tier has it.
+
+        Saves in the background must have ended. All ranks must call it.
+        """
+        if self._tier is None or self._tier.newest is None or self._tier.is_drained:
+            return
+        from holdfast.load.tier_load import TierLoad  # noqa: PLC0415 - as above
+
+        newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
+        newest.assemble_newest(self._tier.newest)
+        self._drain_loaded(newest)
+        self.wait()
+
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
         """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.path.parent != self.path:
@@ -409,7 +430,10 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finalize()
+        if error is None:
+            self.finalize()
+        else:
+            self.wait()
 
 
 def _as_components(names: Collection[str]) -> frozenset[str]:

@@ -27,7 +27,7 @@ class LoadRequest:
     """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
     ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
-    ``reader_adapter_text`` describes the adapter.
+    ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text.
     """
 
     path: Path
@@ -40,6 +40,7 @@ class LoadRequest:
     keys: Mapping[str, str] = field(default_factory=dict)
     reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
     reader_adapter_text: str = "as it is"
+    local: str = "none"
     on_event: OnEvent = ignore_event
     began: float = field(default_factory=time.perf_counter)
 
@@ -54,6 +55,7 @@ class LoadRequest:
             "keys": repr(sorted(self.keys.items())),
             "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
             "strict": f"{self.policy.strict}, but not for {', '.join(sorted(self.policy.lenient)) or 'nothing'}",
+            "the local tier": self.local,
             "the adapter of the checkpoint's reader": self.reader_adapter_text,
         }
         return CallDescription("load", arguments)

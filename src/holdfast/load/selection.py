@@ -224,9 +224,7 @@ class CheckpointSelector:
         path, tag = self._request.path, self._request.tag
         if tag is not None:
             tag = resolve_tag(path, tag)
-            if (local := self._find_local(tag)) is not None:
-                return local
-            return _select_folder(find_checkpoint(path, tag), tag)
+            return self._find_local(tag) or _select_folder(find_checkpoint(path, tag), tag)
         infos = list_checkpoints_strictly(path)
         if not any(map(is_holdfast_checkpoint, infos)):
             resolved = resolve_checkpoint_path(path)

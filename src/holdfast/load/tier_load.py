@@ -112,6 +112,13 @@ class TierLoad:
         merged = msgspec.msgpack.decode(raw, type=_AssembledParts)
         return self._build_assembly(merged, host)
 
+    def assemble_newest(self, key: GenerationKey) -> None:
+        """Assemble the generation that this job has saved last."""
+        self.gather()
+        session = self._ranks.open_session(self._timeout)
+        self.assemble(session, key)
+        session.leave()
+
     def _verify_parts(self, key: GenerationKey, first: int, step: int) -> _RankParts:
         folder = self.tier.folder
         tables, problems = [], []

@@ -71,9 +71,9 @@ class SaveRequest:
 
     ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
     is checked in synchronous saves, too. ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids
-    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the tags
-    of the run directory if they are known without reading it. ``began``: the start of the call, in
-    ``time.perf_counter`` seconds.
+    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the
+    tags of the run directory if they are known without reading it. ``local``: the options of the local tier, as text.
+    ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -94,6 +94,7 @@ class SaveRequest:
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
     known_tags: frozenset[str] | None = None
+    local: str = "none"
     on_event: OnEvent = ignore_event
     began: float = field(default_factory=time.perf_counter)
 
@@ -117,6 +118,7 @@ class SaveRequest:
             "incremental": str(self.incremental),
             "keep_full_every": str(self.keep_full_every),
             "frozen": repr(self.frozen),
+            "the local tier": self.local,
             "files": ", ".join(sorted(map(repr, self.training.files))),
         }
         return CallDescription("save", arguments)

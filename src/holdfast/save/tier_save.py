@@ -34,7 +34,7 @@ from holdfast.save.negotiation import SaveAgreement
 from holdfast.save.request import SaveRequest
 from holdfast.save.training_save import SavePlanCache
 from holdfast.storage.memory import Bytes
-from holdfast.tier.copies import copy_to_partners
+from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel
 from holdfast.tier.part import GenerationKey, PartName, PartTable, hash_ranges
 from holdfast.tier.slots import Slot, TierFullError
@@ -87,10 +87,11 @@ class _SlotArena(Arena):
 class TierSave(CheckpointSave):
     """A save into the local tier. If a host lacks memory for it, it is an ordinary save."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - as an ordinary save, and the tier
         self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, base: Base, timeout: float, tier: TierState
     ) -> None:
-        super().__init__(replace(request, known_tags=tier.known_tags), ranks, cache, base, timeout)
+        described = replace(request, known_tags=tier.known_tags, local=tier.options.describe())
+        super().__init__(described, ranks, cache, base, timeout)
         self._tier, self._begun = tier, _BegunTierSave()
         self._slot: Slot | None = None
         self.completed_locally = Future()
@@ -207,8 +208,8 @@ class TierSave(CheckpointSave):
         """
         copies: list[Slot] = []
         try:
-            begun = self._begun
-            copies = copy_to_partners(self._ranks, self._session, self._tier, slot, begun.hosts, begun.domains)
+            partners = choose_partners(self._begun.hosts, self._begun.domains, self._tier.options.copies)
+            copies = PartCopies(self._ranks, self._session, self._tier, partners).make(slot)
         except HoldfastError as error:
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
@@ -285,7 +286,8 @@ def _describe_shortage(prepared: Sequence[_PreparedTierSave]) -> str:
     for rank, one in enumerate(prepared):
         if one.needed:
             return (
-                f"the host of rank {rank} has {format_size(one.free)} free in the folder of the tier, and the rank needs "
-                f"{format_size(one.needed)} more. The tier needs three times the bytes of a host, and as much for copies"
+                f"rank {rank} needs {format_size(one.needed)} more in the folder of the tier on its host, where "
+                f"{format_size(one.free)} are free. The tier needs three times the bytes of a host, and two to three "
+                "times those that it gets as copies"
             )
     return ""

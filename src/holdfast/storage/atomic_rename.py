@@ -102,7 +102,7 @@ def create_small(path: Path, data: bytes) -> bool:
             try:
                 os.link(draft, path)  # servers of network file systems make links in one step, too
             except FileExistsError:
-                return os.path.samefile(draft, path)  # the reply to the first attempt of a client was lost
+                return draft.samefile(path)  # the reply to the first attempt of a client was lost
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise

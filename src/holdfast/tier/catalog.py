@@ -16,7 +16,7 @@ from holdfast.tier.part import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label, if it has one."""
+    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label."""
 
     key: GenerationKey
     size: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,6 +11,7 @@ from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.comm.spec_exchange import deduplicate
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.storage.memory import Bytes
 from holdfast.tier.part import PartTable, find_corrupt_range
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
@@ -39,56 +41,69 @@ def choose_partners(hosts: Sequence[str], domains: Sequence[str], copies: int) -
     return partners
 
 
-def copy_to_partners(
-    ranks: RankGroup, session: Session, tier: TierState, slot: Slot, hosts: Sequence[str], domains: Sequence[str]
-) -> list[Slot]:
-    """Copy the part of each rank to its partners. Return the pinned slots with copies that this rank got.
+class PartCopies:
+    """The copies of the parts of one generation: those that this rank makes, and those that it gets."""
 
-    Memory for the copies is reserved first. Raises the same error on all ranks if a host lacks it, or if a connection
-    breaks.
+    def __init__(self, ranks: RankGroup, session: Session, tier: TierState, partners: Sequence[Sequence[int]]) -> None:
+        """``partners`` are those of :func:`choose_partners`."""
+        self._ranks, self._session, self._tier, self._partners = ranks, session, tier, partners
+        self._tables: Sequence[PartTable] = ()
+        #: The slots with copies, by the rank that staged the part.
+        self._slots: dict[int, Slot] = {}
+
+    def make(self, slot: Slot) -> list[Slot]:
+        """Copy the part in a slot to the partners. Return the pinned slots with the copies that this rank got.
+
+        Memory for the copies is reserved first. Raises the same error on all ranks if a host lacks it, or if a
+        connection breaks.
+        """
+        if not any(self._partners):
+            return []
+        try:
+            self._exchange_tables(slot)
+            self._session.run_on_all(_PHASE, self._reserve_memory)
+            with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+                self._session.run_on_all(_PHASE, lambda: self._exchange_bytes(p2p, slot.memory))
+        except BaseException:
+            for copy in self._slots.values():
+                self._tier.slots.unpin(copy)
+            raise
+        return list(self._slots.values())
+
+    def _exchange_tables(self, slot: Slot) -> None:
+        def encode_table() -> bytes:
+            if slot.part is None:
+                raise StorageError(errno.ENOENT, "the part was removed from the local tier meanwhile")
+            return self._tier.folder.read_part(slot.part).encode()
+
+        _, raw = self._session.vote(_PHASE, encode_table, bytes, msgspec.msgpack.encode)
+        tables = msgspec.msgpack.decode(raw, type=list[bytes])
+        self._tables = [PartTable.decode(table, "a table of the local tier") for table in tables]
+
+    def _reserve_memory(self) -> None:
+        for source, receivers in enumerate(self._partners):
+            if self._session.rank in receivers:
+                self._slots[source] = self._tier.slots.take(self._tables[source].nbytes)
+
+    def _exchange_bytes(self, p2p: P2PExchange, memory: Bytes) -> None:
+        transfers = plan_copies(self._partners, [table.nbytes for table in self._tables])
+        rate = self._tier.options.copy_rate
+        run_transfers(transfers, p2p, lambda _: memory, lambda part: self._slots[part].memory, rate)
+        for source, copy in self._slots.items():
+            table = self._tables[source]._replace(data=copy.path.name)
+            if corrupt := find_corrupt_range(table, copy.memory):
+                raise CorruptCheckpointError(
+                    f"the copy of the part of rank {source} differs from it, in tensor number {corrupt.tensor}"
+                )
+            self._tier.folder.write_part(table)
+            copy.part = table.name
+
+
+def plan_copies(partners: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Transfer]:
+    """Return the transfers of all copies, so that all ranks send at the same time.
+
+    ``sizes`` are those of the parts in bytes.
     """
-    partners = choose_partners(hosts, domains, tier.options.copies)
-    if not any(partners):
-        return []
-    part = slot.part
-    table = tier.folder.read_part(part) if part is not None else None
-
-    def encode_table() -> bytes:
-        if table is None:
-            raise StorageError(None, "the part was removed from the local tier meanwhile")
-        return table.encode()
-
-    _, raw = session.vote(_PHASE, encode_table, bytes, lambda posted: msgspec.msgpack.encode(posted))
-    tables = [
-        PartTable.decode(one, "a table of the local tier") for one in msgspec.msgpack.decode(raw, type=list[bytes])
-    ]
-    sources = [sender for sender, receivers in enumerate(partners) if session.rank in receivers]
-    copies: dict[int, Slot] = {}
-    try:
-        session.run_on_all(
-            _PHASE, lambda: _take_slots(tier, {source: tables[source].nbytes for source in sources}, copies)
-        )
-        transfers = list(_plan_copies(partners, [one.nbytes for one in tables]))
-        with P2PExchange(ranks.gloo_group(session.timeout), session) as p2p:
-            session.run_on_all(
-                _PHASE,
-                lambda: _receive_copies(tier, transfers, p2p, slot, copies, tables),
-            )
-    except BaseException:
-        for copy in copies.values():
-            tier.slots.unpin(copy)
-        raise
-    return list(copies.values())
-
-
-def _take_slots(tier: TierState, sizes: Mapping[int, int], copies: dict[int, Slot]) -> None:
-    """Reserve memory for the copies of parts, by the rank that staged them."""
-    for source, nbytes in sizes.items():
-        copies[source] = tier.slots.take(nbytes)
-
-
-def _plan_copies(partners: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Transfer]:
-    """Return the transfers of all copies, so that all ranks send at the same time."""
     transfers = [
         (number, Transfer(sender, start, min(size, start + MESSAGE_BYTES), sender, receiver))
         for sender, (receivers, size) in enumerate(zip(partners, sizes, strict=True))
@@ -96,28 +111,3 @@ def _plan_copies(partners: Sequence[Sequence[int]], sizes: Sequence[int]) -> lis
         for number, start in enumerate(range(0, size, MESSAGE_BYTES))
     ]
     return [transfer for _, transfer in sorted(transfers, key=lambda turn: turn[0])]
-
-
-def _receive_copies(
-    tier: TierState,
-    transfers: Sequence[Transfer],
-    p2p: P2PExchange,
-    slot: Slot,
-    copies: dict[int, Slot],
-    tables: Sequence[PartTable],
-) -> None:
-    run_transfers(
-        transfers,
-        p2p,
-        lambda _: slot.memory,
-        lambda part: copies[part].memory,
-        tier.options.copy_rate,
-    )
-    for source, copy in copies.items():
-        table = tables[source]._replace(data=copy.path.name)
-        if corrupt := find_corrupt_range(table, copy.memory):
-            raise CorruptCheckpointError(
-                f"the copy of the part of rank {source} differs from it, in tensor number {corrupt.tensor}"
-            )
-        tier.folder.write_part(table)
-        copy.part = table.name

@@ -27,7 +27,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import is_local
-from holdfast.storage.posix import host_id, make_private_directory, wrap_os_errors
+from holdfast.storage.posix import host_id, list_names, make_private_directory, wrap_os_errors
 from holdfast.tier.generation import Common, check_key
 from holdfast.tier.part import (
     COMMON_SUFFIX,
@@ -162,8 +162,7 @@ class TierFolder:
             return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.path))
 
     def _list_names(self) -> set[str]:
-        with wrap_os_errors("list", self.path):
-            return set(os.listdir(self.path))
+        return list_names(self.path)
 
     def _read(self, name: str) -> bytes:
         with wrap_os_errors("read", self.path / name):
@@ -204,8 +203,7 @@ def _read_marker(path: Path) -> _Marker | None:
 
 def _create_marker(path: Path, run: Path) -> _Marker:
     """Create the marker, unless another process does. Raises ``InvalidArgumentError`` if the folder has other files."""
-    with wrap_os_errors("list", path):
-        foreign = [name for name in os.listdir(path) if not name.startswith(_MARKER)]
+    foreign = [name for name in list_names(path) if not name.startswith(_MARKER)]
     if foreign and _read_marker(path) is None:
         raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
     marker = _Marker("holdfast local tier", VERSION, str(run), secrets.token_hex(8))

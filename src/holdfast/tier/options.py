@@ -57,6 +57,13 @@ class LocalTier:
             if value is not None and not value > 0:
                 raise InvalidArgumentError(f"{name} must be a number above 0, or None; got {value!r}")
 
+    def describe(self) -> str:
+        """Return the options that must be equal on all ranks, as text."""
+        return (
+            f"{self.copies} copies, drain_every={self.drain_every}, on_failure={self.on_failure}, "
+            f"max_undrained_seconds={self.max_undrained_seconds}"
+        )
+
     @property
     def path(self) -> Path:
         """The absolute path of the folder."""

@@ -39,8 +39,7 @@ class TierState:
     def __init__(self, options: LocalTier, run: Path) -> None:
         self.options, self.run = options, run
         self._lock, self._process = threading.Lock(), 0
-        self._folder: TierFolder | None = None
-        self._slots: Slots | None = None
+        self._opened: tuple[TierFolder, Slots] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -55,25 +54,20 @@ class TierState:
     @property
     def folder(self) -> TierFolder:
         """The folder of this host. Raises ``InvalidArgumentError`` or ``StorageError`` if it cannot be used."""
-        self._open()
-        assert self._folder is not None
-        return self._folder
+        return self._open()[0]
 
     @property
     def slots(self) -> Slots:
         """The slots of this process."""
-        self._open()
-        assert self._slots is not None
-        return self._slots
+        return self._open()[1]
 
-    def _open(self) -> None:
-        if self._process == os.getpid():
-            return
-        if self._process:  # a forked process continues nothing
-            self._reset()
-        self._folder = TierFolder.open(self.options.path, self.run)
-        self._slots = Slots(self._folder)
-        self._process = os.getpid()
+    def _open(self) -> tuple[TierFolder, Slots]:
+        if self._opened is None or self._process != os.getpid():
+            if self._process:  # a forked process continues nothing
+                self._reset()
+            folder = TierFolder.open(self.options.path, self.run)
+            self._opened, self._process = (folder, Slots(folder)), os.getpid()
+        return self._opened
 
     @property
     def known_tags(self) -> frozenset[str] | None:

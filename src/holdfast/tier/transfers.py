@@ -67,14 +67,14 @@ def plan_transfers(
         ranks_of.setdefault(host, []).append(rank)
     wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, spans in enumerate(needed):
-        for part, of_part in spans.items():
+        for part, of_rank in spans.items():
             if host_of[rank] not in places[part]:
-                wanted.setdefault((part, host_of[rank]), []).extend(of_part)
+                wanted.setdefault((part, host_of[rank]), []).extend(of_rank)
     sent, received = [0] * len(host_of), [0] * len(host_of)
     by_host = dict.fromkeys(ranks_of, 0)
     transfers = []
-    for (part, host), spans in sorted(wanted.items()):
-        for start, stop in _split_spans(merge_spans(spans)):
+    for (part, host), of_host in sorted(wanted.items()):
+        for start, stop in _split_spans(merge_spans(of_host)):
             source = min(places[part], key=lambda one: (by_host[one], one))
             sender = min(ranks_of[source], key=lambda rank: (sent[rank], rank))
             receiver = min(ranks_of[host], key=lambda rank: (received[rank], rank))
