@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Slots:
         self._kept: Sequence[Slot] = ()
         with wrap_os_errors("lock", folder.path):
             self._alive = FileLock(folder.path / f"{self._writer}{LOCK_SUFFIX}")
+        weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
         """Return a pinned slot of at least ``nbytes`` bytes. The part that it held is not in the tier any more.
@@ -102,18 +104,6 @@ class Slots:
     def writer(self) -> str:
         """The beginning of the names of this process's files."""
         return self._writer
-
-    def close(self) -> None:
-        """Release the memory. Parts whose tables exist stay in the tier."""
-        with self._lock:
-            for slot in self._slots:
-                slot.memory = _EMPTY
-                if slot.part is None:
-                    slot.path.unlink(missing_ok=True)
-            if all(slot.part is None for slot in self._slots):
-                self._alive.remove()
-            self._alive.close()
-            self._slots = []
 
     def _forget_part(self, slot: Slot) -> None:
         """Remove the table of a part before its first byte is overwritten."""

@@ -1,0 +1,347 @@
+"""Tests the local tier: a job that ends without a drain leaves a checkpoint in it, which any other job loads.
+
+Ranks play hosts: each host has a folder of its own for the tier.
+"""
+
+import itertools
+import shutil
+import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
+from holdfast.save import drain_attempts
+from holdfast.tier.epochs import claim_epoch
+from holdfast.tier.folder import TierFolder
+from holdfast.tier.slots import Slots
+from tests.helpers.file_contents import read_state_files
+from tests.helpers.pool import Ranks
+from tests.helpers.training import assert_equal, gather_run, start_run, train_run
+
+#: A number of saves of which none is drained.
+NEVER = 10**6
+
+WRITERS = [("plain", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4)]
+READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 4)]
+
+
+def tier_of(base: str, ranks_per_host: int = 1, **options: Any) -> holdfast.LocalTier:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return holdfast.LocalTier(f"{base}/host{rank // ranks_per_host}", **options)
+
+
+def save(base: str, layout: str, ranks_per_host: int, steps: int = 3, copies: int = 0) -> None:
+    run = train_run(layout, steps=steps)
+    local = tier_of(base, ranks_per_host, drain_every=NEVER, copies=copies)
+    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
+
+
+def save_without_tier(base: str, layout: str) -> None:
+    run = train_run(layout)
+    holdfast.save_checkpoint(f"{base}/run", "step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
+
+
+def load(base: str, layout: str, ranks_per_host: int) -> tuple[dict[str, torch.Tensor], str, str, list[str]]:
+    """Return the tensors, the tag, where it was loaded from, and the warnings."""
+    run = start_run(layout, seed=9)
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, ranks_per_host))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = directory.restore(None, run.model, run.optimizer, run.scheduler)
+    assert result.verified
+    directory.finalize()
+    return gather_run(run), result.tag, result.source, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 4])
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(WRITERS, READERS)))
+def test_any_layout_loads_a_generation_of_any_other(
+    ranks: Ranks, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int], ranks_per_host: int
+) -> None:
+    ranks(writer[1], save, str(tmp_path), writer[0], ranks_per_host, 3, 3)  # the reader may have fewer hosts
+    assert not list((tmp_path / "run").glob("step*"))
+    for tensors, tag, source, _ in ranks(reader[1], load, str(tmp_path), reader[0], ranks_per_host):
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert (tag, source) == ("step_3", "local tier")
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4])
+def test_a_drained_generation_has_the_bytes_of_an_ordinary_save(
+    ranks: Ranks, tmp_path: Path, ranks_per_host: int
+) -> None:
+    ranks(4, save, str(tmp_path), "fsdp", ranks_per_host)
+    ranks(4, load, str(tmp_path), "fsdp", ranks_per_host)
+    ranks(4, save_without_tier, str(tmp_path / "other"), "fsdp")
+    assert read_state_files(tmp_path / "run/step_3") == read_state_files(tmp_path / "other/run/step_3")
+
+
+def test_a_save_that_is_drained_at_once_has_the_bytes_of_an_ordinary_save(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, _save_and_drain, str(tmp_path))
+    ranks(4, save_without_tier, str(tmp_path / "other"), "fsdp")
+    assert read_state_files(tmp_path / "run/step_3") == read_state_files(tmp_path / "other/run/step_3")
+
+
+def _save_and_drain(base: str) -> None:
+    run = train_run("fsdp")
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base), async_save=True)
+    directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3).wait()
+
+
+def test_the_end_of_a_block_drains_what_only_the_tier_has(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_in_block, str(tmp_path))
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["b"]
+
+
+def _save_in_block(base: str) -> None:
+    with holdfast.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER)) as directory:
+        for tag in ("a", "b"):
+            directory.save(tag, {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_a_lost_host_is_replaced_by_the_copies_of_its_parts(ranks: Ranks, tmp_path: Path, lost: int) -> None:
+    ranks(4, save, str(tmp_path), "fsdp", 1, 3, 1)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    for tensors, _, source, _ in ranks(4, load, str(tmp_path), "fsdp", 1):
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert source == "local tier"
+
+
+def test_without_copies_a_lost_host_leads_back_to_the_run_directory(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, save_without_tier, str(tmp_path), "fsdp")
+    ranks(4, save, str(tmp_path), "fsdp", 1, 5, 0)
+    shutil.rmtree(tmp_path / "host1")
+    for tensors, tag, source, _ in ranks(4, load, str(tmp_path), "fsdp", 1):
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert (tag, source) == ("step_3", "run directory")
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_a_flipped_byte_is_named_and_the_copy_is_used(ranks: Ranks, tmp_path: Path, ranks_per_host: int) -> None:
+    ranks(4, save, str(tmp_path), "fsdp", ranks_per_host, 3, 1)
+    corrupt = _flip_bytes_of_rank(tmp_path, 1, ranks_per_host)
+    loaded = ranks(4, load, str(tmp_path), "fsdp", ranks_per_host)
+    for tensors, _, source, _ in loaded:
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert source == "local tier"
+    assert any(str(corrupt) in message and "the part of rank 1" in message for message in loaded[0][3])
+
+
+def test_a_flipped_byte_without_a_copy_leads_back_to_the_run_directory(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_without_tier, str(tmp_path), "fsdp")
+    ranks(2, save, str(tmp_path), "fsdp", 2, 5)
+    corrupt = _flip_bytes_of_rank(tmp_path, 1, 2)
+    loaded = ranks(2, load, str(tmp_path), "fsdp", 2)
+    assert [result[1:3] for result in loaded] == [("step_3", "run directory")] * 2
+    assert any(str(corrupt) in message for message in loaded[0][3])
+
+
+def _flip_bytes_of_rank(base: Path, rank: int, ranks_per_host: int) -> Path:
+    """Change a byte of the part of a rank on its own host."""
+    folder = TierFolder.open(base / f"host{rank // ranks_per_host}", base / "run")
+    (name,) = [name for names in folder.list_parts().values() for name in names if name.rank == rank]
+    path = folder.path / folder.read_part(name).data
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+    return path
+
+
+def test_a_newer_checkpoint_in_the_run_directory_is_preferred(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save, str(tmp_path), "fsdp", 2, 3)
+    ranks(2, _save_twice_without_tier, str(tmp_path))
+    (result, *_) = ranks(2, load, str(tmp_path), "fsdp", 2)
+    assert result[1:3] == ("later", "run directory")
+
+
+def _save_twice_without_tier(base: str) -> None:
+    run = train_run("fsdp", steps=4)
+    for tag in ("sooner", "later"):
+        holdfast.save_checkpoint(f"{base}/run", tag, run.model, run.optimizer, run.scheduler, step=4)
+
+
+def test_a_generation_of_an_abandoned_branch_is_never_the_newest(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_without_tier, str(tmp_path), "fsdp")
+    ranks(2, save, str(tmp_path), "fsdp", 2, 5)
+    (tmp_path / "host0").rename(tmp_path / "away")  # the host is disconnected, and the job goes on without it
+    assert ranks(2, load, str(tmp_path), "fsdp", 2)[0][1] == "step_3"
+    shutil.rmtree(tmp_path / "host0")
+    (tmp_path / "away").rename(tmp_path / "host0")
+    (result, *_) = ranks(2, load, str(tmp_path), "fsdp", 2)
+    assert result[1:3] == ("step_3", "run directory")
+
+
+def test_a_load_by_tag_retires_newer_generations(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_without_tier, str(tmp_path), "fsdp")
+    ranks(2, save, str(tmp_path), "fsdp", 2, 5)
+    ranks(2, _load_by_tag, str(tmp_path), "step_3")
+    (result, *_) = ranks(2, load, str(tmp_path), "fsdp", 2)
+    assert result[1:3] == ("step_3", "run directory")
+
+
+def test_a_generation_is_found_by_its_tag(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save, str(tmp_path), "fsdp", 2, 5)
+    assert ranks(2, _load_by_tag, str(tmp_path), "step_5") == ["local tier"] * 2
+
+
+def _load_by_tag(base: str, tag: str) -> str:
+    run = start_run("fsdp", seed=9)
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2))
+    source = directory.restore(tag, run.model, run.optimizer, run.scheduler).source
+    directory.finalize()
+    return source
+
+
+def test_the_newest_of_several_generations_is_loaded_until_the_next_is_complete(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_and_fail, str(tmp_path))
+    (result, *_) = ranks(2, load, str(tmp_path), "fsdp", 2)
+    assert result[1:3] == ("step_3", "local tier")
+
+
+def _save_and_fail(base: str) -> None:
+    """Save twice; of the second save, one rank does not complete its part."""
+    run = train_run("fsdp")
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER), timeout=20)
+    directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
+    failing = dist.get_rank() == 1
+    with (
+        mock.patch.object(TierFolder, "write_part", _raise_io_error) if failing else nullcontext(),
+        pytest.raises(holdfast.StorageError),
+    ):
+        directory.save("step_4", run.model, run.optimizer, run.scheduler, step=4)
+
+
+def _raise_io_error(*_: Any) -> None:
+    raise holdfast.StorageError(5, "input/output error")
+
+
+def test_without_memory_a_save_goes_to_the_run_directory_and_warns(ranks: Ranks, tmp_path: Path) -> None:
+    messages = ranks(2, _save_without_memory, str(tmp_path))
+    assert "rank 1 needs" in messages[0]
+    assert "free" in messages[0]
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+
+
+def _save_without_memory(base: str) -> str:
+    free = 10 if dist.get_rank() == 1 else 10**12
+    with mock.patch.object(Slots, "_count_free", lambda _: free), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+        directory.save("a", {"w": torch.ones(3000)})
+    return "".join(str(warning.message) for warning in caught)
+
+
+def test_a_drain_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks(2, _save_with_failing_drains, str(tmp_path), 2, "raise")
+    assert outcomes == [(2, "")] * 2
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_drain_that_always_fails_raises_or_warns(ranks: Ranks, tmp_path: Path, on_failure: str) -> None:
+    outcomes = ranks(2, _save_with_failing_drains, str(tmp_path), 99, on_failure)
+    assert outcomes == [(drain_attempts.ATTEMPTS, "input/output error" if on_failure == "raise" else "")] * 2
+
+
+def _save_with_failing_drains(base: str, failures: int, on_failure: str) -> tuple[int, str]:
+    """Return how often a drain has failed, and the error of the save."""
+    events: list[holdfast.Event] = []
+    finalize, counter = CheckpointFiles.finalize, itertools.count()
+
+    def fail_first(*arguments: Any) -> Any:
+        if next(counter) < failures:
+            raise holdfast.StorageError(5, "input/output error")
+        return finalize(*arguments)
+
+    error = ""
+    with (
+        mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.01),
+        mock.patch.object(CheckpointFiles, "finalize", fail_first),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        directory = holdfast.RunDirectory(
+            f"{base}/run", local=tier_of(base, 2, on_failure=on_failure), async_save=True, on_event=events.append
+        )
+        handle = directory.save("a", {"w": torch.ones(3)})
+        try:
+            handle.wait()
+        except holdfast.StorageError as failure:
+            error = str(failure.args[-1])
+    return sum(isinstance(event, holdfast.DrainFailed) for event in events), error
+
+
+def test_a_slow_drain_delays_no_save(ranks: Ranks, tmp_path: Path) -> None:
+    """Checkpoints that are saved meanwhile stay in the tier, and the first save after it is drained."""
+    assert ranks(2, _save_during_drain, str(tmp_path)) == [["a", "d"]] * 2
+
+
+def _save_during_drain(base: str) -> list[str]:
+    release, finalize = threading.Event(), CheckpointFiles.finalize
+
+    def wait_and_finalize(*arguments: Any) -> Any:
+        release.wait(60)
+        return finalize(*arguments)
+
+    with mock.patch.object(CheckpointFiles, "finalize", wait_and_finalize):
+        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
+        slow = directory.save("a", {"w": torch.ones(3)})
+        for tag in ("b", "c"):
+            directory.save(tag, {"w": torch.ones(3)}).wait_local()
+        assert not slow.done()
+        release.set()
+        slow.wait()
+    directory.save("d", {"w": torch.ones(3)}).wait()
+    return [info.tag for info in directory.list()]
+
+
+def test_a_taken_tag_is_refused_before_anything_is_staged(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_same_tag, str(tmp_path))
+
+
+def _save_same_tag(base: str) -> None:
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+    directory.save("a", {"w": torch.ones(3)})
+    with pytest.raises(holdfast.TagExistsError):
+        directory.save("a", {"w": torch.ones(3)})
+    directory.save("a", {"w": torch.zeros(3)}, overwrite=True)
+    directory.finalize()
+    assert torch.equal(holdfast.open(f"{base}/run/a")["model/w"], torch.zeros(3))
+
+
+def test_a_job_that_was_replaced_drains_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_after_another_job, str(tmp_path))
+    assert holdfast.list_checkpoints(tmp_path / "run") == []
+
+
+def _save_after_another_job(base: str) -> None:
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+    directory.save("a", {"w": torch.ones(3)})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        claim_epoch(Path(f"{base}/run"), 0)
+    dist.barrier()
+    with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        directory.finalize()
+
+
+def test_a_folder_of_another_run_or_user_is_refused(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
+    with pytest.raises(holdfast.InvalidArgumentError, match="is the local tier of"):
+        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(holdfast.StorageError, match="only this user may enter"):
+        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "open")
+    (tmp_path / "full").mkdir(mode=0o700)
+    (tmp_path / "full/file").touch()
+    with pytest.raises(holdfast.InvalidArgumentError, match="is not empty"):
+        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "full")
