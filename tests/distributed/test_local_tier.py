@@ -6,6 +6,7 @@ Ranks play hosts: each host has a folder of its own for the tier.
 import itertools
 import shutil
 import threading
+import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,9 +20,9 @@ import torch.distributed as dist
 import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.save import drain_attempts
+from holdfast.storage import mapped_file
 from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
-from holdfast.tier.slots import Slots
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
@@ -233,7 +234,10 @@ def test_without_memory_a_save_goes_to_the_run_directory_and_warns(ranks: Ranks,
 
 def _save_without_memory(base: str) -> str:
     free = 10 if dist.get_rank() == 1 else 10**12
-    with mock.patch.object(Slots, "_count_free", lambda _: free), warnings.catch_warnings(record=True) as caught:
+    with (
+        mock.patch.object(mapped_file, "count_free_bytes", return_value=free),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
         directory.save("a", {"w": torch.ones(3000)})
@@ -345,3 +349,21 @@ def test_a_folder_of_another_run_or_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full/file").touch()
     with pytest.raises(holdfast.InvalidArgumentError, match="is not empty"):
         holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "full")
+
+
+def test_a_checkpoint_that_the_policy_keeps_for_its_metric_is_drained(tmp_path: Path) -> None:
+    local = tier_of(str(tmp_path), drain_every=NEVER)
+    keep = holdfast.KeepLast(2) | holdfast.KeepBest("loss", 1)
+    directory = holdfast.RunDirectory(tmp_path / "run", local=local, keep=keep)
+    for step, loss in enumerate((3.0, 2.0, 5.0, 1.0, 4.0)):
+        directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step, metrics={"loss": loss})
+    assert [info.tag for info in directory.list()] == ["step_1", "step_3"]
+
+
+def test_a_save_fails_if_nothing_was_drained_for_too_long(tmp_path: Path) -> None:
+    local = tier_of(str(tmp_path), drain_every=NEVER, max_undrained_seconds=0.01)
+    directory = holdfast.RunDirectory(tmp_path / "run", local=local)
+    directory.save("a", {"w": torch.ones(3)})
+    time.sleep(0.02)
+    with pytest.raises(holdfast.StorageError, match="nothing was written to"):
+        directory.save("b", {"w": torch.ones(3)})

@@ -9,15 +9,11 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.comm.spec_exchange import deduplicate
@@ -27,9 +23,10 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError
 from holdfast.load.read_plan import ReadPlan
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.manifest import Manifest
-from holdfast.run.catalog import cached_checkpoints
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.mapped_file import map_to_read, map_to_write, reserve_span
 from holdfast.storage.memory import Bytes
-from holdfast.storage.posix import wrap_os_errors
+from holdfast.storage.posix import remove_file
 from holdfast.tier.assembly import Assembly
 from holdfast.tier.catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
 from holdfast.tier.epochs import read_epochs
@@ -37,7 +34,6 @@ from holdfast.tier.folder import DATA_SUFFIX
 from holdfast.tier.generation import Common, Generation
 from holdfast.tier.part import GenerationKey, PartTable, decode_checked, encode_checked, find_corrupt_range
 from holdfast.tier.reader import GenerationReader
-from holdfast.tier.slots import TierFullError, map_part
 from holdfast.tier.state import TierState
 from holdfast.tier.transfers import Transfer, merge_spans, plan_transfers, run_transfers
 
@@ -73,7 +69,7 @@ class TierLoad:
 
     @property
     def reads_again(self) -> bool:
-        """Whether this rank can read each byte of the checkpoint."""
+        """True if this rank can read each byte of the checkpoint."""
         return self._assembly is None or not self._assembly.is_spread
 
     def gather(self) -> None:
@@ -125,7 +121,7 @@ class TierLoad:
         for name in folder.list_parts().get(key, ())[first::step]:
             try:
                 table = folder.read_part(name)
-                corrupt = find_corrupt_range(table, map_part(folder.path / table.data, table.nbytes))
+                corrupt = find_corrupt_range(table, map_to_read(folder.path / table.data, table.nbytes))
             except HoldfastError as error:
                 problems.append(str(error.args[-1]))
                 continue
@@ -215,10 +211,12 @@ class TierLoad:
         def map_memory() -> None:
             for transfer in transfers:
                 if transfer.sender == session.rank and transfer.part not in sources:
-                    sources[transfer.part] = map_part(assembly.path_of(transfer.part), sizes[transfer.part])
+                    sources[transfer.part] = map_to_read(assembly.path_of(transfer.part), sizes[transfer.part])
                 if transfer.receiver == session.rank:
-                    path = assembly.fetched[transfer.part]
-                    sinks[transfer.part] = _reserve_span(path, sizes[transfer.part], transfer, sinks.get(transfer.part))
+                    path, size = assembly.fetched[transfer.part], sizes[transfer.part]
+                    reserve_span(path, size, transfer.start, transfer.nbytes)
+                    if transfer.part not in sinks:
+                        sinks[transfer.part] = map_to_write(path)
 
         session.run_on_all("reserving memory for bytes of other hosts", map_memory)
         with P2PExchange(self._ranks.gloo_group(session.timeout), session) as p2p:
@@ -230,18 +228,18 @@ class TierLoad:
     def remove_fetched(self) -> None:
         """Remove the bytes that this host got from others. All its ranks have read them."""
         for path in {} if self._assembly is None else self._assembly.fetched.values():
-            path.unlink(missing_ok=True)
+            with suppress(StorageError):  # another rank of this host has removed it
+                remove_file(path)
 
     def finish(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
         """Begin an epoch that continues from the loaded checkpoint, and remove all other generations."""
         self.remove_fetched()
 
         def begin_epoch(_: list[bytes]) -> bytes:
-            tags = {info.tag: info.sequence for info in cached_checkpoints(self.tier.run)}
             start, run_id = (0, "") if manifest is None else (manifest.sequence, manifest.run)
-            if manifest is not None and key is not None:
-                tags[manifest.tag] = start
-            self.tier.begin_epoch(start, run_id, tags)
+            is_local = manifest is not None and key is not None
+            loaded = CheckpointInfo.of(self.tier.run / manifest.tag, manifest) if is_local and manifest else None
+            self.tier.begin_epoch(start, run_id, loaded)
             return b""
 
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
@@ -264,21 +262,3 @@ class TierLoad:
     def assembly(self) -> Assembly | None:
         """The generation that was loaded last, or tried."""
         return self._assembly
-
-
-def _reserve_span(path: Path, size: int, transfer: Transfer, mapped: Bytes | None) -> Bytes:
-    """Reserve memory in a sparse file for the bytes of a transfer. Return the whole file, mapped."""
-    with wrap_os_errors("create", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.fstat(fd).st_size < size:
-                os.ftruncate(fd, size)
-            os.posix_fallocate(fd, transfer.start, transfer.nbytes)
-            return np.frombuffer(mmap.mmap(fd, size), np.uint8) if mapped is None else mapped
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            status = os.statvfs(path.parent)
-            raise TierFullError(path.parent, transfer.nbytes, status.f_bavail * status.f_frsize) from error
-        finally:
-            os.close(fd)

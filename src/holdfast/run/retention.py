@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.errors import InvalidArgumentError
@@ -46,6 +46,19 @@ class AnyOf(Retention):
         """See :class:`Retention`."""
         self.first.check_requirements(step, metrics)
         self.second.check_requirements(step, metrics)
+
+
+#: More checkpoints than a policy keeps because they are the newest.
+_MANY = 1000
+
+
+def is_kept_by_merit(policy: Retention, known: Sequence[CheckpointInfo], new: CheckpointInfo) -> bool:
+    """Return whether a policy keeps a new checkpoint for its step, metric or tag: also if many newer ones follow it.
+
+    ``known`` are the checkpoints before it, oldest first.
+    """
+    newer = [replace(new, tag="", step=None, metrics={}, id=str(number)) for number in range(_MANY)]
+    return new.id in policy.select_kept([*known, new, *newer], math.inf)
 
 
 @dataclass(frozen=True)

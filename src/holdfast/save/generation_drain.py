@@ -29,6 +29,7 @@ from holdfast.errors import HoldfastError, StateError, TagExistsError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
+from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.ondisk.manifest import Manifest
@@ -38,10 +39,10 @@ from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.drain_attempts import retry_drain
 from holdfast.save.operation import SaveOperation
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedWriter
+from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.memory import Bytes
 from holdfast.tier.assembly import Assembly
 from holdfast.tier.generation import Generation
-from holdfast.tier.slots import map_part
 from holdfast.tier.state import TierState
 
 #: Bytes of a file: its number, the offset, the bytes.
@@ -65,6 +66,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         )
         #: The bytes of the parts that this rank writes: they stay mapped if a newer generation replaces this one.
         self._memory: dict[int, Bytes] = {}
+        self._is_draining = False
         self.copied.set()
 
     @property
@@ -75,13 +77,14 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def prepare_save(self) -> None:
         """Map the parts that this rank writes."""
         self._tier.begin_drain()
+        self._is_draining = True
         self.follow_up = self._drain
         self._session.run_on_all("preparing the drain", self._map_parts)
 
     def _map_parts(self) -> None:
         for part, table in self._generation.tables.items():
             if self._assembly.rank_that_drains(part) == self._session.rank:
-                self._memory[part] = map_part(self._assembly.path_of(part), table.nbytes)
+                self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
 
     def stage_tensors(self, arena: Arena) -> None:
         """Do nothing: all bytes are in the tier."""
@@ -98,13 +101,25 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         return self._reporter.mark_returned()
 
     def _roll_back(self, error: BaseException) -> None:
-        self._tier.end_drain(None)
+        if self._is_draining:
+            self._tier.end_drain(None)
         self._reporter.report_failed(error)
 
     def _drain(self) -> CheckpointInfo:
-        info = retry_drain(self._drain_once, self._note_failure)
-        self._tier.end_drain(self._label.key)
-        return info
+        drained: CheckpointInfo | None = None
+        try:
+            drained = retry_drain(self._drain_once, self._note_failure)
+        except HoldfastError as error:
+            if self._tier.options.on_failure == "raise":
+                raise
+            if self._session.rank == COORDINATOR_RANK:
+                warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
+            return CheckpointInfo.of(self.path, self._label.manifest)
+        else:
+            return drained
+        finally:
+            self._is_draining = False
+            self._tier.end_drain(None if drained is None else self._label.key, drained)
 
     def _note_failure(self, error: HoldfastError, attempt: int) -> None:
         if self._staging.is_locked:

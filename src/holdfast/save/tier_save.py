@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
 from holdfast.run.catalog import CheckpointIdentity
+from holdfast.run.retention import is_kept_by_merit
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.base_checkpoint import Base
@@ -33,11 +34,12 @@ from holdfast.save.incremental import Candidates
 from holdfast.save.negotiation import SaveAgreement
 from holdfast.save.request import SaveRequest
 from holdfast.save.training_save import SavePlanCache
+from holdfast.storage.mapped_file import SpaceShortageError
 from holdfast.storage.memory import Bytes
 from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel
 from holdfast.tier.part import GenerationKey, PartName, PartTable, hash_ranges
-from holdfast.tier.slots import Slot, TierFullError
+from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
 
 
@@ -109,7 +111,7 @@ class TierSave(CheckpointSave):
             )
             try:
                 self._slot = self._tier.slots.take(self._plan.nbytes)
-            except TierFullError as error:
+            except SpaceShortageError as error:
                 return msgspec.structs.replace(prepared, needed=error.needed, free=error.free)
             return prepared
 
@@ -119,7 +121,7 @@ class TierSave(CheckpointSave):
                 return _encode(_BegunTierSave())
             if shortage := _describe_shortage(prepared):
                 return _encode(_BegunTierSave(shortage=shortage))
-            planned = self._tier.plan_save(self._request.tag, self._request.runs, is_forced=self._request.forced)
+            planned = self._tier.plan_save(self._request.tag, self._request.runs, self._must_drain)
             hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
             started_at = round(time.time(), 6)
             return _encode(_BegunTierSave(planned.identity, planned.epoch, started_at, planned.drains, hosts, domains))
@@ -139,6 +141,15 @@ class TierSave(CheckpointSave):
             self._is_draining = True
             self.follow_up = self._drain
         return Candidates()
+
+    def _must_drain(self, info: CheckpointInfo) -> bool:
+        """Return whether the new checkpoint must be drained: the last one of a job, or one that a policy keeps."""
+        request = self._request
+        step, metrics = request.manifest_numbers()
+        described = replace(info, step=step, metrics=metrics)
+        return request.forced or (
+            request.keep is not None and is_kept_by_merit(request.keep, self._tier.durable, described)
+        )
 
     def _save_without_tier(self, agreement: SaveAgreement) -> Candidates:
         if self._session.rank == COORDINATOR_RANK:
@@ -219,10 +230,10 @@ class TierSave(CheckpointSave):
 
     def _drain(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""
-        drained: GenerationKey | None = None
+        drained: CheckpointInfo | None = None
         try:
             info = retry_drain(self._drain_once, self._note_failure)
-            drained = self._key
+            drained = info
         except HoldfastError as error:
             if self._tier.options.on_failure == "raise":
                 raise
@@ -263,10 +274,10 @@ class TierSave(CheckpointSave):
     def _set_attempt(self, attempt: str) -> None:
         self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=attempt))
 
-    def _end_drain(self, drained: GenerationKey | None) -> None:
+    def _end_drain(self, drained: CheckpointInfo | None) -> None:
         if self._is_draining:
             self._is_draining = False
-            self._tier.end_drain(drained)
+            self._tier.end_drain(None if drained is None else self._key, drained)
 
     def _release_slot(self) -> None:
         if self._slot is not None:

@@ -217,6 +217,13 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
 
 
+def directory_identity(path: Path) -> str:
+    """Return the device and the inode of a directory, as text."""
+    with wrap_os_errors("inspect", path):
+        status = path.stat()
+    return f"{status.st_dev} {status.st_ino}"
+
+
 def disk_usage(path: Path) -> tuple[float, int] | None:
     """Return a directory's modification time in seconds since 1970, and the bytes of the disk that its files use.
 

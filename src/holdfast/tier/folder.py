@@ -4,7 +4,7 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 
 - ``.data``: the bytes of a part, in a *slot* that its process maps and uses again (:mod:`holdfast.tier.slots`);
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`holdfast.tier.part`);
-- ``.common``: what a generation has beside its parts (:mod:`holdfast.tier.generation`);
+- ``.common``: what a generation has in addition to its parts (:mod:`holdfast.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
 
 Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
@@ -14,7 +14,6 @@ host that dies takes its memory with it.
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,9 +24,17 @@ from typing import Self
 import msgspec
 
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from holdfast.storage.atomic_rename import create_small, replace_small
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import is_local
-from holdfast.storage.posix import host_id, list_names, make_private_directory, wrap_os_errors
+from holdfast.storage.posix import (
+    directory_identity,
+    host_id,
+    list_names,
+    make_private_directory,
+    read_small,
+    remove_file,
+)
 from holdfast.tier.generation import Common, check_key
 from holdfast.tier.part import (
     COMMON_SUFFIX,
@@ -76,8 +83,7 @@ class TierFolder:
             raise InvalidArgumentError(
                 f"{path} is the local tier of {marker.run}, not of {run}: pass another folder, or remove it"
             )
-        status = path.stat()
-        return cls(path, f"{host_id()} {status.st_dev} {status.st_ino} {marker.token}")
+        return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
 
     def list_parts(self) -> Mapping[GenerationKey, list[PartName]]:
         """Return the names of the parts of each generation, oldest first."""
@@ -99,7 +105,7 @@ class TierFolder:
         self._write(table.name.name, table.encode())
 
     def read_common(self, key: GenerationKey) -> Common | None:
-        """Read what a generation has beside its parts. Return ``None`` if this host has none."""
+        """Read what a generation has in addition to its parts. Return ``None`` if this host has none."""
         path = self.path / f"{key.name}{COMMON_SUFFIX}"
         try:
             raw = self._read(path.name)
@@ -110,21 +116,21 @@ class TierFolder:
         return check_key(decode_checked(raw, Common, str(path)), key, str(path))
 
     def write_common(self, common: Common) -> None:
-        """Write what a generation has beside its parts, unless another process of this host has."""
+        """Write what a generation has in addition to its parts, unless another process of this host has."""
         name = f"{common.label.key.name}{COMMON_SUFFIX}"
         if name not in self._list_names():
             self._write(name, encode_checked(common))
 
     def remove_part(self, name: PartName) -> None:
         """Remove a table, before its bytes are overwritten."""
-        (self.path / name.name).unlink(missing_ok=True)
+        self._remove(name.name)
 
     def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
         """Remove the generations that are not wanted, and the slots of dead processes that no other one uses."""
         for name in self._list_names():
             key = parse_generation_name(name)
             if key is not None and not is_wanted(key):
-                (self.path / name).unlink(missing_ok=True)
+                self._remove(name)
         self.remove_abandoned_slots()
 
     def remove_abandoned_slots(self) -> None:
@@ -140,7 +146,7 @@ class TierFolder:
                 continue
             for slot in slots:
                 if slot not in used:
-                    (self.path / slot).unlink(missing_ok=True)
+                    self._remove(slot)
             if not used.intersection(slots):
                 lock.remove()
             lock.close()
@@ -156,26 +162,21 @@ class TierFolder:
                 slots[writer].append(name)
         return slots
 
-    def nbytes(self) -> int:
-        """Return the bytes that the folder takes."""
-        with wrap_os_errors("inspect", self.path):
-            return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.path))
-
     def _list_names(self) -> set[str]:
         return list_names(self.path)
 
     def _read(self, name: str) -> bytes:
-        with wrap_os_errors("read", self.path / name):
-            return (self.path / name).read_bytes()
+        return read_small(self.path / name)
 
     def _write(self, name: str, data: bytes) -> None:
-        draft = self.path / f"{name}.{secrets.token_hex(4)}.draft"
-        with wrap_os_errors("write", self.path / name):
-            try:
-                draft.write_bytes(data)
-                draft.rename(self.path / name)
-            except OSError:
-                draft.unlink(missing_ok=True)
+        replace_small(self.path / name, data)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file, unless another process has."""
+        try:
+            remove_file(self.path / name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
                 raise
 
 
@@ -188,12 +189,10 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 
 
 def _read_marker(path: Path) -> _Marker | None:
-    try:
-        raw = (path / _MARKER).read_bytes()
-    except FileNotFoundError:
+    if _MARKER not in list_names(path):
         return None
     try:
-        marker = msgspec.json.decode(raw, type=_Marker)
+        marker = msgspec.json.decode(read_small(path / _MARKER), type=_Marker)
     except msgspec.DecodeError as error:
         raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}") from error
     if marker.version != VERSION:
@@ -203,14 +202,9 @@ def _read_marker(path: Path) -> _Marker | None:
 
 def _create_marker(path: Path, run: Path) -> _Marker:
     """Create the marker, unless another process does. Raises ``InvalidArgumentError`` if the folder has other files."""
-    foreign = [name for name in list_names(path) if not name.startswith(_MARKER)]
+    foreign = [name for name in list_names(path) if _MARKER not in name]
     if foreign and _read_marker(path) is None:
         raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
     marker = _Marker("holdfast local tier", VERSION, str(run), secrets.token_hex(8))
-    draft = path / f"{_MARKER}.{secrets.token_hex(4)}"
-    with wrap_os_errors("write", path / _MARKER):
-        draft.write_bytes(msgspec.json.encode(marker))
-        with suppress(FileExistsError):
-            os.link(draft, path / _MARKER)
-        draft.unlink()
+    create_small(path / _MARKER, msgspec.json.encode(marker))
     return _read_marker(path) or marker

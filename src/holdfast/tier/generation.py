@@ -1,4 +1,4 @@
-"""What a generation has beside its parts: its label, the layout of its files, and the files without tensor data.
+"""The label of a generation, the layout of its files, and the files without tensor data.
 
 From these and the tables of all parts follows everything that the checkpoint will have in the run directory: headers,
 indexes, manifest. They are computed when a generation is loaded or drained, not at each save.
@@ -45,7 +45,7 @@ class GenerationLabel(msgspec.Struct, frozen=True):
 
 
 class Common(msgspec.Struct, frozen=True):
-    """What each host has of a generation: the label, the files of each group, the files without tensor data."""
+    """The contents that all hosts have: the label, the files of each group, the files without tensor data."""
 
     label: GenerationLabel
     groups: dict[str, list[DataFile]]

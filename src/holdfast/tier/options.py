@@ -16,7 +16,7 @@ ON_FAILURE = ("raise", "warn")
 
 @dataclass(frozen=True)
 class LocalTier:
-    """Where and how each host keeps the newest checkpoints in its own memory, or on its own disk.
+    """The options of a tier in which each host keeps the newest checkpoints in its own memory, or on its own disk.
 
     Each save is complete when it is in the tier. Every ``drain_every``-th one is then *drained*: written to the run
     directory, in the background. A job that is started again loads the newest checkpoint that the tier or the run
@@ -26,8 +26,9 @@ class LocalTier:
         folder: A folder of each host: in memory, such as ``/dev/shm/NAME``, or on a local disk. It belongs to one run
             directory. It takes three times the bytes that the host's ranks write, and as much for each copy.
         copies: On how many other hosts each part is copied, so that as many hosts may be lost.
-        drain_every: Of how many saves one is drained. Saves at a signal and at the end of a training always are. If a
-            drain is still in progress, the next save after it is drained.
+        drain_every: Of how many saves one is drained. Saves at a signal and at the end of a training always are, and so
+            are those that the retention policy keeps for their step or metric. If a drain is still in progress, the
+            next save after it is drained.
         on_failure: What happens if a drain has failed several times: the next save raises the error (``"raise"``), or
             there is a warning (``"warn"``) and the next save is drained.
         max_undrained_seconds: A save raises ``StorageError`` if nothing was drained for so many seconds.

@@ -41,7 +41,7 @@ _ROW = np.dtype(
 
 _CRC_BYTES = 8
 
-#: The suffixes of the table of a part, and of what a generation has beside its parts.
+#: The suffixes of the table of a part, and of what a generation has in addition to its parts.
 PART_SUFFIX, COMMON_SUFFIX = ".part", ".common"
 
 _NAME = re.compile(

@@ -1,7 +1,6 @@
 """The slots of the local tier: files that this process maps, and that saves are staged into in turn.
 
-Memory is *reserved* before the first byte is copied: a store into a mapped file without reserved pages would kill the
-process (``SIGBUS``) if the file system or the memory cgroup were full.
+Memory is reserved before the first byte is copied (:mod:`holdfast.storage.mapped_file`).
 
 A process needs three slots: one whose generation is being drained, one with the newest complete generation, and one for
 the save in progress. Slots are used again: fresh pages would cost more than the copy.
@@ -9,39 +8,19 @@ the save in progress. Slots are used again: fresh pages would cost more than the
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
 import secrets
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from holdfast.errors import StorageError
-from holdfast.storage.cgroup_memory import free_cgroup_bytes
 from holdfast.storage.file_lock import FileLock
+from holdfast.storage.mapped_file import EMPTY, map_reserved
 from holdfast.storage.memory import Bytes
 from holdfast.storage.posix import wrap_os_errors
 from holdfast.tier.folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
 from holdfast.tier.part import PartName
-
-_EMPTY: Bytes = np.empty(0, np.uint8)
-
-#: The errors of a reservation if there is not enough memory.
-_FULL = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
-
-
-class TierFullError(StorageError):
-    """A host has not enough memory for a generation. ``needed`` and ``free`` are in bytes."""
-
-    def __init__(self, folder: Path, needed: int, free: int) -> None:
-        super().__init__(errno.ENOSPC, f"{folder} needs {needed:,} more bytes, and {free:,} are free")
-        self.needed, self.free = needed, free
 
 
 @dataclass(eq=False)
@@ -49,7 +28,7 @@ class Slot:
     """A mapped file. ``part`` is the part that it holds, whose table exists; ``pins`` counts who needs it."""
 
     path: Path
-    memory: Bytes = field(default_factory=lambda: _EMPTY)
+    memory: Bytes = field(default_factory=lambda: EMPTY)
     part: PartName | None = None
     pins: int = 0
 
@@ -68,7 +47,7 @@ class Slots:
     def take(self, nbytes: int) -> Slot:
         """Return a pinned slot of at least ``nbytes`` bytes. The part that it held is not in the tier any more.
 
-        Raises ``TierFullError``.
+        Raises ``SpaceShortageError``.
         """
         with self._lock:
             idle = [slot for slot in self._slots if not slot.pins]
@@ -80,7 +59,8 @@ class Slots:
         try:
             self._forget_part(slot)
             if len(slot.memory) < nbytes:
-                self._enlarge(slot, nbytes)
+                held, slot.memory = len(slot.memory), EMPTY
+                slot.memory = map_reserved(slot.path, nbytes, held)
         except BaseException:
             slot.pins = 0
             raise
@@ -110,52 +90,3 @@ class Slots:
         part, slot.part = slot.part, None
         if part is not None:
             self._folder.remove_part(part)
-
-    def _enlarge(self, slot: Slot, nbytes: int) -> None:
-        held, slot.memory = len(slot.memory), _EMPTY
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._check_free(size - held)
-        with wrap_os_errors("create", slot.path):
-            fd = os.open(slot.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                self._reserve(fd, size, held)
-                slot.memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-            finally:
-                os.close(fd)
-
-    def _reserve(self, fd: int, size: int, held: int) -> None:
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(fd, held)  # not less: another process may have mapped it
-            if error.errno not in _FULL:
-                raise
-            raise TierFullError(self._folder.path, size - held, self._count_free()) from error
-
-    def _check_free(self, needed: int) -> None:
-        if needed > (free := self._count_free()):
-            raise TierFullError(self._folder.path, needed, free)
-
-    def _count_free(self) -> int:
-        """Return the bytes that the file system and the memory cgroup of this process have left."""
-        with wrap_os_errors("inspect", self._folder.path):
-            status = os.statvfs(self._folder.path)
-        free = status.f_bavail * status.f_frsize
-        in_cgroup = free_cgroup_bytes()
-        return free if in_cgroup is None else min(free, in_cgroup)
-
-
-def map_part(path: Path, nbytes: int) -> Bytes:
-    """Map the bytes of a part of another process for reading. Raises ``StorageError``."""
-    if not nbytes:
-        return _EMPTY
-    with wrap_os_errors("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if os.fstat(fd).st_size < nbytes:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            # A private mapping: torch wants writable memory, and nothing is written to it.
-            return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY), np.uint8)
-        finally:
-            os.close(fd)

@@ -1,4 +1,4 @@
-"""What a process knows of the local tier of a run: its slots, and the order of its saves.
+"""The state of a run's local tier in one process: its slots, and the order of its saves.
 
 After the first save or load, nothing of it needs the run directory: a save into the tier must not wait for storage.
 """
@@ -9,14 +9,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from holdfast.errors import StorageError
 from holdfast.ondisk.manifest import LARGEST
-from holdfast.run.catalog import CheckpointIdentity, cached_checkpoints, next_identity
+from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
+from holdfast.run.scan import CheckpointInfo
 from holdfast.tier.epochs import claim_epoch, read_epochs
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
@@ -46,6 +47,8 @@ class TierState:
         #: On rank 0: the epoch of this job, its newest sequence number and run, and the tags that are taken.
         self._epoch, self._sequence, self._run_id = 0, 0, ""
         self._tags: set[str] = set()
+        #: On rank 0, the checkpoints in the run directory, as far as this job knows.
+        self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
@@ -74,32 +77,36 @@ class TierState:
         """On rank 0, the tags that are taken; ``None`` if the run directory was not read yet."""
         return frozenset(self._tags) if self._epoch else None
 
-    def begin_epoch(self, start: int, run_id: str, tags: Mapping[str, int]) -> None:
+    def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
         """Claim an epoch, on rank 0, that continues from the checkpoint with the sequence number ``start``.
 
-        ``tags`` are those that are taken, with their sequence numbers.
+        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
         """
         self._epoch = claim_epoch(self.run, start)
-        self._sequence, self._run_id = max([start, *tags.values()]), run_id
-        self._tags, self._drained_at = set(tags), time.monotonic()
+        self.durable = list_checkpoints(self.run)
+        infos = [*self.durable, *([] if loaded is None else [loaded])]
+        self._sequence, self._run_id = max([start, *(info.sequence for info in infos)]), run_id
+        self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
-    def plan_save(self, tag: str, runs: frozenset[str], *, is_forced: bool) -> NextSave:
-        """Decide on a save, on rank 0. Raises ``StorageError`` if nothing was drained for too long."""
+    def plan_save(self, tag: str, runs: frozenset[str], is_forced: Callable[[CheckpointInfo], bool]) -> NextSave:
+        """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
+
+        Raises ``StorageError`` if nothing was drained for too long.
+        """
         if not self._epoch:
             identity = next_identity(self.run, runs)
-            tags = {info.tag: info.sequence for info in cached_checkpoints(self.run)}
-            self.begin_epoch(identity.sequence - 1, identity.run, tags)
+            self.begin_epoch(identity.sequence - 1, identity.run)
         self._check_age()
         self._run_id = self._run_id or secrets.token_hex(8)
         self._sequence = min(self._sequence + 1, LARGEST)
         self._undrained += 1
-        drains = is_forced or (self._undrained >= self.options.drain_every and not self._drains)
+        identity = CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
+        info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
+        drains = (self._undrained >= self.options.drain_every and not self._drains) or is_forced(info)
         if drains:
             self._undrained = 0
         self._tags.add(tag)
-        return NextSave(
-            self._epoch, CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8)), drains=drains
-        )
+        return NextSave(self._epoch, identity, drains=drains)
 
     def forget_tag(self, tag: str) -> None:
         """Note that a save has failed, so its tag is free."""
@@ -114,12 +121,13 @@ class TierState:
         with self._lock:
             self._drains += 1
 
-    def end_drain(self, drained: GenerationKey | None) -> None:
-        """Note that a drain has ended; ``drained`` is the generation that it made durable."""
+    def end_drain(self, drained: GenerationKey | None, info: CheckpointInfo | None = None) -> None:
+        """Note that a drain has ended; ``drained`` is the generation that it made durable, as ``info`` says."""
         with self._lock:
             self._drains -= 1
             if drained is not None:
                 self._drained_at = time.monotonic()
+                self.durable += [] if info is None else [info]
                 self.is_drained = self.is_drained or drained == self.newest
             else:
                 self._undrained = self.options.drain_every
