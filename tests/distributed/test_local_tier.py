@@ -367,3 +367,42 @@ def test_a_save_fails_if_nothing_was_drained_for_too_long(tmp_path: Path) -> Non
     time.sleep(0.02)
     with pytest.raises(holdfast.StorageError, match="nothing was written to"):
         directory.save("b", {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_lost_host_is_computed_from_parity(ranks: Ranks, tmp_path: Path, size: int, lost: int) -> None:
+    ranks(4, _save_with_parity, str(tmp_path), size)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    for tensors, _, source, _ in ranks(4, load, str(tmp_path), "fsdp", 1):
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert source == "local tier"
+
+
+def test_a_corrupt_part_is_computed_from_parity(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, _save_with_parity, str(tmp_path), 3)
+    corrupt = _flip_bytes_of_rank(tmp_path, 1, 1)
+    loaded = ranks(3, load, str(tmp_path), "fsdp", 1)
+    assert_equal(loaded[0][0], gather_run(train_run("plain")))
+    assert any(str(corrupt) in message for message in loaded[0][3])
+
+
+def test_parity_of_three_hosts_takes_half_of_the_memory_of_a_copy(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, _save_with_parity, str(tmp_path), 3)
+    part, parity = sorted((file.stat().st_size for file in (tmp_path / "host0").glob("*.data")), reverse=True)
+    assert parity <= part / 2 + 4096
+
+
+def test_parity_does_not_replace_two_lost_hosts(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, save_without_tier, str(tmp_path), "fsdp")
+    ranks(4, _save_with_parity, str(tmp_path), 4, 5)
+    for lost in (1, 2):
+        shutil.rmtree(tmp_path / f"host{lost}")
+    assert [result[1:3] for result in ranks(4, load, str(tmp_path), "fsdp", 1)] == [("step_3", "run directory")] * 4
+
+
+def _save_with_parity(base: str, size: int, steps: int = 3) -> None:
+    run = train_run("fsdp", steps=steps)
+    local = tier_of(base, drain_every=NEVER, parity=size)
+    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)

@@ -32,18 +32,30 @@ from holdfast.tier.catalog import HostOffer, LocalCheckpoint, find_complete, lis
 from holdfast.tier.epochs import read_epochs
 from holdfast.tier.folder import DATA_SUFFIX
 from holdfast.tier.generation import Common, Generation
-from holdfast.tier.part import GenerationKey, PartTable, decode_checked, encode_checked, find_corrupt_range
+from holdfast.tier.parity import check_parity
+from holdfast.tier.part import (
+    GenerationKey,
+    PartTable,
+    decode_checked,
+    encode_checked,
+    find_corrupt_range,
+)
 from holdfast.tier.reader import GenerationReader
+from holdfast.tier.rebuild import Rebuilding, plan_rebuildings, rebuild_parts
 from holdfast.tier.state import TierState
-from holdfast.tier.transfers import Transfer, merge_spans, plan_transfers, run_transfers
+from holdfast.tier.transfers import Transfer, TransferEnds, merge_spans, plan_transfers, run_transfers
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _RankParts(msgspec.Struct, frozen=True, array_like=True):
-    """The tables of the intact parts that a rank has verified, the corrupt ones, and the encoded common, if any."""
+    """The tables of the intact parts and parities that a rank has verified, the corrupt ones, and the common, if any.
+
+    Parities have the rank that keeps each.
+    """
 
     tables: list[bytes]
+    parities: list[tuple[int, bytes]]
     problems: list[str]
     common: bytes
 
@@ -54,6 +66,7 @@ class _AssembledParts(msgspec.Struct, frozen=True, array_like=True):
     common: bytes
     tables: list[tuple[int, bytes]]
     problems: list[str]
+    rebuildings: list[Rebuilding] = []
 
 
 class TierLoad:
@@ -104,9 +117,14 @@ class TierLoad:
         def merge(posted: list[bytes]) -> bytes:
             return _encode(self._merge_parts(key, [msgspec.msgpack.decode(raw, type=_RankParts) for raw in posted]))
 
-        _, raw = session.vote("verifying the local tier", verify_share, _encode, merge)
-        merged = msgspec.msgpack.decode(raw, type=_AssembledParts)
-        return self._build_assembly(merged, host)
+        problems: list[str] = []
+        while True:
+            _, raw = session.vote("verifying the local tier", verify_share, _encode, merge)
+            merged = msgspec.msgpack.decode(raw, type=_AssembledParts)
+            problems += [problem for problem in merged.problems if problem not in problems]
+            if not merged.rebuildings:
+                return self._build_assembly(merged, host, problems)
+            rebuild_parts(self._ranks, session, self.tier, key, merged.rebuildings)
 
     def assemble_newest(self, key: GenerationKey) -> None:
         """Assemble the generation that this job has saved last."""
@@ -135,7 +153,17 @@ class TierLoad:
         common = None
         with suppress(HoldfastError):
             common = folder.read_common(key)
-        return _RankParts(tables, problems, b"" if common is None else encode_checked(common))
+        parities = []
+        for name in folder.list_parts("parity").get(key, ())[first::step]:
+            try:
+                parity = folder.read_parity(name)
+                path = folder.path / parity.data
+                check_parity(parity, map_to_read(path, parity.chunk), str(path))
+            except HoldfastError as error:
+                problems.append(str(error.args[-1]))
+            else:
+                parities.append((name.rank, encode_checked(parity)))
+        return _RankParts(tables, parities, problems, b"" if common is None else encode_checked(common))
 
     def _merge_parts(self, key: GenerationKey, posted: Sequence[_RankParts]) -> _AssembledParts:
         tables = [(self._host_of[rank], raw) for rank, parts in enumerate(posted) for raw in parts.tables]
@@ -144,6 +172,9 @@ class TierLoad:
         size = max((name.size for name in names), default=1)
         lost = sorted(set(range(size)) - {name.rank for name in names})
         common = next((parts.common for parts in posted if parts.common), b"")
+        rebuildings = _plan_rebuildings(lost, posted)
+        if common and len(rebuildings) == len(lost):
+            return _AssembledParts(common, tables, problems, rebuildings)
         if lost or not common:
             missing = f"the parts of {format_ranks(lost)} are lost" if lost else "its label is lost"
             raise CorruptCheckpointError(
@@ -152,7 +183,7 @@ class TierLoad:
             )
         return _AssembledParts(common, tables, problems)
 
-    def _build_assembly(self, merged: _AssembledParts, host: int) -> Assembly:
+    def _build_assembly(self, merged: _AssembledParts, host: int, problems: Sequence[str]) -> Assembly:
         tables: dict[int, PartTable] = {}
         places: dict[int, dict[int, str]] = {}
         for at, raw in merged.tables:
@@ -167,7 +198,7 @@ class TierLoad:
             if host not in on_hosts
         }
         generation = Generation(common, dict(sorted(tables.items())))
-        self._assembly = Assembly(generation, places, self._host_of, host, fetched, folder, merged.problems)
+        self._assembly = Assembly(generation, places, self._host_of, host, fetched, folder, problems)
         return self._assembly
 
     def open_reader(self, path: Path, keys: Mapping[str, str]) -> GenerationReader:
@@ -218,11 +249,14 @@ class TierLoad:
                     if transfer.part not in sinks:
                         sinks[transfer.part] = map_to_write(path)
 
+        def sink_of(transfer: Transfer) -> Bytes:
+            return sinks[transfer.part][transfer.start : transfer.stop]
+
         session.run_on_all("reserving memory for bytes of other hosts", map_memory)
         with P2PExchange(self._ranks.gloo_group(session.timeout), session) as p2p:
             session.run_on_all(
                 "sending bytes between hosts",
-                lambda: run_transfers(transfers, p2p, sources.__getitem__, sinks.__getitem__),
+                lambda: run_transfers(transfers, p2p, TransferEnds(sources.__getitem__, sink_of)),
             )
 
     def remove_fetched(self) -> None:
@@ -262,3 +296,15 @@ class TierLoad:
     def assembly(self) -> Assembly | None:
         """The generation that was loaded last, or tried."""
         return self._assembly
+
+
+def _plan_rebuildings(lost: Sequence[int], posted: Sequence[_RankParts]) -> list[Rebuilding]:
+    """Return how the lost parts are computed that can be. ``posted`` are the parts and parities of all ranks."""
+    senders: dict[int, int] = {}
+    parities: dict[int, tuple[bytes, int]] = {}
+    for rank, parts in enumerate(posted):
+        for raw in parts.tables:
+            senders.setdefault(PartTable.decode(raw, "a table of the local tier").name.rank, rank)
+        for keeper, raw in parts.parities:
+            parities.setdefault(keeper, (raw, rank))
+    return plan_rebuildings(lost, senders, parities)

@@ -38,6 +38,7 @@ from holdfast.storage.mapped_file import SpaceShortageError
 from holdfast.storage.memory import Bytes
 from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel
+from holdfast.tier.parity import PartParity, form_groups
 from holdfast.tier.part import GenerationKey, PartName, PartTable, hash_ranges
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
@@ -96,6 +97,7 @@ class TierSave(CheckpointSave):
         super().__init__(described, ranks, cache, base, timeout)
         self._tier, self._begun = tier, _BegunTierSave()
         self._slot: Slot | None = None
+        self._table: PartTable | None = None
         self.completed_locally = Future()
         #: Whether the checkpoint is complete in the tier, and whether a drain was announced that has not ended.
         self._is_complete = self._is_draining = False
@@ -195,8 +197,9 @@ class TierSave(CheckpointSave):
             if staged is None:
                 raise StateError("nothing is staged: this is a bug of holdfast")
             rows = hash_ranges(staged.file_ranges, slot.memory)
-            folder.write_part(PartTable(name, slot.path.name, self._plan.nbytes, rows))
-            slot.part = name
+            self._table = PartTable(name, slot.path.name, self._plan.nbytes, rows)
+            folder.write_part(self._table)
+            slot.table = name.name
             return self._captured.rank_values
 
         def describe(posted: list[bytes]) -> bytes:
@@ -219,14 +222,24 @@ class TierSave(CheckpointSave):
         """
         copies: list[Slot] = []
         try:
-            partners = choose_partners(self._begun.hosts, self._begun.domains, self._tier.options.copies)
-            copies = PartCopies(self._ranks, self._session, self._tier, partners).make(slot)
+            copies = self._make_redundant(slot)
         except HoldfastError as error:
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
         self._tier.slots.keep([slot, *copies])
         for copy in copies:
             self._tier.slots.unpin(copy)
+
+    def _make_redundant(self, slot: Slot) -> list[Slot]:
+        """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got."""
+        options, hosts = self._tier.options, self._begun.hosts
+        if self._table is None:
+            return []
+        if options.parity:
+            groups = form_groups(hosts, options.parity)
+            return PartParity(self._ranks, self._session, self._tier, groups).make(slot, self._table)
+        partners = choose_partners(hosts, self._begun.domains, options.copies)
+        return PartCopies(self._ranks, self._session, self._tier, partners).make(slot, self._table)
 
     def _drain(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,12 +16,16 @@ from holdfast.tier.part import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label."""
+    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label.
+
+    ``parities`` are the parities on the host: the rank that keeps each, and the ranks of its group.
+    """
 
     key: GenerationKey
     size: int
     ranks: list[int]
     manifest: Manifest | None = None
+    parities: list[tuple[int, list[int]]] = []
 
 
 class HostOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -48,13 +52,30 @@ class LocalCheckpoint:
 def list_offers(folder: TierFolder) -> list[OfferedGeneration]:
     """Return the generations of a host, oldest first. What cannot be read is left out."""
     offers = []
+    parities = folder.list_parts("parity")
     for key, names in folder.list_parts().items():
         manifest = None
         with suppress(CorruptCheckpointError, StorageError):
             common = folder.read_common(key)
             manifest = None if common is None else common.label.manifest
-        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest))
+        groups = []
+        for name in parities.get(key, ()):
+            with suppress(CorruptCheckpointError, StorageError):
+                groups.append((name.rank, [table.name.rank for table in folder.read_parity(name).members]))
+        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest, groups))
     return offers
+
+
+def find_rebuilding(lost: int, parts: Collection[int], parities: Mapping[int, Sequence[int]]) -> Sequence[int]:
+    """Return the members of the group whose parts and parities give a lost part; nothing if there is none.
+
+    ``parts`` are those that are there, ``parities`` the groups by the rank that keeps a parity.
+    """
+    for members in parities.values():
+        others = [member for member in members if member != lost]
+        if lost in members and all(other in parts and other in parities for other in others):
+            return members
+    return ()
 
 
 def find_complete(offers: Sequence[HostOffer], epochs: Mapping[int, int]) -> list[LocalCheckpoint]:
@@ -72,6 +93,8 @@ def find_complete(offers: Sequence[HostOffer], epochs: Mapping[int, int]) -> lis
         manifest = next((found.manifest for found in generations if found.manifest is not None), None)
         if manifest is None or is_retired(epochs, key.epoch, key.sequence):
             continue
-        if ranks >= set(range(generations[0].size)):
+        parities = {rank: members for generation in generations for rank, members in generation.parities}
+        lost = set(range(generations[0].size)) - ranks
+        if all(find_rebuilding(rank, ranks, parities) for rank in lost):
             complete.append(LocalCheckpoint(key, manifest))
     return complete

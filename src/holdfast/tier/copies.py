@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 
 import msgspec
@@ -10,12 +9,12 @@ import msgspec
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.comm.spec_exchange import deduplicate
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.memory import Bytes
 from holdfast.tier.part import PartTable, find_corrupt_range
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
-from holdfast.tier.transfers import MESSAGE_BYTES, Transfer, run_transfers
+from holdfast.tier.transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 
 _PHASE = "copying to other hosts"
 
@@ -51,7 +50,7 @@ class PartCopies:
         #: The slots with copies, by the rank that staged the part.
         self._slots: dict[int, Slot] = {}
 
-    def make(self, slot: Slot) -> list[Slot]:
+    def make(self, slot: Slot, table: PartTable) -> list[Slot]:
         """Copy the part in a slot to the partners. Return the pinned slots with the copies that this rank got.
 
         Memory for the copies is reserved first. Raises the same error on all ranks if a host lacks it, or if a
@@ -60,7 +59,7 @@ class PartCopies:
         if not any(self._partners):
             return []
         try:
-            self._exchange_tables(slot)
+            self._tables = exchange_tables(self._session, table)
             self._session.run_on_all(_PHASE, self._reserve_memory)
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                 self._session.run_on_all(_PHASE, lambda: self._exchange_bytes(p2p, slot.memory))
@@ -70,16 +69,6 @@ class PartCopies:
             raise
         return list(self._slots.values())
 
-    def _exchange_tables(self, slot: Slot) -> None:
-        def encode_table() -> bytes:
-            if slot.part is None:
-                raise StorageError(errno.ENOENT, "the part was removed from the local tier meanwhile")
-            return self._tier.folder.read_part(slot.part).encode()
-
-        _, raw = self._session.vote(_PHASE, encode_table, bytes, msgspec.msgpack.encode)
-        tables = msgspec.msgpack.decode(raw, type=list[bytes])
-        self._tables = [PartTable.decode(table, "a table of the local tier") for table in tables]
-
     def _reserve_memory(self) -> None:
         for source, receivers in enumerate(self._partners):
             if self._session.rank in receivers:
@@ -87,8 +76,11 @@ class PartCopies:
 
     def _exchange_bytes(self, p2p: P2PExchange, memory: Bytes) -> None:
         transfers = plan_copies(self._partners, [table.nbytes for table in self._tables])
-        rate = self._tier.options.copy_rate
-        run_transfers(transfers, p2p, lambda _: memory, lambda part: self._slots[part].memory, rate)
+
+        def sink_of(transfer: Transfer) -> Bytes:
+            return self._slots[transfer.part].memory[transfer.start : transfer.stop]
+
+        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, sink_of, rate=self._tier.options.copy_rate))
         for source, copy in self._slots.items():
             table = self._tables[source]._replace(data=copy.path.name)
             if corrupt := find_corrupt_range(table, copy.memory):
@@ -96,7 +88,14 @@ class PartCopies:
                     f"the copy of the part of rank {source} differs from it, in tensor number {corrupt.tensor}"
                 )
             self._tier.folder.write_part(table)
-            copy.part = table.name
+            copy.table = table.name.name
+
+
+def exchange_tables(session: Session, table: PartTable) -> list[PartTable]:
+    """Return the tables of the parts of all ranks."""
+    _, raw = session.vote(_PHASE, table.encode, bytes, msgspec.msgpack.encode)
+    tables = msgspec.msgpack.decode(raw, type=list[bytes])
+    return [PartTable.decode(one, "a table of the local tier") for one in tables]
 
 
 def plan_copies(partners: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Transfer]:

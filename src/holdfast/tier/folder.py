@@ -14,6 +14,7 @@ host that dies takes its memory with it.
 from __future__ import annotations
 
 import errno
+import itertools
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,6 +41,7 @@ from holdfast.tier.part import (
     COMMON_SUFFIX,
     VERSION,
     GenerationKey,
+    ParityTable,
     PartName,
     PartTable,
     decode_checked,
@@ -85,9 +87,10 @@ class TierFolder:
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
 
-    def list_parts(self) -> Mapping[GenerationKey, list[PartName]]:
-        """Return the names of the parts of each generation, oldest first."""
-        names = sorted(name for name in map(parse_part_name, self._list_names()) if name is not None)
+    def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
+        """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""
+        parsed = (parse_part_name(name, kind) for name in self._list_names())
+        names = sorted(name for name in parsed if name is not None)
         parts: dict[GenerationKey, list[PartName]] = {}
         for name in names:
             parts.setdefault(name.key, []).append(name)
@@ -103,6 +106,18 @@ class TierFolder:
     def write_part(self, table: PartTable) -> None:
         """Write a table, whose bytes are complete."""
         self._write(table.name.name, table.encode())
+
+    def read_parity(self, name: PartName) -> ParityTable:
+        """Read the table of a parity. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed."""
+        path = self.path / name.parity_name
+        table: ParityTable = decode_checked(self._read(path.name), ParityTable, str(path))
+        if Path(table.data).name != table.data:
+            raise CorruptCheckpointError(f"{path} is corrupt: it names a file outside of the folder")
+        return table
+
+    def write_parity(self, name: PartName, table: ParityTable) -> None:
+        """Write the table of a parity, whose bytes are complete."""
+        self._write(name.parity_name, encode_checked(table))
 
     def read_common(self, key: GenerationKey) -> Common | None:
         """Read what a generation has in addition to its parts. Return ``None`` if this host has none."""
@@ -121,9 +136,9 @@ class TierFolder:
         if name not in self._list_names():
             self._write(name, encode_checked(common))
 
-    def remove_part(self, name: PartName) -> None:
+    def remove_table(self, name: str) -> None:
         """Remove a table, before its bytes are overwritten."""
-        self._remove(name.name)
+        self._remove(name)
 
     def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
         """Remove the generations that are not wanted, and the slots of dead processes that no other one uses."""
@@ -136,10 +151,10 @@ class TierFolder:
     def remove_abandoned_slots(self) -> None:
         """Remove the slots of dead processes that no table names."""
         used = set()
-        for names in self.list_parts().values():
-            for name in names:
+        for read, kind in ((self.read_part, "part"), (self.read_parity, "parity")):
+            for name in itertools.chain(*self.list_parts(kind).values()):
                 with suppress(StorageError, CorruptCheckpointError):
-                    used.add(self.read_part(name).data)
+                    used.add(read(name).data)
         for writer, slots in self._slots_by_writer().items():
             lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
             if lock is None:

@@ -26,6 +26,8 @@ class LocalTier:
         folder: A folder of each host: in memory, such as ``/dev/shm/NAME``, or on a local disk. It belongs to one run
             directory. It takes three times the bytes that the host's ranks write, and as much for each copy.
         copies: On how many other hosts each part is copied, so that as many hosts may be lost.
+        parity: Over how many hosts parity is computed, instead of copies: that takes one ``parity - 1``-th of the
+            memory of a copy, and one host of so many may be lost.
         drain_every: Of how many saves one is drained. Saves at a signal and at the end of a training always are, and so
             are those that the retention policy keeps for their step or metric. If a drain is still in progress, the
             next save after it is drained.
@@ -42,6 +44,7 @@ class LocalTier:
 
     folder: str | PathLike[str]
     copies: int = 1
+    parity: int = 0
     drain_every: int = 1
     on_failure: str = "raise"
     max_undrained_seconds: float | None = None
@@ -51,6 +54,9 @@ class LocalTier:
     def __post_init__(self) -> None:
         local_path(self.folder)
         _check_number("copies", self.copies, smallest=0)
+        _check_number("parity", self.parity, smallest=0)
+        if self.parity == 1:
+            raise InvalidArgumentError("parity must be 0 or a number of at least 2 hosts; got 1")
         _check_number("drain_every", self.drain_every, smallest=1)
         check_choice("on_failure", self.on_failure, ON_FAILURE)
         for name in ("max_undrained_seconds", "copy_rate"):
@@ -61,8 +67,8 @@ class LocalTier:
     def describe(self) -> str:
         """Return the options that must be equal on all ranks, as text."""
         return (
-            f"{self.copies} copies, drain_every={self.drain_every}, on_failure={self.on_failure}, "
-            f"max_undrained_seconds={self.max_undrained_seconds}"
+            f"{self.copies} copies, parity={self.parity}, drain_every={self.drain_every}, "
+            f"on_failure={self.on_failure}, max_undrained_seconds={self.max_undrained_seconds}"
         )
 
     @property

@@ -41,12 +41,12 @@ _ROW = np.dtype(
 
 _CRC_BYTES = 8
 
-#: The suffixes of the table of a part, and of what a generation has in addition to its parts.
-PART_SUFFIX, COMMON_SUFFIX = ".part", ".common"
+#: The suffixes of the tables of parts and parities, and of what a generation has in addition to these.
+PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
 _NAME = re.compile(
     r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
-    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.part|\.common)"
+    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.(?P<kind>part|parity)|\.common)"
 )
 
 
@@ -75,6 +75,11 @@ class PartName(NamedTuple):
         """The name of the file."""
         return f"{self.key.name}.{self.rank:06d}-of-{self.size:06d}{PART_SUFFIX}"
 
+    @property
+    def parity_name(self) -> str:
+        """The name of the table of the parity that the rank keeps."""
+        return self.name.removesuffix(PART_SUFFIX) + PARITY_SUFFIX
+
 
 def parse_generation_name(name: str) -> GenerationKey | None:
     """Return the generation of a table or common by its file's name; ``None`` for any other file."""
@@ -82,10 +87,10 @@ def parse_generation_name(name: str) -> GenerationKey | None:
     return None if match is None else GenerationKey(int(match["epoch"]), int(match["sequence"]), match["id"])
 
 
-def parse_part_name(name: str) -> PartName | None:
-    """Parse a ``PartName.name``. Return ``None`` for any other name."""
+def parse_part_name(name: str, kind: str = "part") -> PartName | None:
+    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name."""
     match, key = _NAME.fullmatch(name), parse_generation_name(name)
-    if match is None or key is None or match["rank"] is None:
+    if match is None or key is None or match["kind"] != kind:
         return None
     return PartName(key, int(match["rank"]), int(match["size"]))
 
@@ -154,6 +159,24 @@ class PartTable(NamedTuple):
         if len(table.rows.stop) and int((table.rows.local + table.rows.stop - table.rows.start).max()) > header.nbytes:
             raise CorruptCheckpointError(f"{file} is corrupt: a range ends after the bytes of the part")
         return table
+
+
+class ParityTable(msgspec.Struct, frozen=True, array_like=True):
+    """A parity on one host: that of ``member`` of a group. ``data`` is the name of the file with its ``chunk`` bytes.
+
+    ``tables`` are the encoded tables of the parts of all members, ``crc`` is the CRC of the bytes.
+    """
+
+    member: int
+    tables: list[bytes]
+    chunk: int
+    data: str
+    crc: int
+
+    @property
+    def members(self) -> list[PartTable]:
+        """The tables of the parts of all members."""
+        return [PartTable.decode(raw, "a table of the local tier") for raw in self.tables]
 
 
 def hash_ranges(file_ranges: Iterable[FileRange], memory: Bytes) -> PartRows:

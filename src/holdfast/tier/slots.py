@@ -20,16 +20,15 @@ from holdfast.storage.mapped_file import EMPTY, map_reserved
 from holdfast.storage.memory import Bytes
 from holdfast.storage.posix import wrap_os_errors
 from holdfast.tier.folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
-from holdfast.tier.part import PartName
 
 
 @dataclass(eq=False)
 class Slot:
-    """A mapped file. ``part`` is the part that it holds, whose table exists; ``pins`` counts who needs it."""
+    """A mapped file. ``table`` is the name of the table of what it holds, if that exists; ``pins`` counts its users."""
 
     path: Path
     memory: Bytes = field(default_factory=lambda: EMPTY)
-    part: PartName | None = None
+    table: str = ""
     pins: int = 0
 
 
@@ -45,19 +44,19 @@ class Slots:
         weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
-        """Return a pinned slot of at least ``nbytes`` bytes. The part that it held is not in the tier any more.
+        """Return a pinned slot of at least ``nbytes`` bytes. What it held is not in the tier any more.
 
         Raises ``SpaceShortageError``.
         """
         with self._lock:
             idle = [slot for slot in self._slots if not slot.pins]
-            slot = max(idle, key=lambda slot: (slot.part is None, len(slot.memory) >= nbytes), default=None)
+            slot = max(idle, key=lambda slot: (not slot.table, len(slot.memory) >= nbytes), default=None)
             if slot is None:
                 slot = Slot(self._folder.path / f"{self._writer}-{len(self._slots):02d}{DATA_SUFFIX}")
                 self._slots.append(slot)
             slot.pins = 1
         try:
-            self._forget_part(slot)
+            self._forget_content(slot)
             if len(slot.memory) < nbytes:
                 held, slot.memory = len(slot.memory), EMPTY
                 slot.memory = map_reserved(slot.path, nbytes, held)
@@ -85,8 +84,8 @@ class Slots:
         """The beginning of the names of this process's files."""
         return self._writer
 
-    def _forget_part(self, slot: Slot) -> None:
-        """Remove the table of a part before its first byte is overwritten."""
-        part, slot.part = slot.part, None
-        if part is not None:
-            self._folder.remove_part(part)
+    def _forget_content(self, slot: Slot) -> None:
+        """Remove the table of what a slot holds, before its first byte is overwritten."""
+        table, slot.table = slot.table, ""
+        if table:
+            self._folder.remove_table(table)

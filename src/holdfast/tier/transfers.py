@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -102,8 +103,17 @@ def _interleave(transfers: Iterable[Transfer]) -> list[Transfer]:
     return [transfer for _, transfer in sorted(turns, key=lambda turn: turn[0])]
 
 
-#: Returns the memory that has, or gets, the bytes of a part.
-MemoryOf = Callable[[int], Bytes]
+#: Returns memory with the bytes of a part, or for those of a transfer.
+SourceOf = Callable[[int], Bytes]
+SinkOf = Callable[[Transfer], Bytes]
+
+#: Is called with the bytes of a transfer when they are there.
+OnReceived = Callable[[Transfer, Bytes], None]
+
+
+def ignore_bytes(transfer: Transfer, data: Bytes) -> None:
+    """Do nothing with received bytes, which are where they belong."""
+    del transfer, data
 
 
 class _Pending(NamedTuple):
@@ -115,44 +125,54 @@ class _Pending(NamedTuple):
     crc: Bytes
 
 
-def run_transfers(
-    transfers: Sequence[Transfer], p2p: P2PExchange, source_of: MemoryOf, sink_of: MemoryOf, rate: float | None = None
-) -> int:
-    """Send and receive this rank's share of the transfers. Return the number of bytes received.
+@dataclass(frozen=True)
+class TransferEnds:
+    """The memory at the ends of transfers. ``rate`` is the most bytes a second that this rank sends."""
 
-    ``rate`` is the most bytes a second that this rank sends. Raises ``CorruptCheckpointError`` if bytes have changed on
-    their way, and the errors of :meth:`P2PExchange.wait`.
+    source_of: SourceOf
+    sink_of: SinkOf
+    on_received: OnReceived = ignore_bytes
+    rate: float | None = None
+
+
+def run_transfers(transfers: Sequence[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
+    """Send and receive this rank's share of the transfers.
+
+    Raises ``CorruptCheckpointError`` if bytes have changed on their way, and the errors of :meth:`P2PExchange.wait`.
     """
     pending: deque[_Pending] = deque()
-    received = sent = 0
-    started = time.monotonic()
+    sent, started = 0, time.monotonic()
     for transfer in transfers:
-        if p2p.rank == transfer.sender:
-            if rate is not None:
-                time.sleep(max(0.0, started + sent / rate - time.monotonic()))
-            data = source_of(transfer.part)[transfer.start : transfer.stop]
+        if p2p.rank == transfer.sender == transfer.receiver:
+            data = ends.source_of(transfer.part)[transfer.start : transfer.stop]
+            ends.on_received(transfer, data)
+        elif p2p.rank == transfer.sender:
+            if ends.rate is not None:
+                time.sleep(max(0.0, started + sent / ends.rate - time.monotonic()))
+            sent += transfer.nbytes
+            data = ends.source_of(transfer.part)[transfer.start : transfer.stop]
             crc = np.frombuffer(crc64(data).to_bytes(_CRC_BYTES, "little"), np.uint8).copy()
             works = p2p.send(data, transfer.receiver), p2p.send(crc, transfer.receiver)
             pending.append(_Pending(works, transfer, data, crc))
-            sent += transfer.nbytes
         elif p2p.rank == transfer.receiver:
-            data, crc = sink_of(transfer.part)[transfer.start : transfer.stop], np.empty(_CRC_BYTES, np.uint8)
+            data, crc = ends.sink_of(transfer), np.empty(_CRC_BYTES, np.uint8)
             works = p2p.receive(data, transfer.sender), p2p.receive(crc, transfer.sender)
             pending.append(_Pending(works, transfer, data, crc))
-            received += transfer.nbytes
         if len(pending) >= _WINDOW:
-            _finish(pending.popleft(), p2p)
+            _finish(pending.popleft(), p2p, ends.on_received)
     while pending:
-        _finish(pending.popleft(), p2p)
-    return received
+        _finish(pending.popleft(), p2p, ends.on_received)
 
 
-def _finish(message: _Pending, p2p: P2PExchange) -> None:
+def _finish(message: _Pending, p2p: P2PExchange, on_received: OnReceived) -> None:
     """Wait for a message, and compare what was received with its CRC."""
     p2p.wait(message.works)
     transfer = message.transfer
-    if p2p.rank == transfer.receiver and crc64(message.data) != int.from_bytes(message.crc.tobytes(), "little"):
+    if p2p.rank != transfer.receiver:
+        return
+    if crc64(message.data) != int.from_bytes(message.crc.tobytes(), "little"):
         raise CorruptCheckpointError(
             f"bytes of the part of rank {transfer.part} have changed on their way from rank {transfer.sender} to rank "
             f"{transfer.receiver}"
         )
+    on_received(transfer, message.data)
