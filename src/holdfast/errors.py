@@ -79,6 +79,14 @@ class StorageError(HoldfastError, OSError):
     """The file system reported an error: no space, no permission, or an I/O error."""
 
 
+class SpaceShortageError(StorageError):
+    """A folder of the local tier has not enough space: ``needed`` more bytes, of which ``free`` are free."""
+
+    def __init__(self, *args: object, needed: int = 0, free: int = 0) -> None:
+        super().__init__(*args)
+        self.needed, self.free = needed, free
+
+
 class CorruptCheckpointError(HoldfastError, ValueError):
     """Stored bytes differ from what was saved. The message names the file and, if one is affected, the tensor."""
 

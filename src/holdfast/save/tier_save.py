@@ -20,7 +20,7 @@ from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
-from holdfast.errors import HoldfastError, StateError
+from holdfast.errors import HoldfastError, SpaceShortageError, StateError
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
 from holdfast.run.catalog import CheckpointIdentity
@@ -34,7 +34,6 @@ from holdfast.save.incremental import Candidates
 from holdfast.save.negotiation import SaveAgreement
 from holdfast.save.request import SaveRequest
 from holdfast.save.training_save import SavePlanCache
-from holdfast.storage.mapped_file import SpaceShortageError
 from holdfast.storage.memory import Bytes
 from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.errors import StorageError
+from holdfast.errors import SpaceShortageError
 from holdfast.storage.cgroup_memory import free_cgroup_bytes
 from holdfast.storage.memory import Bytes
 from holdfast.storage.posix import wrap_os_errors
@@ -23,14 +23,6 @@ EMPTY: Bytes = np.empty(0, np.uint8)
 
 #: The errors of a reservation if there is not enough space.
 _FULL = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
-
-
-class SpaceShortageError(StorageError):
-    """A folder has not enough space. ``needed`` and ``free`` are in bytes."""
-
-    def __init__(self, folder: Path, needed: int, free: int) -> None:
-        super().__init__(errno.ENOSPC, f"{folder} needs {needed:,} more bytes, and {free:,} are free")
-        self.needed, self.free = needed, free
 
 
 def count_free_bytes(folder: Path) -> int:
@@ -49,7 +41,7 @@ def map_reserved(path: Path, nbytes: int, held: int = 0) -> Bytes:
     """
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     if size - held > (free := count_free_bytes(path.parent)):
-        raise SpaceShortageError(path.parent, size - held, free)
+        raise _shortage_error(path.parent, size - held, free)
     with wrap_os_errors("create", path):
         fd = _open_to_write(path)
         try:
@@ -113,4 +105,9 @@ def _reserve(fd: int, path: Path, start: int, nbytes: int, held: int) -> None:
             os.ftruncate(fd, held)  # not less: another process may have mapped it
         if error.errno not in _FULL:
             raise
-        raise SpaceShortageError(path.parent, nbytes, count_free_bytes(path.parent)) from error
+        raise _shortage_error(path.parent, nbytes, count_free_bytes(path.parent)) from error
+
+
+def _shortage_error(folder: Path, needed: int, free: int) -> SpaceShortageError:
+    text = f"{folder} needs {needed:,} more bytes, and {free:,} are free"
+    return SpaceShortageError(errno.ENOSPC, text, needed=needed, free=free)
