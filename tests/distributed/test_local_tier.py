@@ -20,6 +20,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.save import drain_attempts
+from holdfast.save.checkpoint_save import CheckpointSave
 from holdfast.storage import mapped_file
 from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
@@ -406,3 +407,24 @@ def _save_with_parity(base: str, size: int, steps: int = 3) -> None:
     local = tier_of(base, drain_every=NEVER, parity=size)
     directory = holdfast.RunDirectory(f"{base}/run", local=local)
     directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
+
+
+def test_a_drain_that_was_committed_and_seemed_to_fail_succeeds(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_with_lost_commit, str(tmp_path))
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+
+
+def _save_with_lost_commit(base: str) -> None:
+    publish, counter = CheckpointSave._publish_checkpoint, itertools.count()
+
+    def publish_and_fail(*arguments: Any) -> Any:
+        publish(*arguments)
+        if next(counter) == 0:
+            raise holdfast.StorageError(5, "input/output error")
+
+    with (
+        mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.01),
+        mock.patch.object(CheckpointSave, "_publish_checkpoint", publish_and_fail),
+    ):
+        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
+        assert directory.save("a", {"w": torch.ones(3)}).wait().tag == "a"

@@ -100,6 +100,7 @@ class TierSave(CheckpointSave):
         self.completed_locally = Future()
         #: Whether the checkpoint is complete in the tier, and whether a drain was announced that has not ended.
         self._is_complete = self._is_draining = False
+        self._info = CheckpointInfo("", self.path)
 
     def _plan_and_open(self, agreement: SaveAgreement) -> Candidates:
         """Plan, check that replicas are equal, and reserve memory. Open nothing in the run directory."""
@@ -173,7 +174,7 @@ class TierSave(CheckpointSave):
         common = self._complete_locally(self._slot)
         self._release_tensors()
         info = CheckpointInfo.of(self.path, common.label.manifest)
-        info = replace(info, tag=self._request.tag, nbytes=sum(file.size for file in self._plan.files))
+        info = self._info = replace(info, nbytes=sum(file.size for file in self._plan.files))
         if self.completed_locally is not None:
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
@@ -251,7 +252,7 @@ class TierSave(CheckpointSave):
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
-            return CheckpointInfo.of(self.path, self._build_manifest({}))
+            return self._info
         else:
             return info
         finally:
@@ -268,6 +269,8 @@ class TierSave(CheckpointSave):
         """Write the staged bytes into a staging directory, whose name no other attempt has, and commit it."""
 
         def open_staging(_: list[bytes]) -> bytes:
+            if self._is_committed():  # by an attempt that seemed to fail
+                return _encode(("", False))
             if self._tier.is_fenced():
                 raise StateError(f"another job has continued the run: {self.path} stays in its local tier")
             attempt = secrets.token_hex(8)
@@ -279,6 +282,8 @@ class TierSave(CheckpointSave):
 
         _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", open_staging)
         attempt, self._removes_old = msgspec.msgpack.decode(raw, type=tuple[str, bool])
+        if not attempt:
+            return self._info
         if self._session.rank != COORDINATOR_RANK:
             self._set_attempt(attempt)
         return super().write_and_commit()
