@@ -41,10 +41,14 @@ _EncodedSpec = tuple[bytes, bytes]
 
 
 class _Role(msgspec.Struct, frozen=True, array_like=True):
-    """The components that a rank gives, and those that it gets; ``None`` if it is no source, or gets nothing."""
+    """The components that a rank gives, and those that it gets; ``None`` if it is no source, or gets nothing.
+
+    ``policy`` describes the arguments that matter to ranks that receive.
+    """
 
     given: list[str] | None
     filled: list[str] | None
+    policy: str
 
 
 class _Announcement(msgspec.Struct, frozen=True, array_like=True):
@@ -125,14 +129,15 @@ def agree_on_sources(request: CopyRequest, session: Session) -> list[int]:
     def check_call() -> bytes:
         request.check_arguments(session.size)
         given, filled = request.find_given(session.rank), request.find_filled(session.rank)
-        return _encode(_Role(_names_of(given), _names_of(filled)))
+        return _encode(_Role(_names_of(given), _names_of(filled), request.describe_policy()))
 
     def decide(posted: list[bytes]) -> bytes:
         roles = [msgspec.msgpack.decode(raw, type=_Role) for raw in posted]
         given = {rank: role.given for rank, role in enumerate(roles) if role.given is not None}
-        filled = {rank: role.filled for rank, role in enumerate(roles) if role.filled is not None}
+        receiving = {rank: role for rank, role in enumerate(roles) if role.filled is not None}
         _require_equal("what the sources give", given)
-        _require_equal("what is copied into", filled)
+        _require_equal("what is copied into", {rank: role.filled or [] for rank, role in receiving.items()})
+        _require_equal("the arguments", {rank: [role.policy] for rank, role in receiving.items()})
         if not given:
             raise InvalidArgumentError("no rank is a source: pass sources=, or on some ranks source=")
         return _encode(list(given))
@@ -195,14 +200,16 @@ def exchange_source(
 
 
 def _number_ranks(mesh_ranks: Sequence[int], sources: Sequence[int]) -> list[int]:
-    """Return the number of each rank in the meshes of the sources; for other ranks a number that no mesh has."""
+    """Return the number of each rank in the meshes of the sources. Those of other ranks are only for messages."""
     numbers = {rank: mesh_ranks[rank] for rank in sources}
     if len(set(numbers.values())) < len(numbers):
         raise RankMismatchError(
             "the device meshes of several source ranks have the same number for them: their objects were made in "
             "different process groups"
         )
-    return [numbers.get(rank, -2 - rank) for rank in range(len(mesh_ranks))]
+    taken = {*numbers.values()}
+    others = {rank: number for rank, number in enumerate(mesh_ranks) if number not in taken}
+    return [numbers.get(rank, others.get(rank, -2 - rank)) for rank in range(len(mesh_ranks))]
 
 
 def _make_contribution(captured: Capture, directory: _Directory, rank: int) -> _Contribution:

@@ -46,15 +46,13 @@ class CopyRequest:
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""
         sources = "the ranks that pass source=" if self.sources is None else sorted(map(str, self.sources))
-        return CallDescription(
-            "copy_state",
-            {
-                "sources": str(sources),
-                "strict": str(self.policy.strict),
-                "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
-                "cast_dtype": str(self.policy.cast_dtype),
-            },
-        )
+        return CallDescription("copy_state", {"sources": str(sources)})
+
+    def describe_policy(self) -> str:
+        """Return the arguments that must be equal on all ranks that receive."""
+        policy = self.policy
+        allowed = ", ".join(sorted(policy.allow_missing)) or "nothing"
+        return f"strict={policy.strict}, cast_dtype={policy.cast_dtype}, rng={policy.rng}, allow_missing: {allowed}"
 
     def check_arguments(self, size: int) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid. ``size`` is the number of ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,12 +47,12 @@ class _Message(NamedTuple):
 
 
 class _MessageInFlight(NamedTuple):
-    """A message in flight: its bytes, which are those of a tensor itself if they ``are_in_place``."""
+    """A message in flight, and its bytes. If received bytes ``are_in_place``, they are those of a tensor itself."""
 
     message: _Message
     work: SentBytes
     data: Bytes
-    are_in_place: bool
+    are_in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,20 @@ class CopyExchange:
         self._sent_crcs: dict[int, list[int]] = {}
         #: By sender, the CRC of each received message, and a tensor in it.
         self._received_crcs: dict[int, list[tuple[int, int]]] = {}
+        #: The first error of this rank. It goes on to pass bytes, so that the connections stay usable.
+        self._error: Exception | None = None
 
     def copy_local(self) -> None:
         """Copy the bytes that this rank holds itself."""
         for runs in split_into_messages(self._plan.local):
             for run in runs:
-                data, _ = _pack([run], self._source_of)
-                scatter_pieces(self._target_of(run.tensor), _target_pieces(run), data)
+                scatter_pieces(self._target_of(run.tensor), _target_pieces(run), _pack([run], self._source_of))
 
     def exchange(self, p2p: P2PExchange) -> None:
-        """Send and receive. Raises ``RankFailedError`` if a connection breaks, or received bytes have changed."""
+        """Send and receive. Raises ``RankFailedError`` if a connection breaks, or received bytes have changed.
+
+        An error of this rank, such as one of a device, is raised when all messages have passed.
+        """
         for message in self._iterate_messages(p2p.rank):
             if len(self._in_flight) == _IN_FLIGHT:
                 self._finish_oldest(p2p)
@@ -92,6 +97,8 @@ class CopyExchange:
         while self._in_flight:
             self._finish_oldest(p2p)
         self._compare_crcs(p2p)
+        if self._error is not None:
+            raise self._error
 
     def count_bytes(self) -> CopiedBytes:
         """Return the number of bytes that the plan moves on this rank."""
@@ -114,13 +121,24 @@ class CopyExchange:
             yield _Message(turn, receiver if is_sent else sender, is_sent, message_runs)
 
     def _begin(self, message: _Message, p2p: P2PExchange) -> _MessageInFlight:
-        if message.is_sent:
-            data, in_place = _pack(message.runs, self._source_of)
-            self._sent_crcs.setdefault(message.peer, []).append(crc64(data))
-            return _MessageInFlight(message, p2p.send(data, message.peer), data, in_place)
-        view = _view_in_place(message.runs, self._target_of)
+        view: Bytes | None = None
+        with self._errors_noted():
+            if message.is_sent:
+                view = _pack(message.runs, self._source_of)
+            else:
+                view = _view_in_place(message.runs, self._target_of)
         data = np.empty(_count(message.runs), np.uint8) if view is None else view
-        return _MessageInFlight(message, p2p.receive(data, message.peer), data, view is not None)
+        if message.is_sent:
+            self._sent_crcs.setdefault(message.peer, []).append(crc64(data))
+            return _MessageInFlight(message, p2p.send(data, message.peer), data)
+        return _MessageInFlight(message, p2p.receive(data, message.peer), data, are_in_place=view is not None)
+
+    @contextmanager
+    def _errors_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            self._error = self._error or error
 
     def _finish_oldest(self, p2p: P2PExchange) -> None:
         message, work, data, are_in_place = self._in_flight.popleft()
@@ -134,7 +152,8 @@ class CopyExchange:
             return
         self._received_crcs.setdefault(message.peer, []).append((crc64(data), message.runs[0].tensor))
         if not are_in_place:
-            _unpack(message.runs, data, self._target_of)
+            with self._errors_noted():
+                _unpack(message.runs, data, self._target_of)
 
     def _describe(self, message: _Message) -> str:
         group, name = self._plan.tensors[message.runs[0].tensor]
@@ -157,19 +176,19 @@ class CopyExchange:
                     )
 
 
-def _pack(runs: Sequence[CopyRun], source_of: ShardOf) -> tuple[Bytes, bool]:
-    """Return the bytes of a message, and whether they are those of the tensor itself, in place."""
+def _pack(runs: Sequence[CopyRun], source_of: ShardOf) -> Bytes:
+    """Return the bytes of a message; if it is one range of a tensor, its own memory if possible."""
     if len(runs) == 1 and runs[0].number == 1:
         view = source_of(runs[0].tensor).view(runs[0].source, runs[0].source + runs[0].size)
         if view is not None:
-            return view, True
+            return view
     data = np.empty(_count(runs), np.uint8)
     start = 0
     for run in runs:
         pieces = Pieces(run.source, run.size, run.number, run.source_step)
         gather_pieces(source_of(run.tensor), pieces, data[start : start + run.nbytes])
         start += run.nbytes
-    return data, False
+    return data
 
 
 def _view_in_place(runs: Sequence[CopyRun], target_of: ShardOf) -> Bytes | None:
