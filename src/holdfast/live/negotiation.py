@@ -69,7 +69,7 @@ class _Directory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Contribution(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sends. Merged values are empty if another rank sends equal ones, shared values but for the leader.
+    """The specs and values that a rank sends. Those that another rank sends, too, are empty.
 
     ``crcs`` are those of the tensors among the rank's own values, by name.
     """

@@ -142,7 +142,7 @@ def _missing_shard_error(held: GlobalTensor, source: Coordinate, rank: int) -> S
 
 
 def _send_all(tensors: Mapping[int, tuple[GlobalTensor, GlobalTensor]], rank: int, receiver: int) -> _Streams:
-    """Return what ``receiver`` gets of the shards that ``rank`` holds, whoever sends it."""
+    """Return the parts of the shards that ``rank`` holds which ``receiver`` gets from any of their holders."""
     streams: _Streams = {}
     for number, (held, requested) in tensors.items():
         source, target = held.coordinate_of(rank), requested.coordinate_of(receiver)
