@@ -534,7 +534,7 @@ def call_wrongly(case: str) -> None:
     elif case == "outside":
         holdfast.copy_state(model, sources=[0, 2])
     elif case == "key":
-        holdfast.copy_state(model, source={"modul": Other()})
+        holdfast.copy_state(model, source={"weights": Other()})
     elif case == "components":
         optimizer = torch.optim.SGD(model.parameters()) if rank else None
         holdfast.copy_state(source={"model": model, "optimizer": optimizer} if rank else {"model": model})
@@ -549,7 +549,7 @@ def call_wrongly(case: str) -> None:
         ("both", InvalidArgumentError, "not both"),
         ("other ranks", RankMismatchError, "ranks disagree about sources: rank 0 has ['0'], rank 1 has ['1']"),
         ("outside", InvalidArgumentError, "ranks of the process group, 0 to 1; got 2"),
-        ("key", InvalidArgumentError, "got the key 'modul'"),
+        ("key", InvalidArgumentError, "got the key 'weights'"),
         ("components", RankMismatchError, "what the sources give: rank 0 passes model, rank 1 model, optimizer"),
         ("same objects", InvalidArgumentError, "model tensor 'a.weight' shares its memory"),
     ],
