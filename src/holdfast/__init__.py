@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     )
     from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
+    from holdfast.live.api import copy_state
+    from holdfast.live.result import CopyResult
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import DrainFailed, Event, Loaded, Progress, Saved, SavedLocally, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
@@ -83,6 +85,7 @@ _MODULES = {
     "CheckpointReplacedError": "holdfast.errors",
     "Checkpointer": "holdfast.checkpointer",
     "RunDirectory": "holdfast.run_directory",
+    "CopyResult": "holdfast.live.result",
     "CorruptCheckpointError": "holdfast.errors",
     "EmptyRunError": "holdfast.errors",
     "Event": "holdfast.observe.events",
@@ -131,6 +134,7 @@ _MODULES = {
     "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
+    "copy_state": "holdfast.live.api",
     "diff": "holdfast.inspection.diff",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
@@ -168,6 +172,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointReplacedError",
     "Checkpointer",
+    "CopyResult",
     "CorruptCheckpointError",
     "DrainFailed",
     "EmptyRunError",
@@ -214,6 +219,7 @@ __all__ = [
     "add_metrics",
     "best",
     "convert",
+    "copy_state",
     "diff",
     "export_model",
     "finalize",

@@ -25,6 +25,7 @@ from campaigns.common.fork_server import CONTEXT
 from holdfast import api
 from holdfast.components import api as components_api
 from holdfast.components.background import PendingSaves
+from holdfast.live import api as live_api
 from holdfast.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 
@@ -102,6 +103,7 @@ def _serve(pipe: Connection, port: int) -> None:
             with suppress(Exception):  # that of a save which the task did not wait for
                 api.finalize()
         components_api.saves = PendingSaves()
+        live_api._latest_ranks.clear()
         gc.collect()
         gc.freeze()  # what is left are modules, which the task has imported
         # A group that one rank leaves while another still connects to it takes that one down.

@@ -203,30 +203,14 @@ class NativeReader:
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """See :class:`holdfast.formats.reader.Reader`."""
-        tree = values.load_values(self.read_small_file(STATE), shared_codec, str(self.path / STATE))
-        table = parse_json(self.read_small_file(RANKS), str(self.path / RANKS))
-        ranks = table.get("ranks") if isinstance(table, dict) else None
-        if not isinstance(tree, dict) or not isinstance(ranks, list):
-            raise CorruptCheckpointError(
-                f"{self.path}: {STATE} must be a JSON object, and {RANKS} must have a list 'ranks'"
-            )
-        rank_values = (
-            values.decode_value(ranks[rank], rank_codec, str(self.path / RANKS)) if rank < len(ranks) else None
-        )
-        for name, value in tree.items():
-            check_native_form(name, value, self.path / STATE)
-            if name.partition("/")[0] == OPTIMIZER:
-                value["groups"] = self._in_saved_order(value["groups"], name, table)
+        shared, ranks = self.read_small_file(STATE), self.read_small_file(RANKS)
+        decoded = decode_values(shared, ranks, self.path, shared_codec)
+        rank_values = None
+        if rank < decoded.world_size:
+            rank_values = values.decode_value(decoded.ranks[rank], rank_codec, str(self.path / RANKS))
         _check_type({} if rank_values is None else rank_values, _PerRank, self.path / RANKS)
-        tree = {named: value for name, value in tree.items() if (named := self._name_group(name))}
-        return CheckpointValues(tree, rank_values, len(ranks), ranks)
-
-    def _in_saved_order(self, groups: list[dict[str, Any]], slot: str, table: dict[str, Any]) -> list[dict[str, Any]]:
-        orders = table.get("order", {})
-        try:
-            return restore_order(groups, orders.get(slot) if isinstance(orders, dict) else None)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{self.path / RANKS}: {error}") from error
+        tree = {named: value for name, value in decoded.shared.items() if (named := self._name_group(name))}
+        return CheckpointValues(tree, rank_values, decoded.world_size, decoded.ranks)
 
     def read_small_file(self, name: str) -> bytes:
         """Return the bytes of a file without tensor data, after its size and CRC are verified."""
@@ -257,6 +241,30 @@ class NativeReader:
                     self.read_small_file(name)
                 except CorruptCheckpointError as error:
                     yield error
+
+
+def decode_values(shared: bytes, ranks: bytes, folder: Path, shared_codec: ArrayCodec) -> CheckpointValues:
+    """Decode the shared values of a checkpoint, and parse those of the ranks, from its files in ``folder``."""
+    tree = values.load_values(shared, shared_codec, str(folder / STATE))
+    table = parse_json(ranks, str(folder / RANKS))
+    per_rank = table.get("ranks") if isinstance(table, dict) else None
+    if not isinstance(tree, dict) or not isinstance(per_rank, list):
+        raise CorruptCheckpointError(f"{folder}: {STATE} must be a JSON object, and {RANKS} must have a list 'ranks'")
+    for name, value in tree.items():
+        check_native_form(name, value, folder / STATE)
+        if name.partition("/")[0] == OPTIMIZER:
+            value["groups"] = _in_saved_order(value["groups"], name, table, folder)
+    return CheckpointValues(tree, None, len(per_rank), per_rank)
+
+
+def _in_saved_order(
+    groups: list[dict[str, Any]], slot: str, table: dict[str, Any], folder: Path
+) -> list[dict[str, Any]]:
+    orders = table.get("order", {})
+    try:
+        return restore_order(groups, orders.get(slot) if isinstance(orders, dict) else None)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{folder / RANKS}: {error}") from error
 
 
 @contextmanager

@@ -126,10 +126,10 @@ class Capture:
         return keys
 
 
-def capture_training(training: TrainingObjects, rank: int) -> Capture:
+def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> Capture:
     """Capture the training objects, without changing them.
 
-    Values that are equal on all ranks are taken from rank 0. Raises ``UnsupportedValueError``,
+    Values that are equal on all ranks are taken from rank ``leader``. Raises ``UnsupportedValueError``,
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
@@ -152,12 +152,12 @@ def capture_training(training: TrainingObjects, rank: int) -> Capture:
             captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
         tree[slot] = _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)])
     all_shared = _shared_values(training)
-    shared = all_shared if rank == 0 else {}
+    shared = all_shared if rank == leader else {}
     arrays = ArrayEncoder(_MERGED)
     encoded = values.encode_value({**tree, **shared}, arrays)
     captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
     captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
-    if rank == 0:
+    if rank == leader:
         _add_arrays(captured, STATE, arrays)
     rank_arrays = ArrayEncoder()
     rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)

@@ -128,6 +128,24 @@ def restore_resized(saved: SavedRankStates, rank: int, size: int, dataloader: An
     return state
 
 
+def restore_newcomer(saved: SavedRankStates, rank: int, size: int, dataloader: Any, *, generators: bool) -> RankState:
+    """Return the state of a rank that joins running ranks, or takes over from them, with the states ``saved``.
+
+    A generator that has one state on all of these ranks gets that state. Others are seeded, on each rank differently.
+    """
+    state = restore_resized(saved, rank, size, dataloader, generators=False)
+    all_states = _comparable_states(saved) if generators else []
+    if not all_states:
+        return state
+    names = [name for name in rng.generator_names() if name in all_states[0]]
+    equal = [name for name in names if all(states.get(name) == all_states[0][name] for states in all_states)]
+    encoded = {name: saved.ranks[0][RNG][name] for name in equal}
+    state.generators = _check_states(decode_value(encoded, saved.arrays, saved.source), saved.source)
+    digest = _digest_states(all_states)
+    state.seeds = {name: f"{digest}/{name}/{size}/{rank}" for name in rng.generator_names() if name not in equal}
+    return state
+
+
 def _make_seeds(saved: SavedRankStates, rank: int, size: int) -> dict[str, str]:
     """Return the texts to seed the generators from: different for each rank, equal for equal saved states each time.
 

@@ -240,22 +240,26 @@ class LoadTargets:
         for slot, view in self._views.items():
             self.inventory.names[f"{_VALUES} {slot}"] = [*view.extra, *view.wrappers]
 
-    def check_matches(self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str) -> None:
+    def check_matches(
+        self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str, *, is_part: bool = False
+    ) -> None:
         """Raise ``MismatchError`` with all mismatches, once the requests of all ranks are known.
 
-        ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows.
+        ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows. If
+        all ranks together request only a part (``is_part``), names that no rank knows are not unexpected.
         """
         for slot, view in self._views.items():
             known_names = known.get(f"{_KNOWN} {slot}", set())
             stored = self._groups.get(slot, {})
             extra, known_extra = self._values.get(slot, {}), known.get(f"{_VALUES} {slot}", set())
-            unrequested = [name for name in stored if (slot, name) not in requested and name not in known_names]
-            for name in (*unrequested, *(name for name in extra if name not in known_extra)):
+            unexpected = [name for name in stored if (slot, name) not in requested and name not in known_names]
+            unexpected += [name for name in extra if name not in known_extra]
+            for name in () if is_part else unexpected:
                 self.report.add_unexpected(_component_of(slot), name)
             for name in (*view.extra, *view.wrappers):
                 if name not in extra:
                     self.report.add_missing(slot, name)
-        for slot, optimizer_restore in self._optimizer_restores.items():
+        for slot, optimizer_restore in () if is_part else self._optimizer_restores.items():
             with self._note_mismatch():
                 for name in optimizer_restore.check_trained(known.get(f"{_TRAINED} {slot}", set())):
                     self.report.add_unexpected(slot, f"{slot}/{name}")

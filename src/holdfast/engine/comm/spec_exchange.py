@@ -46,15 +46,19 @@ class SpecDirectory(msgspec.Struct, frozen=True):
         )
 
     def build_global_spec(
-        self, contributions: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int]
+        self, contributions: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int], *, is_partial: bool = False
     ) -> GlobalSpec:
-        """Merge the contributions of all ranks; of equal ones, that of the lowest rank counts."""
+        """Merge the contributions of all ranks; of equal ones, that of the lowest rank counts.
+
+        ``global_ranks`` are the numbers that meshes have for these ranks.
+        """
         return GlobalSpec(
             [decode_spec(contributions[rank][0]) for rank in self.spec_owner_ranks],
             [decode_meshes(contributions[rank][1]) for rank in self.table_owner_ranks],
             self.spec_of,
             self.table_of,
             {global_rank: group_rank for group_rank, global_rank in enumerate(global_ranks)},
+            is_partial,
         )
 
 

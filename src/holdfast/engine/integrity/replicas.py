@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from holdfast.engine.integrity.sampling import SampledRange, sample_everything, 
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK
-from holdfast.engine.plan.save_plan import ReplicatedShard, SavePlan
+from holdfast.engine.plan.save_plan import ReplicatedShard
 from holdfast.engine.plan.spec import digest_bytes
 from holdfast.ondisk.block_crcs import combine_crcs, crc64
 from holdfast.process.worker_threads import run_in_threads
@@ -29,7 +30,19 @@ _decode_digests = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
 _decode_details = msgspec.msgpack.Decoder(dict[bytes, list[tuple[int, int]]]).decode
 
 
-def digest_replicas(plan: SavePlan, shard_of: ShardOf, save: int) -> bytes:
+class ReplicaPlan(Protocol):
+    """The part of a plan that a comparison needs: the tensors by number, and the shards that ranks hold alike."""
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, str]]:
+        """The tensors, with the same numbers on all ranks."""
+
+    @property
+    def replicas(self) -> Mapping[tuple[int, ...], Sequence[ReplicatedShard]]:
+        """The shards of this rank that other ranks hold, too, by the ranks that hold them."""
+
+
+def digest_replicas(plan: ReplicaPlan, shard_of: ShardOf, save: int) -> bytes:
     """Return 24 bytes for each set of holders that this rank is in: a digest over their shards.
 
     It covers all bytes at save 0, later a sample.
@@ -47,20 +60,20 @@ def have_equal_replicas(posted: Sequence[bytes]) -> bool:
     )
 
 
-def replica_details(plan: SavePlan, shard_of: ShardOf) -> bytes:
+def replica_details(plan: ReplicaPlan, shard_of: ShardOf) -> bytes:
     """Return the number and the CRC of every replicated shard, encoded, to find those that differ."""
     return _encode(
         {
             _holders_key(holders): [
-                (replica.tensor, _shard_crc(shard_of(replica.tensor), 0, replica.nbytes)) for replica in replicas
+                (replica.tensor, crc_of_shard(shard_of(replica.tensor), 0, replica.nbytes)) for replica in replicas
             ]
             for holders, replicas in plan.replicas.items()
         }
     )
 
 
-def describe_mismatch(plan: SavePlan, posted: Sequence[bytes]) -> str:
-    """Return a message that names the tensors that differ, and the ranks.
+def describe_mismatch(plan: ReplicaPlan, posted: Sequence[bytes], *, outcome: str = "saved") -> str:
+    """Return a message that names the tensors that differ, and the ranks. Nothing was ``saved``, or ``copied``.
 
     Tensors have the same number in every rank's plan.
     """
@@ -76,8 +89,11 @@ def describe_mismatch(plan: SavePlan, posted: Sequence[bytes]) -> str:
                 rank for rank, crcs in crcs_by_rank.items() if crcs[differing[0]] != crcs_by_rank[first][differing[0]]
             ]
             names = [plan.tensors[crcs_by_rank[first][i][0]] for i in differing]
-            return _mismatch_message(names, first, ranks)
-    return "replicated tensors changed on some rank while they were being saved; save between steps. Nothing was saved"
+            return f"{_mismatch_message(names, first, ranks)}. Nothing was {outcome}"
+    return (
+        f"replicated tensors changed on some rank while they were being {outcome}; do that between steps. "
+        f"Nothing was {outcome}"
+    )
 
 
 def _mismatch_message(names: Sequence[tuple[str, str]], first: int, ranks: Sequence[int]) -> str:
@@ -86,7 +102,7 @@ def _mismatch_message(names: Sequence[tuple[str, str]], first: int, ranks: Seque
     return (
         f"ranks hold different values of {shown}{more}: rank {first} and rank {', '.join(map(str, ranks))} differ. "
         "Either the replicas have diverged, or these are different tensors under one name (shards of one tensor must "
-        "be a DTensor; stages of a pipeline need names of their own). Nothing was saved"
+        "be a DTensor; stages of a pipeline need names of their own)"
     )
 
 
@@ -135,6 +151,7 @@ def crc_of_ranges(ranges: Iterable[SampledRange], shard_of: ShardOf) -> int:
     return crc64(torch.cat(waiting).cpu().numpy(), crc) if waiting else crc
 
 
-def _shard_crc(shard: TensorBytes, start: int, stop: int) -> int:
+def crc_of_shard(shard: TensorBytes, start: int, stop: int) -> int:
+    """Return the CRC of bytes ``[start, stop)`` of a shard."""
     chunks = [(low, min(stop, low + CHUNK)) for low in range(start, stop, CHUNK)]
     return combine_crcs((shard.compute_crc(low, high), high - low) for low, high in chunks)

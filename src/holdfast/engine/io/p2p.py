@@ -89,7 +89,7 @@ class P2PExchange:
                 self._awaited = sent.peer
                 sent.work.wait(_FOREVER)
         except RuntimeError as error:
-            raise RankFailedError(f"the connection to another rank broke: {error}") from error
+            raise RankFailedError(f"the connection to rank {self._awaited} broke: {error}") from error
 
     def __enter__(self) -> Self:
         return self

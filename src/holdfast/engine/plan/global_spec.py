@@ -92,7 +92,8 @@ _Naming = tuple[tuple[int, int | None], ...]
 class GlobalSpec:
     """The distinct specs and mesh tables of a process group, and which of them each rank has.
 
-    ``group_rank_of`` maps global ranks, which meshes contain, to ranks of the group.
+    ``group_rank_of`` maps global ranks, which meshes contain, to ranks of the group. If the spec ``is_partial``, some
+    ranks of the meshes may be missing, and their shards with them.
     """
 
     specs: Sequence[Spec]
@@ -100,6 +101,7 @@ class GlobalSpec:
     spec_of: Sequence[int]
     table_of: Sequence[int]
     group_rank_of: Mapping[int, int]
+    is_partial: bool = False
     _meshes: dict[MeshShape, MeshShape] = field(default_factory=dict, compare=False)
     _holder_tables: dict[_Naming, _HolderTable] = field(default_factory=dict, compare=False)
 
@@ -183,7 +185,7 @@ class GlobalSpec:
         global_tensor = GlobalTensor(
             tensor.group, tensor.name, info, tensor.shared, *holders, splits=tensor.splits, apart=tensor.apart
         )
-        if not global_tensor.is_complete:
+        if not global_tensor.is_complete and not self.is_partial:
             _check_shards(global_tensor)
         return global_tensor
 
@@ -239,7 +241,7 @@ class GlobalSpec:
     def _check_meshes(self, tensor: TensorSpec, layouts: tuple[PlacementLayout, ...]) -> None:
         """Raise an error if a mesh has ranks outside of the process group, or if meshes place a rank differently."""
         for layout in layouts:
-            if _OUTSIDE in layout.mesh.ranks:
+            if _OUTSIDE in layout.mesh.ranks and not self.is_partial:
                 original = next(mesh for mesh, translated in self._meshes.items() if translated is layout.mesh)
                 outside = min(rank for rank in original.ranks if rank not in self.group_rank_of)
                 raise StateError(
@@ -249,7 +251,7 @@ class GlobalSpec:
         coordinate_by_rank: dict[int, Coordinate] = {}
         shards = (item for layout in layouts for item in placements.ranks_by_coordinate(layout).items())
         for coordinate, rank in ((coordinate, rank) for coordinate, ranks in shards for rank in ranks):
-            if coordinate_by_rank.setdefault(rank, coordinate) != coordinate:
+            if rank != _OUTSIDE and coordinate_by_rank.setdefault(rank, coordinate) != coordinate:
                 raise RankMismatchError(
                     f"ranks disagree about the mesh of {tensor.group} tensor {tensor.name!r}: they place rank "
                     f"{rank} in it differently; make meshes of the same ranks in the same order on all of them"

@@ -1,0 +1,1 @@
+"""Copies the training state between running ranks, without files: negotiation, matching, transfer, result."""
