@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     )
     from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
+    from holdfast.liveness.watch import Watch, watch
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import Event, Loaded, Progress, Saved, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
@@ -123,6 +124,7 @@ _MODULES = {
     "UnsupportedTensorError": "holdfast.errors",
     "UnsupportedValueError": "holdfast.errors",
     "ValueDiff": "holdfast.inspection.diff",
+    "Watch": "holdfast.liveness.watch",
     "__version__": "holdfast._version",
     "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
@@ -152,6 +154,7 @@ _MODULES = {
     "set_alias": "holdfast.api",
     "shield_worker": "holdfast.data.workers",
     "wait_for_new": "holdfast.evaluation",
+    "watch": "holdfast.liveness.watch",
 }
 
 __all__ = [
@@ -203,6 +206,7 @@ __all__ = [
     "UnsupportedTensorError",
     "UnsupportedValueError",
     "ValueDiff",
+    "Watch",
     "__version__",
     "add_metrics",
     "best",
@@ -232,6 +236,7 @@ __all__ = [
     "set_alias",
     "shield_worker",
     "wait_for_new",
+    "watch",
 ]
 
 
