@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from holdfast.engine.comm.rendezvous import SessionStore
+from holdfast.engine.comm.store import DeadlineStore
 from holdfast.liveness.loss import RankLoss
 
 #: The heartbeat of a rank that has left.
@@ -40,7 +40,7 @@ _unpack_notice = msgspec.msgpack.Decoder(Notice).decode
 class Board:
     """The keys, as one rank uses them. Calls raise ``TimeoutError`` or ``DistError``, as ``DeadlineStore`` says."""
 
-    def __init__(self, store: SessionStore, rank: int, host: str) -> None:
+    def __init__(self, store: DeadlineStore, rank: int, host: str) -> None:
         self._store, self._rank, self._host = store, rank, f"host/{host}"
         self._beats = self._notices_read = self._locals_read = 0
         self._known: set[int] = set()

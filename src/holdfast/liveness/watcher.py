@@ -77,6 +77,7 @@ class Watcher:
         self._silence, self._outage = self._new_meter(), SilenceMeter(times.call_seconds + 2 * times.interval)
         self._has_joined, self._answers, self._next_look = False, 0, 0.0
         self._ended: list[int] = []
+        self._may_lose_store = False
         self._closing = threading.Event()
         self._error: BaseException | None = None
         #: Set when a loss is known.
@@ -123,6 +124,10 @@ class Watcher:
         except TimeoutError:
             return self._count_outage()
         except dist.DistError as error:
+            if self._may_lose_store:
+                _log.info("rank 0 has ended, and the key-value store with it: dead ranks are no longer noticed")
+                self._closing.set()
+                return None
             return self._find_lost_store(str(error))
         return loss
 
@@ -142,6 +147,7 @@ class Watcher:
         for notice in self._board.read_notices(notices):
             if notice.loss is not None:
                 return notice.loss
+            self._may_lose_store = True
             self._board.settle()
         return self._judge_beat(beat)
 
