@@ -240,7 +240,7 @@ class Watcher:
         if self._error is not None and self._loss is None:
             detail = f"{type(self._error).__name__}: {self._error}"
             self._board.post_notice(Notice(self._loss_of([self._rank], Evidence.RAISED, detail)))
-        self._board.leave()
+        poll_until(self._has_said_farewell, self._times.farewell_seconds, lambda: "")
         self._board.settle()
         if self._rank != COORDINATOR_RANK:
             return
@@ -248,6 +248,14 @@ class Watcher:
             self._board.post_notice(Notice())
         others = len(self._names) - (len(self._loss.ranks) if self._loss is not None else 0)
         poll_until(lambda: self._board.count_settled() >= others, self._times.farewell_seconds, lambda: "")
+
+    def _has_said_farewell(self) -> bool:
+        """Post the farewell, without which the end of this process is a failure. Return whether the store answered."""
+        try:
+            self._board.leave()
+        except TimeoutError:
+            return False
+        return True
 
     def _new_meter(self) -> SilenceMeter:
         return SilenceMeter(2 * self._times.interval)
