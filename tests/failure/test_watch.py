@@ -230,13 +230,13 @@ def test_a_forked_process_does_not_leave_in_place_of_its_rank() -> None:
         assert str(ranks.outcome(0).result).startswith("rank 1 died")
 
 
-def save_watched(pipe: Connection, rank: int, path: str, asynchronous: bool) -> Any:
+def save_watched(pipe: Connection, rank: int, path: str, interrupted: bool) -> Any:
     with holdfast.watch(**FAST) as watch:
         holdfast.save_checkpoint(path, "first", {"w": torch.ones(4)})
         report_ready(pipe)
         if rank == 1:
             time.sleep(600)
-        if not asynchronous:
+        if interrupted:
             holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
         watch._reaction.mute()  # the thread of a save gets no signal
         try:
@@ -246,9 +246,9 @@ def save_watched(pipe: Connection, rank: int, path: str, asynchronous: bool) -> 
     return "saved"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_in_flight_ends_with_the_name_of_the_dead_rank(tmp_path: Path, asynchronous: bool) -> None:
-    with watched_ranks(3, save_watched, str(tmp_path), asynchronous) as ranks:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_save_in_flight_ends_with_the_name_of_the_dead_rank(tmp_path: Path, interrupted: bool) -> None:
+    with watched_ranks(3, save_watched, str(tmp_path), interrupted) as ranks:
         ranks.await_ready()
         time.sleep(0.5)
         killed = ranks.send(1, signal.SIGKILL)

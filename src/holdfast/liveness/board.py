@@ -1,4 +1,4 @@
-"""What ranks that watch each other post in the job's key-value store.
+"""Messages in the job's key-value store between ranks that watch each other.
 
 Keys: ``beat/RANK``, the heartbeat, or a farewell; ``host/HOST/NUMBER``, the processes of a host; ``notice/NUMBER``,
 what all ranks must know, of which there is none as long as no rank is lost. Their numbers are in ``notices`` and

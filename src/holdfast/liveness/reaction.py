@@ -1,4 +1,4 @@
-"""What a rank does when others are lost: it logs that, raises an error in its main thread, and unblocks that thread."""
+"""The reaction of a rank to the loss of others: it logs that, raises an error in its main thread, and unblocks it."""
 
 from __future__ import annotations
 

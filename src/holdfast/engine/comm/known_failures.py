@@ -50,7 +50,7 @@ class KnownFailures:
         self._failures = ()
 
     def raise_if_member_failed(self, process_group: dist.ProcessGroup) -> None:
-        """Raise ``RankFailedError`` if a member of a group has died, and votes have gone on for long enough."""
+        """Raise ``RankFailedError`` if a member of a group has died, and votes went on for long enough."""
         if not self._failures:
             return
         try:
