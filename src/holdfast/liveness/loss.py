@@ -10,7 +10,7 @@ from holdfast.engine.comm.vote import format_ranks
 
 
 class Evidence(StrEnum):
-    """What shows that ranks are lost, from what is certain to what is not."""
+    """The observation that shows that ranks are lost. The first two are certain."""
 
     #: The process has ended without a farewell. Certain: the kernel of its host reports it.
     ENDED = "ended"
