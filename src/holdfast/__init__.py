@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
     from holdfast.live.api import copy_state
     from holdfast.live.result import CopyResult
+    from holdfast.liveness.watch import Watch, watch
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import DrainFailed, Event, Loaded, Progress, Saved, SavedLocally, SaveFailed
     from holdfast.run.retention import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
@@ -130,6 +131,7 @@ _MODULES = {
     "UnsupportedTensorError": "holdfast.errors",
     "UnsupportedValueError": "holdfast.errors",
     "ValueDiff": "holdfast.inspection.diff",
+    "Watch": "holdfast.liveness.watch",
     "__version__": "holdfast._version",
     "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
@@ -160,6 +162,7 @@ _MODULES = {
     "set_alias": "holdfast.api",
     "shield_worker": "holdfast.data.workers",
     "wait_for_new": "holdfast.evaluation",
+    "watch": "holdfast.liveness.watch",
 }
 
 __all__ = [
@@ -215,6 +218,7 @@ __all__ = [
     "UnsupportedTensorError",
     "UnsupportedValueError",
     "ValueDiff",
+    "Watch",
     "__version__",
     "add_metrics",
     "best",
@@ -245,6 +249,7 @@ __all__ = [
     "set_alias",
     "shield_worker",
     "wait_for_new",
+    "watch",
 ]
 
 

@@ -11,8 +11,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DCP_VERSION", "SerializationFormat", "fsdp_param_groups"]
+__all__ = ["DCP_VERSION", "SerializationFormat", "clone_store", "fsdp_param_groups"]
 
 #: The version in the metadata of DCP folders. Not needed from torch 2.9 on; 2.7 and 2.8 write none, and ignore it.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
@@ -35,3 +36,8 @@ def fsdp_param_groups(fsdp_state: Any) -> Sequence[Any]:
         return groups
     group = fsdp_state._fsdp_param_group  # noqa: SLF001
     return [] if group is None else [group]
+
+
+def clone_store(store: Store) -> Store:
+    """Return another connection to a key-value store. In torch 2.7 it is the same connection."""
+    return store.clone() if hasattr(store, "clone") else store

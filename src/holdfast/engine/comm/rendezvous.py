@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -108,18 +108,29 @@ def _known_key(name: str, rank: int) -> str:
 
 
 class SessionStore(DeadlineStore):
-    """The keys of one session. They are all absent until this rank knows the name."""
+    """The keys of one session. They are all absent until this rank knows the name.
+
+    ``raise_if_failed`` is called whenever this rank would wait for others.
+    """
 
     def __init__(
-        self, store: Store, executor: DaemonExecutor, seconds: float, rendezvous: Rendezvous, number: int
+        self,
+        store: Store,
+        executor: DaemonExecutor,
+        seconds: float,
+        rendezvous: Rendezvous,
+        number: int,
+        *,
+        raise_if_failed: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(store, executor, seconds)
+        self._raise_if_failed = raise_if_failed
         self._shared, self._rendezvous, self._number = DeadlineStore(store, executor, seconds), rendezvous, number
         self._prefix = ""
 
     def is_open(self) -> bool:
         """Return whether keys can be set without waiting for rank 0."""
-        return self._rendezvous.poll_name(self._shared) is not None
+        return self._rendezvous.poll_name(self._shared) is not None or self._fail_or_wait()
 
     def has_met_all(self) -> bool:
         """Return whether this rank knows the name and, on rank 0, whether all other ranks do."""
@@ -127,7 +138,11 @@ class SessionStore(DeadlineStore):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are present."""
-        return self.is_open() and super().check(keys)
+        return self.is_open() and (super().check(keys) or self._fail_or_wait())
+
+    def _fail_or_wait(self) -> bool:
+        self._raise_if_failed()
+        return False
 
     def _full_key(self, key: str) -> str:
         """Return a key with its prefix in the store. Raises ``RankTimeoutError`` if rank 0 does not answer."""

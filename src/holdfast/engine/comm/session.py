@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.host_map import HostAgreement
 from holdfast.engine.comm.host_vote_channel import HostVoteChannel
+from holdfast.engine.comm.known_failures import known_failures
 from holdfast.engine.comm.polling import Deadline, poll_until
 from holdfast.engine.comm.rendezvous import SessionStore, rendezvous_of
 from holdfast.engine.comm.store import DeadlineStore
@@ -85,10 +86,23 @@ class RankGroup:
             return Session(None, 0, 1, timeout)
         rendezvous = rendezvous_of(self.process_group, self._name)
         number = rendezvous.next_session_number()
-        store = SessionStore(self._store, self._executor, timeout, rendezvous, number)
+        raise_if_failed = partial(known_failures.raise_if_member_failed, self.process_group)
+        store = SessionStore(self._store, self._executor, timeout, rendezvous, number, raise_if_failed=raise_if_failed)
         with translate_store_errors("beginning"):
             store.is_open()  # mostly not yet, but this announces the rank to the others
         return Session(store, self.rank, self.size, timeout, number, agreement=rendezvous.agreement)
+
+    def open_background_store(self, seconds: float, connect: Callable[[Store], Store]) -> SessionStore | None:
+        """Return the store of a session for a thread next to the training, over a connection of its own.
+
+        It counts as a session: every rank must call it. Nothing is sent yet. A single rank has no store. ``connect``
+        returns the connection, given that of the training.
+        """
+        if self.process_group is None or self._store is None:
+            return None
+        rendezvous = rendezvous_of(self.process_group, self._name)
+        number = rendezvous.next_session_number()
+        return SessionStore(connect(self._store), DaemonExecutor("holdfast watch store"), seconds, rendezvous, number)
 
     def gloo_group(self, seconds: float) -> dist.ProcessGroup:
         """Return a process group that can send CPU memory between these ranks.
@@ -226,7 +240,7 @@ class Session:
         """
         if self.store is None:
             return
-        with suppress(dist.DistError, TimeoutError):
+        with suppress(dist.DistError, TimeoutError, RankFailedError):
             channel = self._open_channel(self.store, "parted")
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:

@@ -93,6 +93,9 @@ class VoteRound:
         )
         try:
             decision = self._make_decision(timeout, decide)
+        except HoldfastError as error:  # a rank was found dead, or this one's interruption names its cause
+            decision = VoteOutcome(failure=RankFailure.from_error(error))
+            raise
         finally:
             self._channel.publish_decision(_pack(decision))
         self._channel.delete_outcomes()

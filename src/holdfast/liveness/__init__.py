@@ -1,0 +1,1 @@
+"""Detection of ranks that die between saves."""
