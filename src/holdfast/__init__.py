@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     )
     from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
-    from holdfast.live.api import copy_state
-    from holdfast.live.result import CopyResult
+    from holdfast.live_copy.api import copy_state
+    from holdfast.live_copy.result import CopyResult
     from holdfast.liveness.watch import Watch, watch
     from holdfast.load.result import RestoreResult
     from holdfast.observe.events import DrainFailed, Event, Loaded, Progress, Saved, SavedLocally, SaveFailed
@@ -86,7 +86,7 @@ _MODULES = {
     "CheckpointReplacedError": "holdfast.errors",
     "Checkpointer": "holdfast.checkpointer",
     "RunDirectory": "holdfast.run_directory",
-    "CopyResult": "holdfast.live.result",
+    "CopyResult": "holdfast.live_copy.result",
     "CorruptCheckpointError": "holdfast.errors",
     "EmptyRunError": "holdfast.errors",
     "Event": "holdfast.observe.events",
@@ -136,7 +136,7 @@ _MODULES = {
     "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
-    "copy_state": "holdfast.live.api",
+    "copy_state": "holdfast.live_copy.api",
     "diff": "holdfast.inspection.diff",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",

@@ -15,7 +15,7 @@ from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.engine.plan.spec import PER_RANK, Meshes, Spec
 from holdfast.errors import InvalidArgumentError, MismatchError, StateError
 from holdfast.formats.native import decode_values
-from holdfast.live.negotiation import SourceState
+from holdfast.live_copy.negotiation import SourceState
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.mesh_ranks import find_mesh_rank

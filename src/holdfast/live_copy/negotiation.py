@@ -20,7 +20,7 @@ from holdfast.engine.integrity.replicas import crc_of_shard
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.spec import PER_RANK, digest_bytes
 from holdfast.errors import InvalidArgumentError, RankMismatchError
-from holdfast.live.request import CopyRequest
+from holdfast.live_copy.request import CopyRequest
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.capture import (
     Capture,

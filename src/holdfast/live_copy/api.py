@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine.comm.session import RankGroup, current_process_group
-from holdfast.live.operation import CopyOperation
-from holdfast.live.request import CopyRequest, check_source
-from holdfast.live.result import CopyResult
+from holdfast.live_copy.operation import CopyOperation
+from holdfast.live_copy.request import CopyRequest, check_source
+from holdfast.live_copy.result import CopyResult
 from holdfast.ondisk.validation import check_timeout
 from holdfast.process.gc_pause import gc_paused
 from holdfast.save.background import background_saves

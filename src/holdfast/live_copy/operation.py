@@ -20,10 +20,10 @@ from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.plan.copy_plan import CopyPlan, plan_copy
 from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.errors import RankFailedError, RankTimeoutError, ReplicaMismatchError
-from holdfast.live.negotiation import SourceState, agree_on_sources, exchange_source
-from holdfast.live.receiver import RankNumbers, Receiver
-from holdfast.live.request import CopyRequest
-from holdfast.live.result import CopyResult
+from holdfast.live_copy.negotiation import SourceState, agree_on_sources, exchange_source
+from holdfast.live_copy.receiver import RankNumbers, Receiver
+from holdfast.live_copy.request import CopyRequest
+from holdfast.live_copy.result import CopyResult
 from holdfast.observe.warning import warn_caller
 from holdfast.state.restore import format_lines
 
