@@ -54,11 +54,18 @@ _encode = msgspec.msgpack.Encoder().encode
 class GenerationDrain(SaveOperation[CheckpointInfo]):
     """The drain of an assembled generation, as a save without tensors of the caller."""
 
-    def __init__(
-        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, on_event: OnEvent
+    def __init__(  # noqa: PLR0917 - the group, and what is drained how
+        self,
+        ranks: RankGroup,
+        timeout: float,
+        tier: TierState,
+        assembly: Assembly,
+        on_failure: str,
+        on_event: OnEvent,
     ) -> None:
         super().__init__(ranks, timeout)
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
+        self._on_failure = on_failure
         self._label = assembly.generation.common.label
         self._staging = StagingDirectory(self.path)
         self._reporter = EventReporter(
@@ -110,7 +117,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         try:
             drained = retry_drain(self._drain_once, self._note_failure)
         except HoldfastError as error:
-            if self._tier.options.on_failure == "raise":
+            if self._on_failure == "raise":
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")

@@ -38,6 +38,7 @@ from holdfast.storage.mapped_file import SpaceShortageError
 from holdfast.storage.memory import Bytes
 from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel
+from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey, PartName, PartTable, hash_ranges
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
@@ -90,11 +91,18 @@ class TierSave(CheckpointSave):
     """A save into the local tier. If a host lacks memory for it, it is an ordinary save."""
 
     def __init__(  # noqa: PLR0917 - as an ordinary save, and the tier
-        self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, base: Base, timeout: float, tier: TierState
+        self,
+        request: SaveRequest,
+        ranks: RankGroup,
+        cache: SavePlanCache,
+        base: Base,
+        timeout: float,
+        tier: TierState,
+        options: LocalTier,
     ) -> None:
-        described = replace(request, known_tags=tier.known_tags, local=tier.options.describe())
+        described = replace(request, known_tags=tier.known_tags, local=options.describe())
         super().__init__(described, ranks, cache, base, timeout)
-        self._tier, self._begun = tier, _BegunTierSave()
+        self._tier, self._options, self._begun = tier, options, _BegunTierSave()
         self._slot: Slot | None = None
         self.completed_locally = Future()
         #: Whether the checkpoint is complete in the tier, and whether a drain was announced that has not ended.
@@ -107,7 +115,7 @@ class TierSave(CheckpointSave):
         def plan_and_reserve() -> _PreparedTierSave:
             self._update_plan(agreement)
             prepared = _PreparedTierSave(
-                self._hash_replicas(), self._tier.folder.identity, self._tier.options.failure_domain
+                self._hash_replicas(), self._tier.folder.identity, self._options.failure_domain
             )
             try:
                 self._slot = self._tier.slots.take(self._plan.nbytes)
@@ -121,7 +129,7 @@ class TierSave(CheckpointSave):
                 return _encode(_BegunTierSave())
             if shortage := _describe_shortage(prepared):
                 return _encode(_BegunTierSave(shortage=shortage))
-            planned = self._tier.plan_save(self._request.tag, self._request.runs, self._must_drain)
+            planned = self._tier.plan_save(self._request.tag, self._request.runs, self._options, self._must_drain)
             hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
             started_at = round(time.time(), 6)
             return _encode(_BegunTierSave(planned.identity, planned.epoch, started_at, planned.drains, hosts, domains))
@@ -219,8 +227,9 @@ class TierSave(CheckpointSave):
         """
         copies: list[Slot] = []
         try:
-            partners = choose_partners(self._begun.hosts, self._begun.domains, self._tier.options.copies)
-            copies = PartCopies(self._ranks, self._session, self._tier, partners).make(slot)
+            partners = choose_partners(self._begun.hosts, self._begun.domains, self._options.copies)
+            rate = self._options.copy_rate
+            copies = PartCopies(self._ranks, self._session, self._tier, partners, rate).make(slot)
         except HoldfastError as error:
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
@@ -235,7 +244,7 @@ class TierSave(CheckpointSave):
             info = retry_drain(self._drain_once, self._note_failure)
             drained = info
         except HoldfastError as error:
-            if self._tier.options.on_failure == "raise":
+            if self._options.on_failure == "raise":
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")

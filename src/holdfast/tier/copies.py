@@ -44,9 +44,12 @@ def choose_partners(hosts: Sequence[str], domains: Sequence[str], copies: int) -
 class PartCopies:
     """The copies of the parts of one generation: those that this rank makes, and those that it gets."""
 
-    def __init__(self, ranks: RankGroup, session: Session, tier: TierState, partners: Sequence[Sequence[int]]) -> None:
-        """``partners`` are those of :func:`choose_partners`."""
+    def __init__(
+        self, ranks: RankGroup, session: Session, tier: TierState, partners: Sequence[Sequence[int]], rate: float | None
+    ) -> None:
+        """``partners`` are those of :func:`choose_partners`; ``rate`` is the most bytes a second that a rank sends."""
         self._ranks, self._session, self._tier, self._partners = ranks, session, tier, partners
+        self._rate = rate
         self._tables: Sequence[PartTable] = ()
         #: The slots with copies, by the rank that staged the part.
         self._slots: dict[int, Slot] = {}
@@ -87,8 +90,7 @@ class PartCopies:
 
     def _exchange_bytes(self, p2p: P2PExchange, memory: Bytes) -> None:
         transfers = plan_copies(self._partners, [table.nbytes for table in self._tables])
-        rate = self._tier.options.copy_rate
-        run_transfers(transfers, p2p, lambda _: memory, lambda part: self._slots[part].memory, rate)
+        run_transfers(transfers, p2p, lambda _: memory, lambda part: self._slots[part].memory, self._rate)
         for source, copy in self._slots.items():
             table = self._tables[source]._replace(data=copy.path.name)
             if corrupt := find_corrupt_range(table, copy.memory):

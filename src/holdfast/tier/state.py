@@ -37,8 +37,8 @@ class NextSave:
 class TierState:
     """The local tier of a run, as this process uses it."""
 
-    def __init__(self, options: LocalTier, run: Path) -> None:
-        self.options, self.run = options, run
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.run = path, run
         self._lock, self._process = threading.Lock(), 0
         self._opened: tuple[TierFolder, Slots] | None = None
         self._reset()
@@ -50,6 +50,7 @@ class TierState:
         #: On rank 0, the checkpoints in the run directory, as far as this job knows.
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
+        self._has_failed_drain = False
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
         self.is_drained = True
@@ -68,7 +69,7 @@ class TierState:
         if self._opened is None or self._process != os.getpid():
             if self._process:  # a forked process continues nothing
                 self._reset()
-            folder = TierFolder.open(self.options.path, self.run)
+            folder = TierFolder.open(self.path, self.run)
             self._opened, self._process = (folder, Slots(folder)), os.getpid()
         return self._opened
 
@@ -88,7 +89,9 @@ class TierState:
         self._sequence, self._run_id = max([start, *(info.sequence for info in infos)]), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
-    def plan_save(self, tag: str, runs: frozenset[str], is_forced: Callable[[CheckpointInfo], bool]) -> NextSave:
+    def plan_save(
+        self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
+    ) -> NextSave:
         """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
 
         Raises ``StorageError`` if nothing was drained for too long.
@@ -96,15 +99,16 @@ class TierState:
         if not self._epoch:
             identity = next_identity(self.run, runs)
             self.begin_epoch(identity.sequence - 1, identity.run)
-        self._check_age()
+        self._check_age(options.max_undrained_seconds)
         self._run_id = self._run_id or secrets.token_hex(8)
         self._sequence = min(self._sequence + 1, LARGEST)
         self._undrained += 1
         identity = CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
         info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
-        drains = (self._undrained >= self.options.drain_every and not self._drains) or is_forced(info)
+        is_due = self._undrained >= options.drain_every or self._has_failed_drain
+        drains = (is_due and not self._drains) or is_forced(info)
         if drains:
-            self._undrained = 0
+            self._undrained, self._has_failed_drain = 0, False
         self._tags.add(tag)
         return NextSave(self._epoch, identity, drains=drains)
 
@@ -130,7 +134,7 @@ class TierState:
                 self.durable += [] if info is None else [info]
                 self.is_drained = self.is_drained or drained == self.newest
             else:
-                self._undrained = self.options.drain_every
+                self._has_failed_drain = True
 
     def note_complete(self, key: GenerationKey) -> None:
         """Note that a generation is complete in the tier."""
@@ -142,27 +146,29 @@ class TierState:
         """The seconds since something was drained."""
         return time.monotonic() - self._drained_at
 
-    def _check_age(self) -> None:
-        limit = self.options.max_undrained_seconds
+    def _check_age(self, limit: float | None) -> None:
         if limit is not None and self.undrained_seconds > limit:
             raise StorageError(
                 None,
                 f"nothing was written to {self.run} for {self.undrained_seconds:.0f} seconds, and "
-                f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.options.path} only",
+                f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.path} only",
             )
 
 
 class TierStates:
-    """The local tiers of this process. Those with equal options and run directories are the same."""
+    """The local tiers of this process. Those with equal folders and run directories are the same.
+
+    Each call has its own options: a job may load with other ones than it saves with.
+    """
 
     def __init__(self) -> None:
-        self._states: WeakValueDictionary[tuple[LocalTier, Path], TierState] = WeakValueDictionary()
+        self._states: WeakValueDictionary[tuple[Path, Path], TierState] = WeakValueDictionary()
 
-    def get_state(self, options: LocalTier, run: Path) -> TierState:
-        """Return the state of a tier."""
-        state = self._states.get((options, run))
+    def get_state(self, path: Path, run: Path) -> TierState:
+        """Return the state of the tier in the folder ``path``."""
+        state = self._states.get((path, run))
         if state is None:
-            state = self._states[options, run] = TierState(options, run)
+            state = self._states[path, run] = TierState(path, run)
         return state
 
 
