@@ -243,6 +243,7 @@ class TierLoad:
             return b""
 
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
+        self.tier.forget_newest()
         self.tier.folder.remove_generations(lambda one: one == key)
         problems = () if self._assembly is None or key is None else self._assembly.problems
         if problems and session.rank == COORDINATOR_RANK:

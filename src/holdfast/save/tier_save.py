@@ -166,6 +166,15 @@ class TierSave(CheckpointSave):
         self.completed_locally = None
         return super()._plan_and_open(agreement)
 
+    def _choose_identity(self) -> CheckpointIdentity:
+        return self._tier.choose_identity(self._request.runs)
+
+    def _commit_without_tier(self) -> CheckpointInfo:
+        info = super().write_and_commit()
+        self._tier.forget_newest()
+        self._tier.note_durable(info)
+        return info
+
     def stage_tensors(self, arena: Arena) -> None:
         """See :class:`SaveOperation`. The tensors are copied into the slot."""
         super().stage_tensors(arena if self._slot is None else _SlotArena(self._slot.memory))
@@ -173,7 +182,7 @@ class TierSave(CheckpointSave):
     def write_and_commit(self) -> CheckpointInfo:
         """Complete the checkpoint in the tier, and copy it to other hosts."""
         if self._slot is None:
-            return super().write_and_commit()
+            return self._commit_without_tier()
         if self._staged is None:  # a synchronous save
             self.stage_tensors(Arena(StagingMemory()))
             self.complete_staging()

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -83,10 +84,12 @@ class TierState:
 
         ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
         """
-        self._epoch = claim_epoch(self.run, start)
+        keys = self.folder.list_parts()
+        self._epoch = claim_epoch(self.run, start, above=max((key.epoch for key in keys), default=0))
         self.durable = list_checkpoints(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
-        self._sequence, self._run_id = max([start, *(info.sequence for info in infos)]), run_id
+        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in keys)]
+        self._sequence, self._run_id = max(sequences), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
     def plan_save(
@@ -96,14 +99,9 @@ class TierState:
 
         Raises ``StorageError`` if nothing was drained for too long.
         """
-        if not self._epoch:
-            identity = next_identity(self.run, runs)
-            self.begin_epoch(identity.sequence - 1, identity.run)
+        identity = self.choose_identity(runs)
         self._check_age(options.max_undrained_seconds)
-        self._run_id = self._run_id or secrets.token_hex(8)
-        self._sequence = min(self._sequence + 1, LARGEST)
         self._undrained += 1
-        identity = CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
         info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
         is_due = self._undrained >= options.drain_every or self._has_failed_drain
         drains = (is_due and not self._drains) or is_forced(info)
@@ -112,9 +110,34 @@ class TierState:
         self._tags.add(tag)
         return NextSave(self._epoch, identity, drains=drains)
 
+    def choose_identity(self, runs: frozenset[str]) -> CheckpointIdentity:
+        """Return the identity of the next save, on rank 0, which is newer than all others in the tier and the run."""
+        if not self._epoch:
+            identity = next_identity(self.run, runs)
+            self.begin_epoch(identity.sequence - 1, identity.run)
+        self._run_id = self._run_id or secrets.token_hex(8)
+        self._sequence = min(self._sequence + 1, LARGEST)
+        return CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
+
     def forget_tag(self, tag: str) -> None:
         """Note that a save has failed, so its tag is free."""
         self._tags.discard(tag)
+
+    def forget_newest(self) -> None:
+        """Note that the newest complete generation is not to be drained any more: a checkpoint has replaced it."""
+        with self._lock:
+            self.newest, self.is_drained = None, True
+
+    def note_durable(self, info: CheckpointInfo) -> None:
+        """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
+        with self._lock:
+            self._drained_at = time.monotonic()
+            if self._epoch:
+                known = {known.tag for known in self.durable}
+                with suppress(StorageError):  # what is known stays known
+                    self.durable = list_checkpoints(self.run)
+                    self._tags -= known - {found.tag for found in self.durable}
+                self._tags.add(info.tag)
 
     def is_fenced(self) -> bool:
         """Return whether another job has continued the run, on rank 0."""
@@ -127,11 +150,11 @@ class TierState:
 
     def end_drain(self, drained: GenerationKey | None, info: CheckpointInfo | None = None) -> None:
         """Note that a drain has ended; ``drained`` is the generation that it made durable, as ``info`` says."""
+        if info is not None:
+            self.note_durable(info)
         with self._lock:
             self._drains -= 1
             if drained is not None:
-                self._drained_at = time.monotonic()
-                self.durable += [] if info is None else [info]
                 self.is_drained = self.is_drained or drained == self.newest
             else:
                 self._has_failed_drain = True
