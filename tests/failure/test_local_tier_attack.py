@@ -52,7 +52,6 @@ def job_that_saves(base: Path, *steps: int) -> None:
     save_steps(directory, *steps)
 
 
-
 # ---------------------------------------------------------------------------------------------------------------
 # Other options at the load than at saves
 
@@ -161,3 +160,103 @@ def test_a_tag_is_free_again_after_its_checkpoint_was_removed(tmp_path: Path) ->
     directory = holdfast.RunDirectory(tmp_path / "run", keep=1, local=local)
     save_steps(directory, 1, 2, 1)
     assert [info.tag for info in directory.list()] == ["step_1"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Two jobs at once, and drains that are slower than saves
+
+
+class SlowDrains:
+    """Drains that wait, before they create or before they publish their files, until they are released."""
+
+    def __init__(self, method: str) -> None:
+        self.is_reached, self.is_released = threading.Event(), threading.Event()
+        original = getattr(CheckpointFiles, method)
+
+        def wait_first(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self.is_reached.set()
+                assert self.is_released.wait(60)
+            return original(*arguments, **options)
+
+        self.patch = mock.patch.object(CheckpointFiles, method, wait_first)
+
+
+def _save_and_wait_for_other_job(base: Path) -> str:
+    """As a job that is stopped while another one continues: save three steps, wait, and save three others."""
+    directory = open_run(base, drain_every=NEVER)
+    save_steps(directory, 1, 2, 3)
+    run_killed_job(_begin_to_load, base)
+    try:
+        for step in (14, 15, 16):
+            directory.save(f"step_{step}", state_of(step), step=step)
+    except holdfast.StateError as error:
+        return str(error)
+    return ""
+
+
+def _begin_to_load(base: Path) -> float | None:
+    """Load, and be killed before anything is drained."""
+    slow = SlowDrains("create_files")
+    with slow.patch:
+        return open_run(base).restore(None, state_of(-1)).step
+
+
+def test_an_older_job_that_wakes_up_leaves_the_tier_to_the_newer_one(tmp_path: Path) -> None:
+    message = run_killed_job(_save_and_wait_for_other_job, tmp_path)
+    assert "another job has continued the run" in message
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
+def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path) -> None:
+    older = open_run(tmp_path, drain_every=NEVER)
+    save_steps(older, 1, 2, 3)
+    assert older._tier is not None
+    job = older._tier.job
+    older._tier.folder.take_over("another job")
+    with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        save_steps(older, 4)
+    assert older._tier.job == job
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
+def test_an_older_job_publishes_nothing_that_it_was_about_to_drain(tmp_path: Path) -> None:
+    slow = SlowDrains("finalize")
+    with slow.patch:
+        directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
+        handle = directory.save("step_1", state_of(1), step=1)
+        assert slow.is_reached.wait(60)
+        assert run_killed_job(_begin_to_load, tmp_path) == 1
+        slow.is_released.set()
+        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+            handle.wait()
+    assert holdfast.list_checkpoints(tmp_path / "run") == []
+    assert run_killed_job(load_step, tmp_path) == 1
+
+
+def test_a_job_does_not_overwrite_what_it_has_loaded_before_that_is_drained(tmp_path: Path) -> None:
+    directory, slow = open_run(tmp_path, drain_every=NEVER), SlowDrains("create_files")
+    save_steps(directory, 1, 2, 3)
+    with slow.patch:
+        directory.restore(None, state_of(-1))
+        assert slow.is_reached.wait(60)
+        save_steps(directory, 4, 5, 6)
+        slow.is_released.set()
+        directory.wait()
+    state = state_of(-1)
+    holdfast.restore(tmp_path / "run", "step_3", state)
+    assert torch.equal(state["w"], state_of(3)["w"])
+
+
+def test_a_slow_drain_does_not_replace_a_newer_checkpoint_of_its_tag(tmp_path: Path) -> None:
+    directory, slow = open_run(tmp_path, drain_every=NEVER, on_failure="warn"), SlowDrains("create_files")
+    directory.save("latest", state_of(1), step=1)
+    directory.save("latest", state_of(2), step=2, overwrite=True)
+    with slow.patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory.restore(None, state_of(-1))
+        assert slow.is_reached.wait(60)
+        directory.save("latest", state_of(3), step=3, overwrite=True, forced=True)
+        slow.is_released.set()
+        directory.wait()
+    assert [info.step for info in directory.list()] == [3]

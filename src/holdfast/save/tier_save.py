@@ -23,6 +23,7 @@ from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.errors import HoldfastError, StateError
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
+from holdfast.ondisk.manifest import Manifest
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.retention import is_kept_by_merit
 from holdfast.run.scan import CheckpointInfo
@@ -70,6 +71,7 @@ class _BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     hosts: list[str] = []
     domains: list[str] = []
     shortage: str = ""
+    job: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -118,7 +120,7 @@ class TierSave(CheckpointSave):
                 self._hash_replicas(), self._tier.folder.identity, self._options.failure_domain
             )
             try:
-                self._slot = self._tier.slots.take(self._plan.nbytes)
+                self._slot = self._tier.take_slot(self._plan.nbytes)
             except SpaceShortageError as error:
                 return msgspec.structs.replace(prepared, needed=error.needed, free=error.free)
             return prepared
@@ -132,7 +134,11 @@ class TierSave(CheckpointSave):
             planned = self._tier.plan_save(self._request.tag, self._request.runs, self._options, self._must_drain)
             hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
             started_at = round(time.time(), 6)
-            return _encode(_BegunTierSave(planned.identity, planned.epoch, started_at, planned.drains, hosts, domains))
+            return _encode(
+                _BegunTierSave(
+                    planned.identity, planned.epoch, started_at, planned.drains, hosts, domains, job=self._tier.job
+                )
+            )
 
         _, raw = session.vote("preparing the save", plan_and_reserve, _encode, decide)
         begun = self._begun = msgspec.msgpack.decode(raw, type=_BegunTierSave)
@@ -194,7 +200,7 @@ class TierSave(CheckpointSave):
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
         self._keep_newest(self._slot)
-        self._tier.folder.remove_generations(lambda key: key >= common.label.key)
+        self._tier.remove_generations(lambda key: key >= common.label.key)
         if not self._begun.drains:
             self._release_slot()
         return info
@@ -212,6 +218,8 @@ class TierSave(CheckpointSave):
             if staged is None:
                 raise StateError("nothing is staged: this is a bug of holdfast")
             rows = hash_ranges(staged.file_ranges, slot.memory)
+            if not self._tier.is_replaced():
+                self._tier.take_over(self._begun.job)
             folder.write_part(PartTable(name, slot.path.name, self._plan.nbytes, rows))
             slot.part = name
             return self._captured.rank_values
@@ -274,8 +282,7 @@ class TierSave(CheckpointSave):
         """Write the staged bytes into a staging directory, whose name no other attempt has, and commit it."""
 
         def open_staging(_: list[bytes]) -> bytes:
-            if self._tier.is_fenced():
-                raise StateError(f"another job has continued the run: {self.path} stays in its local tier")
+            self._tier.check_not_fenced(self._request.tag)
             attempt = secrets.token_hex(8)
             self._set_attempt(attempt)
             self._clean_up()
@@ -288,6 +295,11 @@ class TierSave(CheckpointSave):
         if self._session.rank != COORDINATOR_RANK:
             self._set_attempt(attempt)
         return super().write_and_commit()
+
+    def _publish_checkpoint(self, committed: Manifest) -> None:
+        if self._slot is not None:  # this process may have been stopped while another job continued the run
+            self._tier.check_not_fenced(self._request.tag)
+        super()._publish_checkpoint(committed)
 
     def _set_attempt(self, attempt: str) -> None:
         self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=attempt))

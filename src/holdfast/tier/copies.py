@@ -86,7 +86,7 @@ class PartCopies:
     def _reserve_memory(self) -> None:
         for source, receivers in enumerate(self._partners):
             if self._session.rank in receivers:
-                self._slots[source] = self._tier.slots.take(self._tables[source].nbytes)
+                self._slots[source] = self._tier.take_slot(self._tables[source].nbytes)
 
     def _exchange_bytes(self, p2p: P2PExchange, memory: Bytes) -> None:
         transfers = plan_copies(self._partners, [table.nbytes for table in self._tables])

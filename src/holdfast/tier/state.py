@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from holdfast.errors import StorageError
+from holdfast.errors import StateError, StorageError
 from holdfast.ondisk.manifest import LARGEST
 from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from holdfast.run.scan import CheckpointInfo
@@ -23,7 +23,7 @@ from holdfast.tier.epochs import claim_epoch, read_epochs
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey
-from holdfast.tier.slots import Slots
+from holdfast.tier.slots import Slot, Slots
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class TierState:
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
         self._has_failed_drain = False
+        #: The random text by which the folder knows this job: the same on all ranks once it has the folder.
+        self.job, self._has_folder = secrets.token_hex(8), False
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
         self.is_drained = True
@@ -139,9 +141,30 @@ class TierState:
                     self._tags -= known - {found.tag for found in self.durable}
                 self._tags.add(info.tag)
 
-    def is_fenced(self) -> bool:
-        """Return whether another job has continued the run, on rank 0."""
-        return max(read_epochs(self.run), default=0) > self._epoch
+    def take_over(self, job: str) -> None:
+        """Take over the folder for this job, whose text rank 0 has chosen."""
+        self.folder.take_over(job)
+        self.job, self._has_folder = job, True
+
+    def is_replaced(self) -> bool:
+        """Return whether another job has taken over the folder of this host, so nothing in it may be changed."""
+        return self._has_folder and not self.folder.is_owned_by(self.job)
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+        if self.is_replaced():
+            raise StateError(f"another job has continued the run {self.run}, and uses {self.path} now")
+        return self.slots.take(nbytes)
+
+    def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
+        """Remove the generations that are not wanted, unless another job has taken over the folder."""
+        if not self.is_replaced():
+            self.folder.remove_generations(is_wanted)
+
+    def check_not_fenced(self, tag: str) -> None:
+        """Raise ``StateError`` if another job has continued the run, on rank 0."""
+        if max(read_epochs(self.run), default=0) > self._epoch:
+            raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""
