@@ -130,7 +130,8 @@ class RunDirectory:
         local: LocalTier | str | PathLike[str] | None = None,
     ) -> None:
         self.path = parse_location(path)
-        self._tier = self._find_tier(as_local_tier(local))
+        self._local = as_local_tier(local)
+        self._tier = self._find_tier(self._local)
         #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
         self.runs: set[str] = set()
         #: The checkpoints that loads found corrupt. A save may take their tags.
@@ -155,7 +156,7 @@ class RunDirectory:
             raise InvalidArgumentError(f"a local tier for {self.path} is not supported yet: leave out local=")
         from holdfast.tier.state import tier_states  # noqa: PLC0415 - other saves do not need its modules
 
-        return tier_states.get_state(local, self.path)
+        return tier_states.get_state(local.path, self.path)
 
     def save(
         self,
@@ -250,10 +251,12 @@ class RunDirectory:
             from holdfast.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
 
             return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
-        if self._tier is not None:
+        if self._tier is not None and self._local is not None:
             from holdfast.save.tier_save import TierSave  # noqa: PLC0415 - as above
 
-            return TierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, self._tier)
+            return TierSave(
+                request, self._current_ranks(), self._plans, self.base, self._timeout, self._tier, self._local
+            )
         return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
@@ -369,9 +372,11 @@ class RunDirectory:
         """Begin to write a checkpoint that was loaded from the local tier into the run directory."""
         from holdfast.save.generation_drain import GenerationDrain  # noqa: PLC0415 - as above
 
-        if tier.assembly is None:
+        if tier.assembly is None or self._local is None:
             return
-        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, self._on_event)
+        drain = GenerationDrain(
+            self._current_ranks(), self._timeout, tier.tier, tier.assembly, self._local.on_failure, self._on_event
+        )
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 

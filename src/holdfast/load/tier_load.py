@@ -86,8 +86,17 @@ class TierLoad:
         return self._assembly is None or not self._assembly.is_spread
 
     def gather(self) -> None:
-        """Let all ranks tell which generations their hosts have."""
+        """Let all ranks tell which generations their hosts have.
+
+        From now on, an earlier job that is still alive changes none of them.
+        """
         session = self._ranks.open_session(self._timeout)
+        job = self._gather(session)
+        session.run_on_all("taking over the local tier", lambda: self.tier.take_over(job))
+        session.leave()
+
+    def _gather(self, session: Session) -> str:
+        """Exchange what the hosts have. Return the text of the job."""
 
         def list_own() -> HostOffer:
             folder = self.tier.folder
@@ -97,11 +106,11 @@ class TierLoad:
             offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
             self.local = find_complete(offers, read_epochs(self.tier.run))
             host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
-            return _encode((host_of, [offers[rank].writer for rank in first_ranks]))
+            return _encode((host_of, [offers[rank].writer for rank in first_ranks], self.tier.job))
 
         _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
-        self._host_of, self._writers = msgspec.msgpack.decode(raw, type=tuple[list[int], list[str]])
-        session.leave()
+        self._host_of, self._writers, job = msgspec.msgpack.decode(raw, type=tuple[list[int], list[str], str])
+        return job
 
     def assemble(self, session: Session, key: GenerationKey) -> Assembly:
         """Verify the parts of a generation, and collect their tables. Raises ``CorruptCheckpointError`` on all ranks.
@@ -128,8 +137,8 @@ class TierLoad:
 
     def assemble_newest(self, key: GenerationKey) -> None:
         """Assemble the generation that this job has saved last."""
-        self.gather()
         session = self._ranks.open_session(self._timeout)
+        self._gather(session)
         self.assemble(session, key)
         session.leave()
 
@@ -277,7 +286,8 @@ class TierLoad:
             return b""
 
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
-        self.tier.folder.remove_generations(lambda one: one == key)
+        self.tier.forget_newest()
+        self.tier.remove_generations(lambda one: one == key)
         problems = () if self._assembly is None or key is None else self._assembly.problems
         if problems and session.rank == COORDINATOR_RANK:
             warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")

@@ -184,7 +184,7 @@ class CheckpointSave(TrainingSave):
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
             if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
-            identity = next_identity(request.path, request.runs)
+            identity = self._choose_identity()
             self._set_identity(identity)
             self._started_at = round(time.time(), 6)
             self._clean_up()
@@ -205,6 +205,10 @@ class CheckpointSave(TrainingSave):
             self._set_identity(opened.identity)
         self._removes_old = opened.removes_old
         return opened.candidates
+
+    def _choose_identity(self) -> CheckpointIdentity:
+        """Return the identity of the new checkpoint, on rank 0."""
+        return next_identity(self._request.path, self._request.runs)
 
     def _clean_up(self) -> None:
         """Remove what interrupted saves have left in the run directory, on rank 0."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,8 @@ from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import HoldfastError, StateError, TagExistsError
-from holdfast.formats.native import holds_checkpoint
+from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, TagExistsError
+from holdfast.formats.native import holds_checkpoint, read_manifest
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
 from holdfast.observe.warning import warn_caller
@@ -43,6 +43,7 @@ from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.memory import Bytes
 from holdfast.tier.assembly import Assembly
 from holdfast.tier.generation import Generation
+from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
 
 #: Bytes of a file: its number, the offset, the bytes.
@@ -54,16 +55,25 @@ _encode = msgspec.msgpack.Encoder().encode
 class GenerationDrain(SaveOperation[CheckpointInfo]):
     """The drain of an assembled generation, as a save without tensors of the caller."""
 
-    def __init__(
-        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, on_event: OnEvent
+    def __init__(  # noqa: PLR0917 - the group, and what is drained how
+        self,
+        ranks: RankGroup,
+        timeout: float,
+        tier: TierState,
+        assembly: Assembly,
+        on_failure: str,
+        on_event: OnEvent,
     ) -> None:
         super().__init__(ranks, timeout)
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
+        self._on_failure = on_failure
         self._label = assembly.generation.common.label
         self._staging = StagingDirectory(self.path)
         self._reporter = EventReporter(
             self.path, on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
         )
+        #: The slots of this process with parts of the generation.
+        self._slots: list[Slot] = []
         #: The bytes of the parts that this rank writes: they stay mapped if a newer generation replaces this one.
         self._memory: dict[int, Bytes] = {}
         self._is_draining = False
@@ -78,6 +88,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         """Map the parts that this rank writes."""
         self._tier.begin_drain()
         self._is_draining = True
+        self._slots = self._tier.slots.pin_generation(self._label.key)
         self.follow_up = self._drain
         self._session.run_on_all("preparing the drain", self._map_parts)
 
@@ -102,7 +113,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
 
     def _roll_back(self, error: BaseException) -> None:
         if self._is_draining:
-            self._tier.end_drain(None)
+            self._end_drain(None)
         self._reporter.report_failed(error)
 
     def _drain(self) -> CheckpointInfo:
@@ -110,7 +121,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         try:
             drained = retry_drain(self._drain_once, self._note_failure)
         except HoldfastError as error:
-            if self._tier.options.on_failure == "raise":
+            if self._on_failure == "raise":
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
@@ -118,8 +129,15 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         else:
             return drained
         finally:
-            self._is_draining = False
-            self._tier.end_drain(None if drained is None else self._label.key, drained)
+            self._end_drain(drained)
+
+    def _end_drain(self, drained: CheckpointInfo | None) -> None:
+        self._is_draining = False
+        self._memory.clear()
+        for slot in self._slots:
+            self._tier.slots.unpin(slot)
+        self._slots = []
+        self._tier.end_drain(None if drained is None else self._label.key, drained)
 
     def _note_failure(self, error: HoldfastError, attempt: int) -> None:
         if self._staging.is_locked:
@@ -139,8 +157,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def _open_staging(self) -> bytes:
         if holds_checkpoint(self.path, self._label.manifest.id):
             return b""
-        if self._tier.is_fenced():
-            raise StateError(f"another job has continued the run: {self.path} stays in its local tier")
+        self._tier.check_not_fenced(self._label.manifest.tag)
         attempt = secrets.token_hex(8)
         self._set_attempt(attempt)
         clean_up(self._tier.run, self._label.manifest.run)
@@ -209,9 +226,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
                 writer.sync()
 
     def _publish(self) -> None:
+        # This process may have been stopped while another job continued the run.
+        self._tier.check_not_fenced(self._label.manifest.tag)
         try:
             if self._label.replaces:
-                self._staging.replace()
+                self._staging.replace(check_replaceable=self._check_newest)
                 self._staging.remove_displaced()
             else:
                 self._staging.publish()
@@ -219,6 +238,13 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             if not holds_checkpoint(self.path, self._label.manifest.id):
                 raise
             self._staging.discard()
+
+    def _check_newest(self, folder: Path) -> None:
+        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer: this job has saved the tag again."""
+        with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
+            existing = CheckpointInfo.of(folder, read_manifest(folder))
+            if existing.age > CheckpointInfo.of(self.path, self._label.manifest).age:
+                raise TagExistsError(f"{folder} was saved again meanwhile; it is newer, and left as it is")
 
 
 def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:

@@ -23,6 +23,7 @@ from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.errors import HoldfastError, SpaceShortageError, StateError
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
+from holdfast.ondisk.manifest import Manifest
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.retention import is_kept_by_merit
 from holdfast.run.scan import CheckpointInfo
@@ -37,6 +38,7 @@ from holdfast.save.training_save import SavePlanCache
 from holdfast.storage.memory import Bytes
 from holdfast.tier.copies import PartCopies, choose_partners
 from holdfast.tier.generation import Common, GenerationLabel
+from holdfast.tier.options import LocalTier
 from holdfast.tier.parity import PartParity, form_groups
 from holdfast.tier.part import GenerationKey, PartName, PartTable, hash_ranges
 from holdfast.tier.slots import Slot
@@ -69,6 +71,7 @@ class _BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     hosts: list[str] = []
     domains: list[str] = []
     shortage: str = ""
+    job: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -90,11 +93,18 @@ class TierSave(CheckpointSave):
     """A save into the local tier. If a host lacks memory for it, it is an ordinary save."""
 
     def __init__(  # noqa: PLR0917 - as an ordinary save, and the tier
-        self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, base: Base, timeout: float, tier: TierState
+        self,
+        request: SaveRequest,
+        ranks: RankGroup,
+        cache: SavePlanCache,
+        base: Base,
+        timeout: float,
+        tier: TierState,
+        options: LocalTier,
     ) -> None:
-        described = replace(request, known_tags=tier.known_tags, local=tier.options.describe())
+        described = replace(request, known_tags=tier.known_tags, local=options.describe())
         super().__init__(described, ranks, cache, base, timeout)
-        self._tier, self._begun = tier, _BegunTierSave()
+        self._tier, self._options, self._begun = tier, options, _BegunTierSave()
         self._slot: Slot | None = None
         self._table: PartTable | None = None
         self.completed_locally = Future()
@@ -109,10 +119,10 @@ class TierSave(CheckpointSave):
         def plan_and_reserve() -> _PreparedTierSave:
             self._update_plan(agreement)
             prepared = _PreparedTierSave(
-                self._hash_replicas(), self._tier.folder.identity, self._tier.options.failure_domain
+                self._hash_replicas(), self._tier.folder.identity, self._options.failure_domain
             )
             try:
-                self._slot = self._tier.slots.take(self._plan.nbytes)
+                self._slot = self._tier.take_slot(self._plan.nbytes)
             except SpaceShortageError as error:
                 return msgspec.structs.replace(prepared, needed=error.needed, free=error.free)
             return prepared
@@ -123,10 +133,14 @@ class TierSave(CheckpointSave):
                 return _encode(_BegunTierSave())
             if shortage := _describe_shortage(prepared):
                 return _encode(_BegunTierSave(shortage=shortage))
-            planned = self._tier.plan_save(self._request.tag, self._request.runs, self._must_drain)
+            planned = self._tier.plan_save(self._request.tag, self._request.runs, self._options, self._must_drain)
             hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
             started_at = round(time.time(), 6)
-            return _encode(_BegunTierSave(planned.identity, planned.epoch, started_at, planned.drains, hosts, domains))
+            return _encode(
+                _BegunTierSave(
+                    planned.identity, planned.epoch, started_at, planned.drains, hosts, domains, job=self._tier.job
+                )
+            )
 
         _, raw = session.vote("preparing the save", plan_and_reserve, _encode, decide)
         begun = self._begun = msgspec.msgpack.decode(raw, type=_BegunTierSave)
@@ -160,6 +174,15 @@ class TierSave(CheckpointSave):
         self.completed_locally = None
         return super()._plan_and_open(agreement)
 
+    def _choose_identity(self) -> CheckpointIdentity:
+        return self._tier.choose_identity(self._request.runs)
+
+    def _commit_without_tier(self) -> CheckpointInfo:
+        info = super().write_and_commit()
+        self._tier.forget_newest()
+        self._tier.note_durable(info)
+        return info
+
     def stage_tensors(self, arena: Arena) -> None:
         """See :class:`SaveOperation`. The tensors are copied into the slot."""
         super().stage_tensors(arena if self._slot is None else _SlotArena(self._slot.memory))
@@ -167,7 +190,7 @@ class TierSave(CheckpointSave):
     def write_and_commit(self) -> CheckpointInfo:
         """Complete the checkpoint in the tier, and copy it to other hosts."""
         if self._slot is None:
-            return super().write_and_commit()
+            return self._commit_without_tier()
         if self._staged is None:  # a synchronous save
             self.stage_tensors(Arena(StagingMemory()))
             self.complete_staging()
@@ -179,7 +202,7 @@ class TierSave(CheckpointSave):
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
         self._keep_newest(self._slot)
-        self._tier.folder.remove_generations(lambda key: key >= common.label.key)
+        self._tier.remove_generations(lambda key: key >= common.label.key)
         if not self._begun.drains:
             self._release_slot()
         return info
@@ -197,6 +220,8 @@ class TierSave(CheckpointSave):
             if staged is None:
                 raise StateError("nothing is staged: this is a bug of holdfast")
             rows = hash_ranges(staged.file_ranges, slot.memory)
+            if not self._tier.is_replaced():
+                self._tier.take_over(self._begun.job)
             self._table = PartTable(name, slot.path.name, self._plan.nbytes, rows)
             folder.write_part(self._table)
             slot.table = name.name
@@ -232,14 +257,14 @@ class TierSave(CheckpointSave):
 
     def _make_redundant(self, slot: Slot) -> list[Slot]:
         """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got."""
-        options, hosts = self._tier.options, self._begun.hosts
+        hosts, rate = self._begun.hosts, self._options.copy_rate
         if self._table is None:
             return []
-        if options.parity:
-            groups = form_groups(hosts, options.parity)
-            return PartParity(self._ranks, self._session, self._tier, groups).make(slot, self._table)
-        partners = choose_partners(hosts, self._begun.domains, options.copies)
-        return PartCopies(self._ranks, self._session, self._tier, partners).make(slot, self._table)
+        if self._options.parity:
+            groups = form_groups(hosts, self._options.parity)
+            return PartParity(self._ranks, self._session, self._tier, groups, rate).make(slot, self._table)
+        partners = choose_partners(hosts, self._begun.domains, self._options.copies)
+        return PartCopies(self._ranks, self._session, self._tier, partners, rate).make(slot, self._table)
 
     def _drain(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""
@@ -248,7 +273,7 @@ class TierSave(CheckpointSave):
             info = retry_drain(self._drain_once, self._note_failure)
             drained = info
         except HoldfastError as error:
-            if self._tier.options.on_failure == "raise":
+            if self._options.on_failure == "raise":
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
@@ -271,8 +296,7 @@ class TierSave(CheckpointSave):
         def open_staging(_: list[bytes]) -> bytes:
             if self._is_committed():  # by an attempt that seemed to fail
                 return _encode(("", False))
-            if self._tier.is_fenced():
-                raise StateError(f"another job has continued the run: {self.path} stays in its local tier")
+            self._tier.check_not_fenced(self._request.tag)
             attempt = secrets.token_hex(8)
             self._set_attempt(attempt)
             self._clean_up()
@@ -287,6 +311,11 @@ class TierSave(CheckpointSave):
         if self._session.rank != COORDINATOR_RANK:
             self._set_attempt(attempt)
         return super().write_and_commit()
+
+    def _publish_checkpoint(self, committed: Manifest) -> None:
+        if self._slot is not None:  # this process may have been stopped while another job continued the run
+            self._tier.check_not_fenced(self._request.tag)
+        super()._publish_checkpoint(committed)
 
     def _set_attempt(self, attempt: str) -> None:
         self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=attempt))

@@ -43,9 +43,12 @@ def choose_partners(hosts: Sequence[str], domains: Sequence[str], copies: int) -
 class PartCopies:
     """The copies of the parts of one generation: those that this rank makes, and those that it gets."""
 
-    def __init__(self, ranks: RankGroup, session: Session, tier: TierState, partners: Sequence[Sequence[int]]) -> None:
-        """``partners`` are those of :func:`choose_partners`."""
+    def __init__(
+        self, ranks: RankGroup, session: Session, tier: TierState, partners: Sequence[Sequence[int]], rate: float | None
+    ) -> None:
+        """``partners`` are those of :func:`choose_partners`; ``rate`` is the most bytes a second that a rank sends."""
         self._ranks, self._session, self._tier, self._partners = ranks, session, tier, partners
+        self._rate = rate
         self._tables: Sequence[PartTable] = ()
         #: The slots with copies, by the rank that staged the part.
         self._slots: dict[int, Slot] = {}
@@ -72,7 +75,7 @@ class PartCopies:
     def _reserve_memory(self) -> None:
         for source, receivers in enumerate(self._partners):
             if self._session.rank in receivers:
-                self._slots[source] = self._tier.slots.take(self._tables[source].nbytes)
+                self._slots[source] = self._tier.take_slot(self._tables[source].nbytes)
 
     def _exchange_bytes(self, p2p: P2PExchange, memory: Bytes) -> None:
         transfers = plan_copies(self._partners, [table.nbytes for table in self._tables])
@@ -80,7 +83,7 @@ class PartCopies:
         def sink_of(transfer: Transfer) -> Bytes:
             return self._slots[transfer.part].memory[transfer.start : transfer.stop]
 
-        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, sink_of, rate=self._tier.options.copy_rate))
+        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, sink_of, rate=self._rate))
         for source, copy in self._slots.items():
             table = self._tables[source]._replace(data=copy.path.name)
             if corrupt := find_corrupt_range(table, copy.memory):

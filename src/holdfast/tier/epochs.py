@@ -47,12 +47,15 @@ def read_epochs(run: Path) -> Mapping[int, int]:
     return starts
 
 
-def claim_epoch(run: Path, start: int) -> int:
-    """Claim the next epoch of a run, which continues from the checkpoint with the sequence number ``start``."""
+def claim_epoch(run: Path, start: int, above: int = 0) -> int:
+    """Claim the next epoch of a run, which continues from the checkpoint with the sequence number ``start``.
+
+    Its number is larger than ``above``: a run directory may have lost its epochs.
+    """
     folder, data = run / FOLDER, msgspec.json.encode(_Epoch(start))
     if not isinstance(run, ObjectPath):
         posix.make_durable_directory(folder)
-    number = max(read_epochs(run), default=0)
+    number = max([above, *read_epochs(run)])
     while True:
         number += 1
         path = folder / f"{number:06d}{_SUFFIX}"

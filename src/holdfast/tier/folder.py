@@ -6,6 +6,8 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`holdfast.tier.part`);
 - ``.common``: what a generation has in addition to its parts (:mod:`holdfast.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
+- ``owner``: a random text of the job that uses the folder. An older job that is still alive overwrites and removes
+  nothing any more.
 
 Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
 host that dies takes its memory with it.
@@ -50,7 +52,7 @@ from holdfast.tier.part import (
     parse_part_name,
 )
 
-_MARKER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", ".data", ".lock"
+_MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -86,6 +88,15 @@ class TierFolder:
                 f"{path} is the local tier of {marker.run}, not of {run}: pass another folder, or remove it"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
+
+    def take_over(self, job: str) -> None:
+        """Make a job the owner of the folder. All its processes on this host may call it."""
+        if not self.is_owned_by(job):
+            self._write(_OWNER, job.encode())
+
+    def is_owned_by(self, job: str) -> bool:
+        """Return whether no other job has taken over the folder since this one has."""
+        return _OWNER in self._list_names() and self._read(_OWNER) == job.encode()
 
     def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
         """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""

@@ -79,8 +79,11 @@ def form_groups(hosts: Sequence[str], parity: int) -> list[list[int]]:
 class PartParity:
     """The parity of one generation that this rank keeps."""
 
-    def __init__(self, ranks: RankGroup, session: Session, tier: TierState, groups: Sequence[Sequence[int]]) -> None:
-        """Describe the parity; nothing is computed. ``groups`` are those of :func:`form_groups`."""
+    def __init__(
+        self, ranks: RankGroup, session: Session, tier: TierState, groups: Sequence[Sequence[int]], rate: float | None
+    ) -> None:
+        """Describe it. ``groups`` are those of :func:`form_groups`, ``rate`` the most bytes a second that a rank sends."""
+        self._rate = rate
         self._ranks, self._session, self._tier, self._groups = ranks, session, tier, groups
         self._own: Sequence[int] = next((group for group in groups if session.rank in group), ())
         self._tables: Sequence[PartTable] = ()
@@ -110,7 +113,7 @@ class PartParity:
     def _reserve_memory(self, parity: list[Slot]) -> None:
         if self._own:
             chunk = self._layout(self._own).chunk
-            parity.append(self._tier.slots.take(chunk))
+            parity.append(self._tier.take_slot(chunk))
             parity[0].memory[:chunk] = 0
 
     def _compute(self, p2p: P2PExchange, memory: Bytes, parity: Sequence[Slot]) -> None:
@@ -120,8 +123,7 @@ class PartParity:
 
         transfers = [transfer for group in self._groups for transfer in self._plan(group)]
         transfers.sort(key=lambda transfer: transfer.start % self._layout(self._group_of(transfer.part)).chunk)
-        rate = self._tier.options.copy_rate
-        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, new_buffer, add, rate))
+        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, new_buffer, add, self._rate))
         if self._own:
             self._write_table(parity[0])
 

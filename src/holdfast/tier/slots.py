@@ -20,6 +20,7 @@ from holdfast.storage.mapped_file import EMPTY, map_reserved
 from holdfast.storage.memory import Bytes
 from holdfast.storage.posix import wrap_os_errors
 from holdfast.tier.folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
+from holdfast.tier.part import GenerationKey, parse_generation_name
 
 
 @dataclass(eq=False)
@@ -64,6 +65,14 @@ class Slots:
             slot.pins = 0
             raise
         return slot
+
+    def pin_generation(self, key: GenerationKey) -> list[Slot]:
+        """Pin the slots with parts of a generation, and return them."""
+        with self._lock:
+            slots = [slot for slot in self._slots if parse_generation_name(slot.table) == key]
+            for slot in slots:
+                slot.pins += 1
+        return slots
 
     def unpin(self, slot: Slot) -> None:
         """Undo the pin of :meth:`take`."""

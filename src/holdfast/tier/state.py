@@ -10,11 +10,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from holdfast.errors import StorageError
+from holdfast.errors import StateError, StorageError
 from holdfast.ondisk.manifest import LARGEST
 from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from holdfast.run.scan import CheckpointInfo
@@ -22,7 +23,7 @@ from holdfast.tier.epochs import claim_epoch, read_epochs
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey
-from holdfast.tier.slots import Slots
+from holdfast.tier.slots import Slot, Slots
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class NextSave:
 class TierState:
     """The local tier of a run, as this process uses it."""
 
-    def __init__(self, options: LocalTier, run: Path) -> None:
-        self.options, self.run = options, run
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.run = path, run
         self._lock, self._process = threading.Lock(), 0
         self._opened: tuple[TierFolder, Slots] | None = None
         self._reset()
@@ -50,6 +51,9 @@ class TierState:
         #: On rank 0, the checkpoints in the run directory, as far as this job knows.
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
+        self._has_failed_drain = False
+        #: The random text by which the folder knows this job: the same on all ranks once it has the folder.
+        self.job, self._has_folder = secrets.token_hex(8), False
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
         self.is_drained = True
@@ -68,7 +72,7 @@ class TierState:
         if self._opened is None or self._process != os.getpid():
             if self._process:  # a forked process continues nothing
                 self._reset()
-            folder = TierFolder.open(self.options.path, self.run)
+            folder = TierFolder.open(self.path, self.run)
             self._opened, self._process = (folder, Slots(folder)), os.getpid()
         return self._opened
 
@@ -82,39 +86,85 @@ class TierState:
 
         ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
         """
-        self._epoch = claim_epoch(self.run, start)
+        keys = self.folder.list_parts()
+        self._epoch = claim_epoch(self.run, start, above=max((key.epoch for key in keys), default=0))
         self.durable = list_checkpoints(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
-        self._sequence, self._run_id = max([start, *(info.sequence for info in infos)]), run_id
+        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in keys)]
+        self._sequence, self._run_id = max(sequences), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
-    def plan_save(self, tag: str, runs: frozenset[str], is_forced: Callable[[CheckpointInfo], bool]) -> NextSave:
+    def plan_save(
+        self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
+    ) -> NextSave:
         """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
 
         Raises ``StorageError`` if nothing was drained for too long.
         """
+        identity = self.choose_identity(runs)
+        self._check_age(options.max_undrained_seconds)
+        self._undrained += 1
+        info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
+        is_due = self._undrained >= options.drain_every or self._has_failed_drain
+        drains = (is_due and not self._drains) or is_forced(info)
+        if drains:
+            self._undrained, self._has_failed_drain = 0, False
+        self._tags.add(tag)
+        return NextSave(self._epoch, identity, drains=drains)
+
+    def choose_identity(self, runs: frozenset[str]) -> CheckpointIdentity:
+        """Return the identity of the next save, on rank 0, which is newer than all others in the tier and the run."""
         if not self._epoch:
             identity = next_identity(self.run, runs)
             self.begin_epoch(identity.sequence - 1, identity.run)
-        self._check_age()
         self._run_id = self._run_id or secrets.token_hex(8)
         self._sequence = min(self._sequence + 1, LARGEST)
-        self._undrained += 1
-        identity = CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
-        info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
-        drains = (self._undrained >= self.options.drain_every and not self._drains) or is_forced(info)
-        if drains:
-            self._undrained = 0
-        self._tags.add(tag)
-        return NextSave(self._epoch, identity, drains=drains)
+        return CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
 
     def forget_tag(self, tag: str) -> None:
         """Note that a save has failed, so its tag is free."""
         self._tags.discard(tag)
 
-    def is_fenced(self) -> bool:
-        """Return whether another job has continued the run, on rank 0."""
-        return max(read_epochs(self.run), default=0) > self._epoch
+    def forget_newest(self) -> None:
+        """Note that the newest complete generation is not to be drained any more: a checkpoint has replaced it."""
+        with self._lock:
+            self.newest, self.is_drained = None, True
+
+    def note_durable(self, info: CheckpointInfo) -> None:
+        """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
+        with self._lock:
+            self._drained_at = time.monotonic()
+            if self._epoch:
+                known = {known.tag for known in self.durable}
+                with suppress(StorageError):  # what is known stays known
+                    self.durable = list_checkpoints(self.run)
+                    self._tags -= known - {found.tag for found in self.durable}
+                self._tags.add(info.tag)
+
+    def take_over(self, job: str) -> None:
+        """Take over the folder for this job, whose text rank 0 has chosen."""
+        self.folder.take_over(job)
+        self.job, self._has_folder = job, True
+
+    def is_replaced(self) -> bool:
+        """Return whether another job has taken over the folder of this host, so nothing in it may be changed."""
+        return self._has_folder and not self.folder.is_owned_by(self.job)
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+        if self.is_replaced():
+            raise StateError(f"another job has continued the run {self.run}, and uses {self.path} now")
+        return self.slots.take(nbytes)
+
+    def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
+        """Remove the generations that are not wanted, unless another job has taken over the folder."""
+        if not self.is_replaced():
+            self.folder.remove_generations(is_wanted)
+
+    def check_not_fenced(self, tag: str) -> None:
+        """Raise ``StateError`` if another job has continued the run, on rank 0."""
+        if max(read_epochs(self.run), default=0) > self._epoch:
+            raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""
@@ -123,14 +173,14 @@ class TierState:
 
     def end_drain(self, drained: GenerationKey | None, info: CheckpointInfo | None = None) -> None:
         """Note that a drain has ended; ``drained`` is the generation that it made durable, as ``info`` says."""
+        if info is not None:
+            self.note_durable(info)
         with self._lock:
             self._drains -= 1
             if drained is not None:
-                self._drained_at = time.monotonic()
-                self.durable += [] if info is None else [info]
                 self.is_drained = self.is_drained or drained == self.newest
             else:
-                self._undrained = self.options.drain_every
+                self._has_failed_drain = True
 
     def note_complete(self, key: GenerationKey) -> None:
         """Note that a generation is complete in the tier."""
@@ -142,27 +192,29 @@ class TierState:
         """The seconds since something was drained."""
         return time.monotonic() - self._drained_at
 
-    def _check_age(self) -> None:
-        limit = self.options.max_undrained_seconds
+    def _check_age(self, limit: float | None) -> None:
         if limit is not None and self.undrained_seconds > limit:
             raise StorageError(
                 None,
                 f"nothing was written to {self.run} for {self.undrained_seconds:.0f} seconds, and "
-                f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.options.path} only",
+                f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.path} only",
             )
 
 
 class TierStates:
-    """The local tiers of this process. Those with equal options and run directories are the same."""
+    """The local tiers of this process. Those with equal folders and run directories are the same.
+
+    Each call has its own options: a job may load with other ones than it saves with.
+    """
 
     def __init__(self) -> None:
-        self._states: WeakValueDictionary[tuple[LocalTier, Path], TierState] = WeakValueDictionary()
+        self._states: WeakValueDictionary[tuple[Path, Path], TierState] = WeakValueDictionary()
 
-    def get_state(self, options: LocalTier, run: Path) -> TierState:
-        """Return the state of a tier."""
-        state = self._states.get((options, run))
+    def get_state(self, path: Path, run: Path) -> TierState:
+        """Return the state of the tier in the folder ``path``."""
+        state = self._states.get((path, run))
         if state is None:
-            state = self._states[options, run] = TierState(options, run)
+            state = self._states[path, run] = TierState(path, run)
         return state
 
 

@@ -1,0 +1,262 @@
+"""Tests the local tier in jobs that are killed, stopped, short of memory, or go back to older checkpoints."""
+
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api
+from holdfast.engine.io.checkpoint_files import CheckpointFiles
+from holdfast.storage import mapped_file
+from tests.helpers.killed_jobs import run_killed_job
+
+#: A number of saves of which none is drained.
+NEVER = 10**6
+
+
+def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
+    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", **options))
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3000,), float(step))}
+
+
+def save_steps(directory: holdfast.RunDirectory, *steps: int) -> None:
+    for step in steps:
+        directory.save(f"step_{step}", state_of(step), step=step)
+
+
+def load_step(base: Path) -> float:
+    """Load the latest checkpoint, wait until it is durable, and return its step, which its bytes must be of."""
+    state, directory = state_of(-1), open_run(base)
+    step = directory.restore(None, state).step
+    directory.wait()
+    assert torch.equal(state["w"], torch.full((3000,), float(step or 0)))
+    return float(step or 0)
+
+
+def job_that_saves(base: Path, *steps: int) -> None:
+    directory = open_run(base, drain_every=NEVER)
+    try:
+        directory.restore(None, state_of(-1))
+        directory.wait()
+    except holdfast.NoCheckpointError:
+        pass
+    save_steps(directory, *steps)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Other options at the load than at saves
+
+
+def test_a_job_may_load_with_other_options_than_it_saves_with(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 1, 2, 3, 4)
+    run_killed_job(_load_by_folder_and_save, tmp_path)
+    assert run_killed_job(load_step, tmp_path) == 6
+
+
+def _load_by_folder_and_save(base: Path) -> None:
+    holdfast.restore(base / "run", None, state_of(-1), local=str(base / "tier"))
+    for step in (5, 6):
+        local = holdfast.LocalTier(base / "tier", drain_every=NEVER)
+        holdfast.save_checkpoint(base / "run", f"step_{step}", state_of(step), step=step, local=local)
+    api._defaults.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Saves that the tier has no memory for
+
+
+def save_without_memory(directory: holdfast.RunDirectory, step: int) -> None:
+    """Save a larger state, for which a slot would have to be enlarged."""
+    with (
+        mock.patch.object(mapped_file, "count_free_bytes", return_value=10),
+        pytest.warns(UserWarning, match="without the local tier"),
+    ):
+        directory.save(f"step_{step}", {**state_of(step), "more": torch.zeros(10**5)}, step=step)
+
+
+def _save_then_lack_memory(base: Path) -> None:
+    directory = open_run(base, drain_every=NEVER)
+    save_steps(directory, 1, 2, 3)
+    save_without_memory(directory, 4)
+
+
+def _load_without_strictness(base: Path) -> float | None:
+    directory = open_run(base)
+    step = directory.restore(None, state_of(-1), strict=False).step
+    directory.wait()
+    return step
+
+
+def test_a_save_for_which_the_tier_lacks_memory_is_newer_than_what_the_tier_has(tmp_path: Path) -> None:
+    run_killed_job(_save_then_lack_memory, tmp_path)
+    assert run_killed_job(_load_without_strictness, tmp_path) == 4
+
+
+def test_nothing_older_is_drained_after_a_save_without_the_tier(tmp_path: Path) -> None:
+    directory = open_run(tmp_path, drain_every=NEVER)
+    save_steps(directory, 1, 2)
+    save_without_memory(directory, 3)
+    directory.finalize()
+    assert [info.tag for info in directory.list()] == ["step_3"]
+    save_steps(directory, 4)
+    directory.finalize()
+    assert [info.tag for info in directory.list()] == ["step_3", "step_4"]
+
+
+def test_a_first_save_without_the_tier_retires_what_an_earlier_job_has_left_there(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 1, 2, 3)
+    run_killed_job(_begin_without_memory, tmp_path)
+    assert run_killed_job(_load_without_strictness, tmp_path) == 9
+
+
+def _begin_without_memory(base: Path) -> None:
+    save_without_memory(open_run(base, drain_every=NEVER), 9)
+
+
+def test_a_tag_that_was_saved_without_the_tier_is_taken(tmp_path: Path) -> None:
+    directory = open_run(tmp_path, drain_every=NEVER)
+    save_without_memory(directory, 1)
+    with pytest.raises(holdfast.TagExistsError):
+        save_steps(directory, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Going back, and a run directory that loses its epochs
+
+
+def test_a_job_that_goes_back_drains_nothing_of_the_branch_that_it_left(tmp_path: Path) -> None:
+    directory = open_run(tmp_path, drain_every=2)
+    save_steps(directory, 1, 2, 3)
+    directory.restore("step_2", state_of(-1))
+    directory.finalize()
+    assert [info.tag for info in directory.list()] == ["step_2"]
+    save_steps(directory, 3)
+    directory.finalize()
+    assert [info.tag for info in directory.list()] == ["step_2", "step_3"]
+
+
+@pytest.mark.parametrize("lost", ["run", "run/.epochs"])
+def test_a_run_directory_that_loses_its_epochs_does_not_make_old_generations_the_newest(
+    tmp_path: Path, lost: str
+) -> None:
+    for step in (1, 2, 3):
+        run_killed_job(job_that_saves, tmp_path, step)
+    shutil.rmtree(tmp_path / lost)
+    run_killed_job(job_that_saves, tmp_path, 4, 5)
+    assert run_killed_job(load_step, tmp_path) == 5
+
+
+def test_a_tag_is_free_again_after_its_checkpoint_was_removed(tmp_path: Path) -> None:
+    local = holdfast.LocalTier(tmp_path / "tier")
+    directory = holdfast.RunDirectory(tmp_path / "run", keep=1, local=local)
+    save_steps(directory, 1, 2, 1)
+    assert [info.tag for info in directory.list()] == ["step_1"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Two jobs at once, and drains that are slower than saves
+
+
+class SlowDrains:
+    """Drains that wait, before they create or before they publish their files, until they are released."""
+
+    def __init__(self, method: str) -> None:
+        self.is_reached, self.is_released = threading.Event(), threading.Event()
+        original = getattr(CheckpointFiles, method)
+
+        def wait_first(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self.is_reached.set()
+                assert self.is_released.wait(60)
+            return original(*arguments, **options)
+
+        self.patch = mock.patch.object(CheckpointFiles, method, wait_first)
+
+
+def _save_and_wait_for_other_job(base: Path) -> str:
+    """As a job that is stopped while another one continues: save three steps, wait, and save three others."""
+    directory = open_run(base, drain_every=NEVER)
+    save_steps(directory, 1, 2, 3)
+    run_killed_job(_begin_to_load, base)
+    try:
+        for step in (14, 15, 16):
+            directory.save(f"step_{step}", state_of(step), step=step)
+    except holdfast.StateError as error:
+        return str(error)
+    return ""
+
+
+def _begin_to_load(base: Path) -> float | None:
+    """Load, and be killed before anything is drained."""
+    slow = SlowDrains("create_files")
+    with slow.patch:
+        return open_run(base).restore(None, state_of(-1)).step
+
+
+def test_an_older_job_that_wakes_up_leaves_the_tier_to_the_newer_one(tmp_path: Path) -> None:
+    message = run_killed_job(_save_and_wait_for_other_job, tmp_path)
+    assert "another job has continued the run" in message
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
+def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path) -> None:
+    older = open_run(tmp_path, drain_every=NEVER)
+    save_steps(older, 1, 2, 3)
+    assert older._tier is not None
+    job = older._tier.job
+    older._tier.folder.take_over("another job")
+    with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        save_steps(older, 4)
+    assert older._tier.job == job
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
+def test_an_older_job_publishes_nothing_that_it_was_about_to_drain(tmp_path: Path) -> None:
+    slow = SlowDrains("finalize")
+    with slow.patch:
+        directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
+        handle = directory.save("step_1", state_of(1), step=1)
+        assert slow.is_reached.wait(60)
+        assert run_killed_job(_begin_to_load, tmp_path) == 1
+        slow.is_released.set()
+        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+            handle.wait()
+    assert holdfast.list_checkpoints(tmp_path / "run") == []
+    assert run_killed_job(load_step, tmp_path) == 1
+
+
+def test_a_job_does_not_overwrite_what_it_has_loaded_before_that_is_drained(tmp_path: Path) -> None:
+    directory, slow = open_run(tmp_path, drain_every=NEVER), SlowDrains("create_files")
+    save_steps(directory, 1, 2, 3)
+    with slow.patch:
+        directory.restore(None, state_of(-1))
+        assert slow.is_reached.wait(60)
+        save_steps(directory, 4, 5, 6)
+        slow.is_released.set()
+        directory.wait()
+    state = state_of(-1)
+    holdfast.restore(tmp_path / "run", "step_3", state)
+    assert torch.equal(state["w"], state_of(3)["w"])
+
+
+def test_a_slow_drain_does_not_replace_a_newer_checkpoint_of_its_tag(tmp_path: Path) -> None:
+    directory, slow = open_run(tmp_path, drain_every=NEVER, on_failure="warn"), SlowDrains("create_files")
+    directory.save("latest", state_of(1), step=1)
+    directory.save("latest", state_of(2), step=2, overwrite=True)
+    with slow.patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory.restore(None, state_of(-1))
+        assert slow.is_reached.wait(60)
+        directory.save("latest", state_of(3), step=3, overwrite=True, forced=True)
+        slow.is_released.set()
+        directory.wait()
+    assert [info.step for info in directory.list()] == [3]
