@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,15 @@ from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import HoldfastError, StateError, TagExistsError
-from holdfast.formats.native import holds_checkpoint
+from holdfast.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    HoldfastError,
+    NoCheckpointError,
+    StateError,
+    TagExistsError,
+)
+from holdfast.formats.native import holds_checkpoint, read_manifest
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
 from holdfast.ondisk import manifest
@@ -196,7 +203,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def _publish(self) -> None:
         try:
             if self._label.replaces:
-                self._staging.replace()
+                self._staging.replace(check_replaceable=self._check_newest)
                 self._staging.remove_displaced()
             else:
                 self._staging.publish()
@@ -204,6 +211,13 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             if not holds_checkpoint(self.path, self._label.manifest.id):
                 raise
             self._staging.discard()
+
+    def _check_newest(self, folder: Path) -> None:
+        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
+        with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
+            existing = CheckpointInfo.of(folder, read_manifest(folder))
+            if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:
+                raise TagExistsError(f"{self.path} is a newer checkpoint; it was left as it is")
 
 
 def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:

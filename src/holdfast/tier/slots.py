@@ -58,11 +58,10 @@ class Slots:
     """The slots of this process in the folder of a local tier. A forked process has none."""
 
     def __init__(self, folder: TierFolder) -> None:
-        self._folder, self._writer = folder, secrets.token_hex(8)
+        self._folder = folder
         self._lock, self._slots = threading.Lock(), list[Slot]()
         self._kept: Sequence[Slot] = ()
-        with wrap_os_errors("lock", folder.path):
-            self._alive = FileLock(folder.path / f"{self._writer}{LOCK_SUFFIX}")
+        self._writer, self._alive = _lock_new_writer(folder.path)
         weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
@@ -146,12 +145,20 @@ class Slots:
         return free if in_cgroup is None else min(free, in_cgroup)
 
 
+def _lock_new_writer(folder: Path) -> tuple[str, FileLock]:
+    """Return a new name of a process, and its lock. Another process may look whether it is locked just before it is."""
+    while True:
+        writer = secrets.token_hex(8)
+        with wrap_os_errors("lock", folder), suppress(BlockingIOError):
+            return writer, FileLock(folder / f"{writer}{LOCK_SUFFIX}")
+
+
 def map_part(path: Path, nbytes: int) -> Bytes:
     """Map the bytes of a part of another process for reading. Raises ``StorageError``."""
     if not nbytes:
         return _EMPTY
     with wrap_os_errors("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would block
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))

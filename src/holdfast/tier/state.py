@@ -83,6 +83,10 @@ class TierState:
         self._sequence, self._run_id = max([start, *tags.values()]), run_id
         self._tags, self._drained_at = set(tags), time.monotonic()
 
+    def follow_epochs(self) -> None:
+        """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""
+        self._epoch = max(read_epochs(self.run), default=0)
+
     def plan_save(self, tag: str, runs: frozenset[str], *, is_forced: bool) -> NextSave:
         """Decide on a save, on rank 0. Raises ``StorageError`` if nothing was drained for too long."""
         if not self._epoch:
