@@ -86,7 +86,7 @@ def _parse_best(text: str) -> tuple[str, str]:
     return (metric, mode) if colon else (text, "min")
 
 
-def ls(
+def ls(  # noqa: PLR0917 - options of the command
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also list what interrupted saves left.")] = False,
     best: Annotated[

@@ -62,7 +62,7 @@ def prune(  # noqa: PLR0917 - options of the command
     """
     if local is not None and (keep is not None or remains):
         raise InvalidArgumentError(
-            "--local cannot be used with --keep or --leftovers: prune the run's folder by itself"
+            "--local cannot be used with --keep or --leftovers: call prune twice"
         )
     if undrained and local is None:
         raise InvalidArgumentError("--undrained needs --local")
