@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from holdfast.run.tags import LATEST, best
     from holdfast.run_directory import RunDirectory
     from holdfast.save.handle import SaveHandle
+    from holdfast.save.host_drain import DrainResult, drain
     from holdfast.storage.azure.store import Azure
     from holdfast.storage.gcs.store import GCS
     from holdfast.storage.s3.store import S3
@@ -116,6 +117,7 @@ _MODULES = {
     "Saved": "holdfast.observe.events",
     "SavedLocally": "holdfast.observe.events",
     "DrainFailed": "holdfast.observe.events",
+    "DrainResult": "holdfast.save.host_drain",
     "LocalTier": "holdfast.tier.options",
     "StateError": "holdfast.errors",
     "StorageError": "holdfast.errors",
@@ -132,6 +134,7 @@ _MODULES = {
     "best": "holdfast.run.tags",
     "convert": "holdfast.conversion.convert",
     "diff": "holdfast.inspection.diff",
+    "drain": "holdfast.save.host_drain",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
     "iterate_new": "holdfast.evaluation",
@@ -170,6 +173,7 @@ __all__ = [
     "Checkpointer",
     "CorruptCheckpointError",
     "DrainFailed",
+    "DrainResult",
     "EmptyRunError",
     "Event",
     "FormatError",
@@ -215,6 +219,7 @@ __all__ = [
     "best",
     "convert",
     "diff",
+    "drain",
     "export_model",
     "finalize",
     "has_checkpoint",

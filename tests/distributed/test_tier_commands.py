@@ -24,13 +24,14 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import app
 from holdfast.run.cleanup import clean_up
+from holdfast.tier.collected import CollectedParts
 from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.part import PartTable, encode_checked
 from tests.helpers.commands import invoke, invoke_json, run_command
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
-from tests.helpers.training import train_run
+from tests.helpers.training import start_run, train_run
 
 NEVER = 10**6
 
@@ -233,6 +234,57 @@ def _start_job(base: Path) -> subprocess.Popen[str]:
     assert job.stdout is not None
     assert job.stdout.readline() == "saved\n"
     return job
+
+
+class TestLoad:
+    """A load finds what the commands have put into the run directory."""
+
+    @pytest.mark.parametrize("uses_tier", [True, False])
+    def test_all_parts_in_the_run_directory(self, ranks: Ranks, tmp_path: Path, uses_tier: bool) -> None:
+        ranks(4, save, str(tmp_path), 2)
+        invoke(*commands(tmp_path, "drain", 0), code=3)
+        _collect_host(tmp_path, 1)  # as a process that is killed before it writes the checkpoint
+        for host in (0, 1):
+            shutil.rmtree(tmp_path / f"host{host}")
+        assert ranks(3, load, str(tmp_path), 1 if uses_tier else 0) == ["step_3"] * 3
+        assert read_state_files(tmp_path / "run/step_3") == expected_files(ranks, tmp_path)
+        assert not (tmp_path / "run/.parts").exists()
+
+    @pytest.mark.parametrize("lost", [0, 1])
+    def test_some_parts_in_the_run_directory_and_the_others_in_memory(
+        self, ranks: Ranks, tmp_path: Path, lost: int
+    ) -> None:
+        ranks(2, save_without_tier, str(tmp_path), 2)
+        ranks(4, save, str(tmp_path), 2)
+        invoke(*commands(tmp_path, "drain", lost), code=3)
+        shutil.rmtree(tmp_path / f"host{lost}")
+        assert ranks(4, load, str(tmp_path), 2) == ["step_3"] * 4
+        assert read_state_files(tmp_path / "run/step_3") == expected_files(ranks, tmp_path)
+        assert not (tmp_path / "run/.parts").exists()
+
+    def test_parts_that_stay_incomplete_lead_back_to_the_run_directory(self, ranks: Ranks, tmp_path: Path) -> None:
+        ranks(2, save_without_tier, str(tmp_path), 2)
+        ranks(4, save, str(tmp_path), 2)
+        invoke(*commands(tmp_path, "drain", 0), code=3)
+        shutil.rmtree(tmp_path / "host1")
+        assert ranks(4, load, str(tmp_path), 2) == ["step_2"] * 4
+        assert not (tmp_path / "run/.parts").exists()  # retired
+
+
+def _collect_host(base: Path, host: int) -> None:
+    folder = TierFolder.find(base / f"host{host}", base / "run")
+    (key,) = folder.list_parts()
+    CollectedParts.of(base / "run").put_host_parts(folder, key, range(4))
+
+
+def load(base: str, ranks_per_host: int) -> str:
+    run = start_run("fsdp", seed=9)
+    rank = dist.get_rank()
+    local = f"{base}/host{rank // ranks_per_host}" if ranks_per_host else None
+    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    tag = directory.restore(None, run.model, run.optimizer, run.scheduler).tag
+    directory.finalize()
+    return tag
 
 
 class TestLs:

@@ -61,9 +61,7 @@ def prune(  # noqa: PLR0917 - options of the command
     use. The newest checkpoint that only the tier has stays, unless --undrained is passed.
     """
     if local is not None and (keep is not None or remains):
-        raise InvalidArgumentError(
-            "--local cannot be used with --keep or --leftovers: call prune twice"
-        )
+        raise InvalidArgumentError("--local cannot be used with --keep or --leftovers: call prune twice")
     if undrained and local is None:
         raise InvalidArgumentError("--undrained needs --local")
     if local is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from holdfast.storage.posix import list_names, make_durable_directory, path_exis
 from holdfast.tier.epochs import is_retired, read_epochs
 from holdfast.tier.folder import DATA_SUFFIX, TierFolder
 from holdfast.tier.generation import Common
-from holdfast.tier.part import COMMON_SUFFIX, PART_SUFFIX, GenerationKey, PartTable, encode_checked
+from holdfast.tier.part import COMMON_SUFFIX, PART_SUFFIX, GenerationKey, PartTable, encode_checked, find_corrupt_range
+from holdfast.tier.slots import map_part
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ class CollectedParts:
             make_durable_directory(path)
             self._write(data, memory[: table.nbytes].data, writer)
             self._write(table.name.name, table._replace(data=data).encode(), writer)
+
+    def put_host_parts(self, folder: TierFolder, key: GenerationKey, ranks: Collection[int]) -> None:
+        """Put the intact parts of some ranks that a host has, and what it has beside them."""
+        for name in folder.list_parts().get(key, ()):
+            if name.rank in ranks:
+                table = folder.read_part(name)
+                memory = map_part(folder.path / table.data, table.nbytes)
+                if find_corrupt_range(table, memory) is None:
+                    self.put_part(table, memory, folder.identity)
+        if (common := folder.read_common(key)) is not None:
+            self.put_common(common, folder.identity)
 
     def put_common(self, common: Common, writer: str) -> None:
         """Put what a generation has beside its parts, unless it is there."""
