@@ -59,7 +59,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     ),
     "drain": CommandSpec(
         "holdfast.cli.drain",
-        "Write what the local tier of this host has into the run directory, after the job.",
+        "Write what the local tier has into the run directory.",
         "holdfast drain runs/a --local /dev/shm/a",
     ),
     "prune": CommandSpec(

@@ -106,8 +106,10 @@ def ls(  # noqa: PLR0917 - options of the command
     path = parse_location(run)
     if local is None:
         check_run(path)
-    if watch and (as_json or local is not None):
-        raise InvalidArgumentError("--watch cannot be used with --json or --local: leave one of them out")
+    if watch and as_json:
+        raise InvalidArgumentError("--watch and --json cannot be used together: leave one of them out")
+    if watch and local is not None:
+        raise InvalidArgumentError("--watch and --local cannot be used together: leave one of them out")
     tier = None if local is None else _list_tier(run, local)
     if watch:
         _watch(path, best, show_all=show_all)

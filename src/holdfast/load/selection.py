@@ -32,7 +32,6 @@ from holdfast.run.object_run import has_lost_files, lost_files_error
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 from holdfast.run.tags import resolve_tag
 from holdfast.storage.object_path import ObjectPath, make_object_path
-from holdfast.storage.posix import path_exists
 from holdfast.tier.catalog import LocalCheckpoint
 from holdfast.tier.part import GenerationKey
 
@@ -156,15 +155,13 @@ class CheckpointSelector:
         """
         if self._failed is not None:
             self._handle_failure(*self._failed)
-        if not isinstance(self._request.path, ObjectPath):
-            finish_interrupted_replace(self._request.path)
-            self._publish_collected(self._request.path)
+        path = self._request.path
+        if not isinstance(path, ObjectPath) and FOLDER in finish_interrupted_replace(path):
+            self._publish_collected(path)
         return self._retry_until_stable()
 
     def _publish_collected(self, run: Path) -> None:
         """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
-        if not path_exists(run / FOLDER):
-            return
         from holdfast.save.host_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
 
         try:

@@ -134,15 +134,17 @@ def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
     ]
 
 
-def finish_interrupted_replace(path: Path) -> None:
+def finish_interrupted_replace(path: Path) -> set[str]:
     """Give the displaced checkpoint its name back if its replacement died between two renames.
 
-    This happens only on file systems that cannot exchange two names.
+    This happens only on file systems that cannot exchange two names. Return the names that were in the directory.
     """
-    for hidden in displaced_checkpoints(list_names(path)):
+    names = list_names(path)
+    for hidden in displaced_checkpoints(names):
         # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
         with suppress(OSError, HoldfastError), closing(StagingLock(path, hidden)):
             rename_noreplace(path / hidden.name, path / hidden.tag)
+    return names
 
 
 def restore_displaced(path: Path, name: HiddenName) -> bool:

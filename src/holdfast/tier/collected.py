@@ -41,7 +41,7 @@ class CollectedParts:
 
     @property
     def exist(self) -> bool:
-        """Whether there may be some."""
+        """True if there may be some."""
         return path_exists(self.folder.path)
 
     def put_part(self, table: PartTable, memory: Bytes, writer: str) -> None:
@@ -54,7 +54,7 @@ class CollectedParts:
             self._write(table.name.name, table._replace(data=data).encode(), writer)
 
     def put_host_parts(self, folder: TierFolder, key: GenerationKey, ranks: Collection[int]) -> None:
-        """Put the intact parts of some ranks that a host has, and what it has beside them."""
+        """Put the intact parts of some ranks that a host has, and its label."""
         for name in folder.list_parts().get(key, ()):
             if name.rank in ranks:
                 table = folder.read_part(name)
@@ -65,7 +65,7 @@ class CollectedParts:
             self.put_common(common, folder.identity)
 
     def put_common(self, common: Common, writer: str) -> None:
-        """Put what a generation has beside its parts, unless it is there."""
+        """Put the label of a generation, unless it is there."""
         name = f"{common.label.key.name}{COMMON_SUFFIX}"
         if name not in list_names(self.folder.path):
             make_durable_directory(self.folder.path)
@@ -93,7 +93,7 @@ class CollectedParts:
     def try_lock(self) -> Iterator[bool]:
         """Lock the parts to write a checkpoint from them, as long as the block lasts. Yield whether that succeeded.
 
-        Nobody removes them meanwhile. It is false if another process has locked or removed them.
+        No process removes them meanwhile. It is false if another process has locked or removed them.
         """
         try:
             with wrap_os_errors("lock", self.folder.path):

@@ -19,7 +19,7 @@ from holdfast.tier.part import GenerationKey, PartName, PartTable
 class HostGeneration:
     """A generation. ``tables`` are those of the parts on this host, ``collected`` those in the run directory, by rank.
 
-    ``common`` is what it has beside its parts; ``None`` if neither place has that, or if it is corrupt. ``size`` is the
+    ``common`` is its label; ``None`` if neither place has that, or if it is corrupt. ``size`` is the
     number of parts. ``problems`` describe corrupt files.
 
     ``is_durable``: the checkpoint is in the run directory. ``is_superseded``: a newer one is. ``is_outdated``: a newer
@@ -51,12 +51,12 @@ class HostGeneration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts can be read on this host."""
+        """True if this host can read all parts."""
         return self.common is not None and not self.missing
 
     @property
     def is_pending(self) -> bool:
-        """Whether the run directory lacks the checkpoint, and should get it."""
+        """True if the run directory lacks the checkpoint, and should get it."""
         return not (self.is_durable or self.is_superseded or self.is_retired)
 
 

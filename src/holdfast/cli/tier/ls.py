@@ -31,7 +31,7 @@ class TierListing:
 
     @property
     def is_corrupt(self) -> bool:
-        """Whether files are corrupt."""
+        """True if files are corrupt."""
         return any(generation.problems for generation in self.generations)
 
     def as_record(self) -> dict[str, Any]:
