@@ -46,7 +46,7 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class DrainResult:
-    """What :func:`drain` has found and done.
+    """The outcome of :func:`drain`.
 
     Attributes:
         status: ``"published"``: the checkpoint was written into the run directory. ``"durable"``: the run directory has
