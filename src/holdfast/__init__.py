@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from holdfast.run.tags import LATEST, best
     from holdfast.run_directory import RunDirectory
     from holdfast.save.handle import SaveHandle
+    from holdfast.save.host_drain import DrainResult, drain
     from holdfast.storage.azure.store import Azure
     from holdfast.storage.gcs.store import GCS
     from holdfast.storage.s3.store import S3
@@ -120,6 +121,7 @@ _MODULES = {
     "Saved": "holdfast.observe.events",
     "SavedLocally": "holdfast.observe.events",
     "DrainFailed": "holdfast.observe.events",
+    "DrainResult": "holdfast.save.host_drain",
     "LocalTier": "holdfast.tier.options",
     "StateError": "holdfast.errors",
     "StorageError": "holdfast.errors",
@@ -138,6 +140,7 @@ _MODULES = {
     "convert": "holdfast.conversion.convert",
     "copy_state": "holdfast.live_copy.api",
     "diff": "holdfast.inspection.diff",
+    "drain": "holdfast.save.host_drain",
     "finalize": "holdfast.api",
     "has_checkpoint": "holdfast.api",
     "iterate_new": "holdfast.evaluation",
@@ -178,6 +181,7 @@ __all__ = [
     "CopyResult",
     "CorruptCheckpointError",
     "DrainFailed",
+    "DrainResult",
     "EmptyRunError",
     "Event",
     "FormatError",
@@ -225,6 +229,7 @@ __all__ = [
     "convert",
     "copy_state",
     "diff",
+    "drain",
     "export_model",
     "finalize",
     "has_checkpoint",

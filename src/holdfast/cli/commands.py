@@ -57,6 +57,11 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "alias": CommandSpec(
         "holdfast.cli.alias", "Give a checkpoint a further name.", "holdfast alias runs/a production step_1000"
     ),
+    "drain": CommandSpec(
+        "holdfast.cli.drain",
+        "Write what the local tier has into the run directory.",
+        "holdfast drain runs/a --local /dev/shm/a",
+    ),
     "prune": CommandSpec(
         "holdfast.cli.prune",
         "Remove old checkpoints and leftovers of interrupted saves.",

@@ -6,14 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 
 from holdfast.cli.output import format_age, format_metrics, format_time, print_error, print_json
+from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.table import Cell, Column, Table
-from holdfast.cli.target import check_run
+from holdfast.cli.target import Local, check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.observe.units import format_count, format_size
@@ -23,6 +24,9 @@ from holdfast.run.retention import sort_by_metric
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.object_path import ObjectPath, parse_location
 from holdfast.storage.shared_files import own_bytes
+
+if TYPE_CHECKING:
+    from holdfast.cli.tier.ls import TierListing
 
 #: The share of a checkpoint's size below which its own disk space shows that it shares files. Files that are compressed
 #: or sparse take less space than their size, too.
@@ -82,12 +86,13 @@ def _parse_best(text: str) -> tuple[str, str]:
     return (metric, mode) if colon else (text, "min")
 
 
-def ls(
+def ls(  # noqa: PLR0917 - options of the command
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also list what interrupted saves left.")] = False,
     best: Annotated[
         str | None, typer.Option(metavar="METRIC[:max]", help="Mark the best checkpoint by a metric.")
     ] = None,
+    local: Local = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the list again when it changes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -95,25 +100,40 @@ def ls(
 
     "own" is the disk space that no other checkpoint shares; it is shown if checkpoints share files. Corrupt checkpoints
     are listed before all others. "complete" means that the save was completed; only verify reads
-    the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
+    the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one. With --local also list what the
+    local tier has on this host.
     """
     path = parse_location(run)
-    check_run(path)
+    if local is None:
+        check_run(path)
     if watch and as_json:
         raise InvalidArgumentError("--watch and --json cannot be used together: leave one of them out")
+    if watch and local is not None:
+        raise InvalidArgumentError("--watch and --local cannot be used together: leave one of them out")
+    tier = None if local is None else _list_tier(run, local)
     if watch:
         _watch(path, best, show_all=show_all)
     listing = _Listing.of(path, best)
     checkpoints, shown = listing.checkpoints, listing.leftovers if show_all else []
     if as_json:
-        _print_json(listing, shown)
+        _print_json(listing, shown, tier)
     elif checkpoints or shown:
         _print_table(listing, shown)
-    if not checkpoints:
+    if tier is not None and not as_json:
+        tier.print()
+    if not checkpoints and not (tier is not None and tier.generations):
         hidden = len(listing.leftovers) - len(shown)
         hint = f"--all also lists {format_count(hidden, 'interrupted save')}." if hidden else ""
         print_error(f"there is no checkpoint in {path}", hint)
-    raise typer.Exit(0 if checkpoints and all(info.status == "complete" for info in checkpoints) else 1)
+        raise typer.Exit(1)
+    is_corrupt = any(info.status != "complete" for info in checkpoints) or (tier is not None and tier.is_corrupt)
+    raise typer.Exit(1 if is_corrupt else 0)
+
+
+def _list_tier(run: str, local: str) -> TierListing:
+    with leave_on_interrupt():
+        from holdfast.cli.tier.ls import TierListing  # noqa: PLC0415 - NumPy is slow to import
+    return TierListing.of(run, local)
 
 
 def _watch(path: Path, best: str | None, *, show_all: bool) -> None:
@@ -131,7 +151,7 @@ def _watch(path: Path, best: str | None, *, show_all: bool) -> None:
             time.sleep(_WATCH_SECONDS)
 
 
-def _print_json(listing: _Listing, leftovers: Sequence[StaleDirectory]) -> None:
+def _print_json(listing: _Listing, leftovers: Sequence[StaleDirectory], tier: TierListing | None) -> None:
     checkpoints = listing.checkpoints
     table = {
         "path": str(listing.path),
@@ -149,7 +169,7 @@ def _print_json(listing: _Listing, leftovers: Sequence[StaleDirectory]) -> None:
             for leftover in leftovers
         ],
     }
-    print_json(table)
+    print_json(table if tier is None else {**table, "local": tier.as_record()})
 
 
 def _as_record(listing: _Listing, info: CheckpointInfo) -> dict[str, object]:

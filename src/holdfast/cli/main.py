@@ -96,7 +96,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=(
         "Exit codes: 0: success; 1: something is corrupt, different or missing, or could not be read or written; "
-        "2: wrong usage, or nothing at the path; 130: interrupted by Ctrl-C; 129, 143: ended by SIGHUP or SIGTERM; "
+        "2: wrong usage, or nothing at the path; 3: drain: parts of other hosts are missing; "
+        "130: interrupted by Ctrl-C; 129, 143: ended by SIGHUP or SIGTERM; "
         "141: the reader of the output closed the pipe."
     ),
     **SETTINGS,

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.output import print_json
-from holdfast.cli.target import check_run
+from holdfast.cli.process import leave_on_interrupt
+from holdfast.cli.target import Local, check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
 from holdfast.observe.units import format_count, format_size
@@ -36,13 +37,17 @@ class _Removable:
         return sum(info.nbytes for info in self.checkpoints) + sum(leftover.nbytes for leftover in self.leftovers)
 
 
-def prune(
+def prune(  # noqa: PLR0917 - options of the command
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     keep: Annotated[
         int | None, typer.Option(help="Keep the newest N checkpoints, over all runs in the folder.")
     ] = None,
     remains: Annotated[
         bool, typer.Option("--leftovers", help="Remove what interrupted saves left, of any run.")
+    ] = False,
+    local: Local = None,
+    undrained: Annotated[
+        bool, typer.Option("--undrained", help="With --local: also remove what only the tier has.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
@@ -51,7 +56,17 @@ def prune(
 
     The newest complete checkpoint is never removed. Neither are checkpoints that have an alias, or that a process has
     pinned, and files of a running save.
+
+    With --local, remove from the local tier of this host what is in the run's folder, superseded or retired, and not in
+    use. The newest checkpoint that only the tier has stays, unless --undrained is passed.
     """
+    if local is not None and (keep is not None or remains):
+        raise InvalidArgumentError("--local cannot be used with --keep or --leftovers: call prune twice")
+    if undrained and local is None:
+        raise InvalidArgumentError("--undrained needs --local")
+    if local is not None:
+        _prune_tier(run, local, with_undrained=undrained, dry_run=dry_run, as_json=as_json)
+        return
     path = parse_location(run)
     check_run(path)
     if keep is None and not remains:
@@ -87,6 +102,12 @@ def prune(
         )
     else:
         _print_removed(removable, protected, "would remove" if dry_run else "removed")
+
+
+def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:
+    with leave_on_interrupt():
+        from holdfast.cli.tier.prune import prune_tier  # noqa: PLC0415 - NumPy is slow to import
+    prune_tier(run, local, with_undrained=with_undrained, dry_run=dry_run, as_json=as_json)
 
 
 def _remove_all(path: Path, removable: _Removable, *, with_leftovers: bool) -> _Removable:

@@ -23,6 +23,11 @@ Tag = Annotated[
     str | None, typer.Option("--tag", metavar="TAG", help="The checkpoint of a run with this tag; default: the latest.")
 ]
 
+#: The option ``--local`` of commands that know the local tier.
+Local = Annotated[
+    str | None, typer.Option("--local", metavar="FOLDER", help="The folder of the local tier on this host.")
+]
+
 
 def check_run(path: Path) -> None:
     """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""

@@ -13,6 +13,7 @@ import typer
 from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.output import print_json
+from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.verify_one import VerifyResult, verify_checkpoint
 from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.detect import is_checkpoint
@@ -38,17 +39,23 @@ def verify(
     ],
     check_all: Annotated[bool, typer.Option("--all", "-a", help="Verify every checkpoint of the run.")] = False,
     tag: target.Tag = None,
+    local: target.Local = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Read every byte of a checkpoint, check every CRC, and name everything that is corrupt.
 
     The exit code is 1 if something is corrupt. Checkpoints of the run with a corrupt manifest are always named. Files
     of torch.save and torch.distributed.checkpoint are compared with the CRCs in them, and those of holdfast.dcp.
+    With --local, verify all parts in the local tier of this host, and nothing in the run's folder.
     """
     if check_all and tag is not None:
         raise InvalidArgumentError("--all and --tag cannot be used together: leave one of them out")
     results = []
-    for result in _verify_all(target.resolve_path(checkpoint, tag), check_all=check_all):
+    if local is None:
+        verified = _verify_all(target.resolve_path(checkpoint, tag), check_all=check_all)
+    else:
+        verified = _verify_tier(checkpoint, local, tag)
+    for result in verified:
         results.append(result)
         if not as_json:
             _print_result(result)
@@ -56,6 +63,12 @@ def verify(
     if as_json:
         print_json({"ok": ok, "checkpoints": [asdict(result) for result in results]})
     raise typer.Exit(0 if ok else 1)
+
+
+def _verify_tier(run: str, local: str, tag: str | None) -> Iterator[VerifyResult]:
+    with leave_on_interrupt():
+        from holdfast.cli.tier.verify import verify_tier  # noqa: PLC0415 - NumPy is slow to import
+    return verify_tier(run, local, tag)
 
 
 def _verify_all(path: Path, *, check_all: bool) -> Iterator[VerifyResult]:

@@ -22,8 +22,10 @@ from holdfast.errors import (
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.native import holds_checkpoint, is_native, read_manifest
 from holdfast.load.request import LoadRequest
+from holdfast.observe.warning import warn_caller
 from holdfast.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
 from holdfast.run.cleanup import finish_interrupted_replace
+from holdfast.run.collected_parts import FOLDER
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from holdfast.run.object_run import has_lost_files, lost_files_error
@@ -153,9 +155,19 @@ class CheckpointSelector:
         """
         if self._failed is not None:
             self._handle_failure(*self._failed)
-        if not isinstance(self._request.path, ObjectPath):
-            finish_interrupted_replace(self._request.path)
+        path = self._request.path
+        if not isinstance(path, ObjectPath) and FOLDER in finish_interrupted_replace(path):
+            self._publish_collected(path)
         return self._retry_until_stable()
+
+    def _publish_collected(self, run: Path) -> None:
+        """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
+        from holdfast.save.host_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
+
+        try:
+            publish_collected(run, self._request.on_event)
+        except HoldfastError as error:
+            warn_caller(f"a checkpoint could not be written from the parts in {run / FOLDER}: {_error_message(error)}")
 
     def _handle_failure(self, selected: SelectedCheckpoint, error: HoldfastError) -> None:
         """Return if another attempt may succeed; raise the error otherwise."""

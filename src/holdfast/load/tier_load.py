@@ -29,6 +29,7 @@ from holdfast.storage.memory import Bytes
 from holdfast.storage.posix import remove_file
 from holdfast.tier.assembly import Assembly
 from holdfast.tier.catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
+from holdfast.tier.collected import CollectedParts
 from holdfast.tier.epochs import read_epochs
 from holdfast.tier.folder import DATA_SUFFIX
 from holdfast.tier.generation import Common, Generation
@@ -69,6 +70,19 @@ class _AssembledParts(msgspec.Struct, frozen=True, array_like=True):
     rebuildings: list[Rebuilding] = []
 
 
+class _Hosts(msgspec.Struct, frozen=True, array_like=True):
+    """The text of the job, the hosts of its ranks, and the beginnings of the names of their files.
+
+    The run directory lacks the parts of ``ranks`` of the generation ``lacking``.
+    """
+
+    job: str
+    host_of: list[int]
+    writers: list[str]
+    lacking: GenerationKey | None
+    ranks: list[int]
+
+
 class TierLoad:
     """The local tier in one load, over all attempts."""
 
@@ -104,13 +118,42 @@ class TierLoad:
 
         def decide(posted: list[bytes]) -> bytes:
             offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
-            self.local = find_complete(offers, read_epochs(self.tier.run))
+            epochs = read_epochs(self.tier.run)
+            self.local = find_complete(offers, epochs)
             host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
-            return _encode((host_of, [offers[rank].writer for rank in first_ranks], self.tier.job))
+            writers = [offers[rank].writer for rank in first_ranks]
+            return _encode(_Hosts(self.tier.job, host_of, writers, *self._find_lacking(offers, epochs)))
 
         _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
-        self._host_of, self._writers, job = msgspec.msgpack.decode(raw, type=tuple[list[int], list[str], str])
-        return job
+        hosts: _Hosts = msgspec.msgpack.decode(raw, type=_Hosts)
+        self._host_of, self._writers = hosts.host_of, hosts.writers
+        if hosts.lacking is not None:
+            self._complete_collected(session, hosts.lacking, hosts.ranks)
+        return hosts.job
+
+    def _find_lacking(
+        self, offers: Sequence[HostOffer], epochs: Mapping[int, int]
+    ) -> tuple[GenerationKey | None, list[int]]:
+        """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
+        collected = CollectedParts.of(self.tier.run)
+        shared = list_offers(collected.folder) if collected.exist else []
+        together = find_complete([*offers, HostOffer("", "", shared)], epochs)
+        newest = together[-1].key if shared and together else None
+        if newest is None or newest in {one.key for one in self.local}:
+            return None, []
+        size = together[-1].manifest.provenance.world_size
+        return newest, sorted(set(range(size)) - {rank for one in shared if one.key == newest for rank in one.ranks})
+
+    def _complete_collected(self, session: Session, key: GenerationKey, ranks: Sequence[int]) -> None:
+        """Put parts of the hosts into the run directory, from where rank 0 writes the checkpoint."""
+        host = self._host_of[session.rank]
+        on_host = [rank for rank, of_rank in enumerate(self._host_of) if of_rank == host]
+        share = ranks[on_host.index(session.rank) :: len(on_host)]
+        collected = CollectedParts.of(self.tier.run)
+        session.run_on_all(
+            "putting parts of the local tier into the run directory",
+            lambda: collected.put_host_parts(self.tier.folder, key, share),
+        )
 
     def assemble(self, session: Session, key: GenerationKey) -> Assembly:
         """Verify the parts of a generation, and collect their tables. Raises ``CorruptCheckpointError`` on all ranks.
@@ -283,6 +326,7 @@ class TierLoad:
             is_local = manifest is not None and key is not None
             loaded = CheckpointInfo.of(self.tier.run / manifest.tag, manifest) if is_local and manifest else None
             self.tier.begin_epoch(start, run_id, loaded)
+            CollectedParts.of(self.tier.run).remove_outdated(self.tier.run)
             return b""
 
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)

@@ -14,6 +14,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
 from holdfast.formats.native import holds_checkpoint
 from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
+from holdfast.run import collected_parts
 from holdfast.run.added_metrics import list_metric_files, remove_metrics_of
 from holdfast.run.aliases import has_alias
 from holdfast.run.catalog import cached_checkpoints
@@ -45,7 +46,8 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
     if isinstance(path, ObjectPath):
         return _clean_up_objects(path)
     finish_interrupted_replace(path)
-    removed, names = [], _list_hidden(path)
+    listed = list_names(path)
+    removed, names = [], _parse_hidden(listed)
     for hidden in names:
         if hidden.state == "lock":
             _remove_lock_file(path, hidden, names)
@@ -61,6 +63,8 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> l
             removed.append(path / hidden.name)
     if run is None:
         _remove_stale_metrics(path)
+    if collected_parts.FOLDER in listed:
+        removed += collected_parts.remove_superseded_parts(path)
     return removed
 
 
@@ -130,15 +134,17 @@ def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
     ]
 
 
-def finish_interrupted_replace(path: Path) -> None:
+def finish_interrupted_replace(path: Path) -> set[str]:
     """Give the displaced checkpoint its name back if its replacement died between two renames.
 
-    This happens only on file systems that cannot exchange two names.
+    This happens only on file systems that cannot exchange two names. Return the names that were in the directory.
     """
-    for hidden in displaced_checkpoints(list_names(path)):
+    names = list_names(path)
+    for hidden in displaced_checkpoints(names):
         # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
         with suppress(OSError, HoldfastError), closing(StagingLock(path, hidden)):
             rename_noreplace(path / hidden.name, path / hidden.tag)
+    return names
 
 
 def restore_displaced(path: Path, name: HiddenName) -> bool:
@@ -154,9 +160,11 @@ def _find_displaced(path: Path, name: HiddenName) -> list[HiddenName]:
 
 
 def _list_hidden(path: Path) -> list[HiddenName]:
-    return [
-        hidden for name in sorted(store_of(path).list_names(path)) if (hidden := parse_hidden_name(name)) is not None
-    ]
+    return _parse_hidden(store_of(path).list_names(path))
+
+
+def _parse_hidden(names: Collection[str]) -> list[HiddenName]:
+    return [hidden for name in sorted(names) if (hidden := parse_hidden_name(name)) is not None]
 
 
 def _remove_lock_file(path: Path, lock: HiddenName, names: Collection[HiddenName]) -> None:

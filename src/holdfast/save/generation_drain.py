@@ -25,7 +25,13 @@ from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, TagExistsError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    HoldfastError,
+    NoCheckpointError,
+    TagExistsError,
+)
 from holdfast.formats.native import holds_checkpoint, read_manifest
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
@@ -240,11 +246,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             self._staging.discard()
 
     def _check_newest(self, folder: Path) -> None:
-        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer: this job has saved the tag again."""
+        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
-            if existing.age > CheckpointInfo.of(self.path, self._label.manifest).age:
-                raise TagExistsError(f"{folder} was saved again meanwhile; it is newer, and left as it is")
+            if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:
+                raise TagExistsError(f"{self.path} is a newer checkpoint; it was left as it is")
 
 
 def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:

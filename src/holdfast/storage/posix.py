@@ -114,7 +114,7 @@ def make_parents(root: Path, name: str) -> None:
             (root / folder).mkdir(exist_ok=True)
 
 
-def write_small(path: Path, data: bytes) -> None:
+def write_small(path: Path, data: bytes | memoryview) -> None:
     """Write a new small file and make its bytes durable."""
     with wrap_os_errors("write", path), path.open("xb") as file:
         file.write(data)
@@ -412,3 +412,9 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file to a new name, without a sync."""
     with wrap_os_errors("copy", source), source.open("rb") as read, target.open("xb") as written:
         shutil.copyfileobj(read, written, 2**20)
+
+
+def remove_empty_directory(path: Path) -> None:
+    """Remove a directory. Raises ``StorageError`` if it is not empty, or missing."""
+    with wrap_os_errors("remove", path):
+        path.rmdir()

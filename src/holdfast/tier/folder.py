@@ -26,19 +26,22 @@ from typing import Self
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StorageError
 from holdfast.storage.atomic_rename import create_small, replace_small
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import is_local
 from holdfast.storage.posix import (
+    check_regular,
     directory_identity,
+    file_size,
     host_id,
+    is_directory,
     list_names,
     make_private_directory,
     read_small,
     remove_file,
 )
-from holdfast.tier.generation import Common, check_key
+from holdfast.tier.generation import Common, check_common
 from holdfast.tier.part import (
     COMMON_SUFFIX,
     VERSION,
@@ -53,6 +56,9 @@ from holdfast.tier.part import (
 )
 
 _MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
+
+#: The most bytes of a table or a common: tables have 44 bytes for each 16 MiB.
+_TABLE_BYTES = 2**32
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -82,7 +88,23 @@ class TierFolder:
                 f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
                 "this host, such as /dev/shm/NAME"
             )
-        marker = _read_marker(path) or _create_marker(path, run)
+        return cls._of(path, run, _read_marker(path) or _create_marker(path, run))
+
+    @classmethod
+    def find(cls, path: Path, run: Path) -> Self:
+        """Open the folder that a job has made for a run directory.
+
+        Raises ``NoCheckpointError`` if there is none, and the errors of :meth:`open`.
+        """
+        if not is_directory(path):
+            raise NoCheckpointError(f"there is no folder {path}: no job has used it as its local tier on this host")
+        make_private_directory(path)
+        if (marker := _read_marker(path)) is None:
+            raise InvalidArgumentError(f"{path} is not the folder of a local tier")
+        return cls._of(path, run, marker)
+
+    @classmethod
+    def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
         if marker.run != str(run):
             raise InvalidArgumentError(
                 f"{path} is the local tier of {marker.run}, not of {run}: pass another folder, or remove it"
@@ -110,9 +132,14 @@ class TierFolder:
     def read_part(self, name: PartName) -> PartTable:
         """Read a table. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed meanwhile."""
         table = PartTable.decode(self._read(name.name), str(self.path / name.name))
-        if table.name != name or Path(table.data).name != table.data:
+        is_plain = table.data.endswith(DATA_SUFFIX) and not {"/", "\0"} & set(table.data)
+        if table.name != name or not is_plain:
             raise CorruptCheckpointError(f"{self.path / name.name} is corrupt: it is of another part")
         return table
+
+    def has_part(self, name: PartName) -> bool:
+        """Return whether a part is still there: a process removes its table before it overwrites the bytes."""
+        return name.name in self._list_names()
 
     def write_part(self, table: PartTable) -> None:
         """Write a table, whose bytes are complete."""
@@ -122,7 +149,7 @@ class TierFolder:
         """Read the table of a parity. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed."""
         path = self.path / name.parity_name
         table: ParityTable = decode_checked(self._read(path.name), ParityTable, str(path))
-        if Path(table.data).name != table.data:
+        if not table.data.endswith(DATA_SUFFIX) or {"/", "\0"} & set(table.data):
             raise CorruptCheckpointError(f"{path} is corrupt: it names a file outside of the folder")
         return table
 
@@ -139,7 +166,12 @@ class TierFolder:
             if error.errno != errno.ENOENT:
                 raise
             return None
-        return check_key(decode_checked(raw, Common, str(path)), key, str(path))
+        return check_common(decode_checked(raw, Common, str(path)), key, str(path))
+
+    def list_commons(self) -> list[GenerationKey]:
+        """Return the generations whose label is here, oldest first. All ranks have completed their parts of these."""
+        names = (name for name in self._list_names() if name.endswith(COMMON_SUFFIX))
+        return sorted(key for key in map(parse_generation_name, names) if key is not None)
 
     def write_common(self, common: Common) -> None:
         """Write what a generation has in addition to its parts, unless another process of this host has."""
@@ -159,13 +191,25 @@ class TierFolder:
                 self._remove(name)
         self.remove_abandoned_slots()
 
-    def remove_abandoned_slots(self) -> None:
-        """Remove the slots of dead processes that no table names."""
+    def find_abandoned_slots(self, is_wanted: Callable[[GenerationKey], bool]) -> Mapping[str, int]:
+        """Return the slots of dead processes that no table of a wanted generation names, with their sizes in bytes."""
+        used, living = self._list_used(is_wanted), self.living_writers()
+        slots = (slot for writer, names in self._slots_by_writer().items() if writer not in living for slot in names)
+        return {slot: file_size(self.path / slot) for slot in slots if slot not in used}
+
+    def _list_used(self, is_wanted: Callable[[GenerationKey], bool]) -> set[str]:
+        """Return the names of the files with bytes of wanted generations."""
         used = set()
         for read, kind in ((self.read_part, "part"), (self.read_parity, "parity")):
-            for name in itertools.chain(*self.list_parts(kind).values()):
+            wanted = (names for key, names in self.list_parts(kind).items() if is_wanted(key))
+            for name in itertools.chain.from_iterable(wanted):
                 with suppress(StorageError, CorruptCheckpointError):
                     used.add(read(name).data)
+        return used
+
+    def remove_abandoned_slots(self) -> None:
+        """Remove the slots of dead processes that no table names."""
+        used = self._list_used(lambda _: True)
         for writer, slots in self._slots_by_writer().items():
             lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
             if lock is None:
@@ -176,6 +220,16 @@ class TierFolder:
             if not used.intersection(slots):
                 lock.remove()
             lock.close()
+
+    def living_writers(self) -> set[str]:
+        """Return the beginnings of the names of slots of the processes that use the folder now."""
+        return {writer for writer in self._slots_by_writer() if self._is_alive(writer)}
+
+    def _is_alive(self, writer: str) -> bool:
+        lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
+        if lock is not None:
+            lock.close()
+        return lock is None
 
     def _slots_by_writer(self) -> Mapping[str, list[str]]:
         """Return the data files of each process whose lock file is there, which is removed last."""
@@ -192,7 +246,8 @@ class TierFolder:
         return list_names(self.path)
 
     def _read(self, name: str) -> bytes:
-        return read_small(self.path / name)
+        check_regular(self.path / name, within=(self.path,))  # a FIFO would block
+        return read_small(self.path / name, _TABLE_BYTES)
 
     def _write(self, name: str, data: bytes) -> None:
         replace_small(self.path / name, data)

@@ -11,16 +11,19 @@ from dataclasses import replace
 from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from holdfast.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
 from holdfast.engine.io.checkpoint_files import build_headers, build_indexes
 from holdfast.engine.io.requests import Fragments
+from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import DataFile
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.tier.part import GenerationKey, PartTable
+from holdfast.ondisk.validation import check_relative_path, is_tag
+from holdfast.tier.part import GenerationKey, PartName, PartRows, PartTable
 
 
 class GenerationLabel(msgspec.Struct, frozen=True):
@@ -96,8 +99,43 @@ class Generation:
         return msgspec.structs.replace(self.common.label.manifest, files=dict(sorted(records.items())))
 
 
-def check_key(common: Common, key: GenerationKey, file: str) -> Common:
-    """Return what was read from a file whose name has a key. Raises ``CorruptCheckpointError`` if it has another."""
+def check_common(common: Common, key: GenerationKey, file: str) -> Common:
+    """Return what was read from a file whose name has a key.
+
+    Raises ``CorruptCheckpointError`` if it has another key, or names that cannot be those of a checkpoint's files.
+    """
     if common.label.key != key:
         raise CorruptCheckpointError(f"{file} is corrupt: it is of another generation")
+    if not is_tag(common.label.manifest.tag):
+        raise CorruptCheckpointError(f"{file} is corrupt: {common.label.manifest.tag!r:.200} is no tag")
+    for name in (*(file.path for files in common.groups.values() for file in files), *common.small_files):
+        check_relative_path(name, file)
     return common
+
+
+def check_table(common: Common, table: PartTable, file: str) -> PartTable:
+    """Return a table whose ranges are where the generation has their tensors. Raises ``CorruptCheckpointError``."""
+    places = [
+        (number, data_file.data_start + entry.data_offsets[0], entry.nbytes)
+        for number, data_file in enumerate(layout_plan(common.groups).files)
+        for entry in data_file.entries.values()
+    ]
+    rows = table.rows
+    is_known = table.name.rank < table.name.size == common.label.size and bool((rows.tensor < len(places)).all())
+    if is_known and len(rows.tensor):
+        number, first, nbytes = np.array(places, np.uint64).T[:, rows.tensor]
+        is_known = bool(
+            ((rows.start <= rows.stop) & (rows.stop <= nbytes) & (rows.file == number)).all()
+            and (rows.offset == first + rows.start).all()
+        )
+    if not is_known:
+        raise CorruptCheckpointError(f"{file} is corrupt: it does not fit the generation")
+    return table
+
+
+def describe_layout(common: Common) -> PartTable:
+    """Return a table that covers all tensors, without CRCs: from it follow the headers of a checkpoint to be shown."""
+    sizes = layout_plan(common.groups).tensor_sizes
+    whole = [FileRange(tensor, 0, nbytes, 0, 0, 0) for tensor, nbytes in enumerate(sizes)]
+    rows = PartRows.from_ranges([(part, 0) for file_range in whole for part in split_at_blocks(file_range)])
+    return PartTable(PartName(common.label.key, 0, 1), "", 0, rows)

@@ -82,7 +82,7 @@ class PartParity:
     def __init__(
         self, ranks: RankGroup, session: Session, tier: TierState, groups: Sequence[Sequence[int]], rate: float | None
     ) -> None:
-        """Describe it. ``groups`` are those of :func:`form_groups`, ``rate`` the most bytes a second that a rank sends."""
+        """Describe it. ``groups``: see :func:`form_groups`; ``rate``: the most bytes a second that a rank sends."""
         self._rate = rate
         self._ranks, self._session, self._tier, self._groups = ranks, session, tier, groups
         self._own: Sequence[int] = next((group for group in groups if session.rank in group), ())

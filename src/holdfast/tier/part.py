@@ -186,15 +186,20 @@ def hash_ranges(file_ranges: Iterable[FileRange], memory: Bytes) -> PartRows:
     return PartRows.from_ranges(list(zip(ranges, crcs, strict=True)))
 
 
-def find_corrupt_range(table: PartTable, memory: Bytes) -> FileRange | None:
-    """Return the first range of a part whose bytes differ from what was staged, or ``None`` if all are intact."""
+def find_corrupt_ranges(table: PartTable, memory: Bytes) -> list[FileRange]:
+    """Return the ranges of a part whose bytes differ from what was staged."""
 
     def compare(item: tuple[FileRange, int]) -> FileRange | None:
         file_range, crc = item
         stored = memory[file_range.local : file_range.local + file_range.stop - file_range.start]
         return None if crc64(stored) == crc else file_range
 
-    return next((found for found in run_in_threads(compare, list(table.rows.iter_ranges())) if found), None)
+    return [found for found in run_in_threads(compare, list(table.rows.iter_ranges())) if found]
+
+
+def find_corrupt_range(table: PartTable, memory: Bytes) -> FileRange | None:
+    """Return the first range of a part whose bytes differ from what was staged, or ``None`` if all are intact."""
+    return next(iter(find_corrupt_ranges(table, memory)), None)
 
 
 def encode_checked(value: Any) -> bytes:

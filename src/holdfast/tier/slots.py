@@ -12,6 +12,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,11 +38,10 @@ class Slots:
     """The slots of this process in the folder of a local tier. A forked process has none."""
 
     def __init__(self, folder: TierFolder) -> None:
-        self._folder, self._writer = folder, secrets.token_hex(8)
+        self._folder = folder
         self._lock, self._slots = threading.Lock(), list[Slot]()
         self._kept: Sequence[Slot] = ()
-        with wrap_os_errors("lock", folder.path):
-            self._alive = FileLock(folder.path / f"{self._writer}{LOCK_SUFFIX}")
+        self._writer, self._alive = _lock_new_writer(folder.path)
         weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
@@ -98,3 +98,11 @@ class Slots:
         table, slot.table = slot.table, ""
         if table:
             self._folder.remove_table(table)
+
+
+def _lock_new_writer(folder: Path) -> tuple[str, FileLock]:
+    """Return a new name of a process, and its lock. Another process may look whether it is locked just before it is."""
+    while True:
+        writer = secrets.token_hex(8)
+        with wrap_os_errors("lock", folder), suppress(BlockingIOError):
+            return writer, FileLock(folder / f"{writer}{LOCK_SUFFIX}")

@@ -94,6 +94,10 @@ class TierState:
         self._sequence, self._run_id = max(sequences), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
+    def follow_epochs(self) -> None:
+        """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""
+        self._epoch = max(read_epochs(self.run), default=0)
+
     def plan_save(
         self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
     ) -> NextSave:

@@ -10,6 +10,7 @@ from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.format_values import as_plain_value
 from holdfast.cli.output import print_error, print_json
+from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.show import sections
 from holdfast.cli.show.modules import fold_modules, summarize_modules
 from holdfast.inspection import inspected_checkpoint
@@ -34,6 +35,7 @@ def show(  # noqa: PLR0917 - options of the command
         str | None, typer.Argument(metavar="PATTERN", help="Show only these tensors: a glob, or part of a name.")
     ] = None,
     tag: target.Tag = None,
+    local: target.Local = None,
     show_all: Annotated[
         bool, typer.Option("--all", "-a", help="Show each tensor in a line of its own, also those of equal layers.")
     ] = False,
@@ -45,9 +47,13 @@ def show(  # noqa: PLR0917 - options of the command
     """Show the size of each module of a checkpoint, its tensors, and the values.
 
     Equal layers share a line: "layers.{0..31}.mlp.weight". No tensor is read. With a PATTERN only tensors are shown,
-    each in a line of its own, and the exit code is 1 if none matches.
+    each in a line of its own, and the exit code is 1 if none matches. With --local, RUN stands for the newest
+    checkpoint in the local tier of this host.
     """
-    inspected = inspected_checkpoint.inspect_path(target.resolve_path(checkpoint, tag))
+    if local is None:
+        inspected = inspected_checkpoint.inspect_path(target.resolve_path(checkpoint, tag))
+    else:
+        inspected = _inspect_tier(checkpoint, local, tag)
     tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
     tied = {alias: name for alias, name in _ties_by_name(inspected).items() if match_names(alias, pattern)}
     if pattern is not None and not tensors and not tied:
@@ -57,6 +63,12 @@ def show(  # noqa: PLR0917 - options of the command
         print_json(_json_record(inspected, tensors, tied, depth))
     else:
         _print_sections(inspected, tensors, tied, _Layout(pattern is None, pattern is None and not show_all, depth))
+
+
+def _inspect_tier(run: str, local: str, tag: str | None) -> InspectedCheckpoint:
+    with leave_on_interrupt():
+        from holdfast.cli.tier.show import inspect_tier  # noqa: PLC0415 - torch is slow to import
+    return inspect_tier(run, local, tag)
 
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:

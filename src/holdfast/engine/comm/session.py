@@ -58,8 +58,9 @@ T = TypeVar("T")
 class RankGroup:
     """The ranks of a process group, and the own rank; a single rank if there is no group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = current_process_group(process_group)
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        """``alone``: this process by itself, also if there is a default process group."""
+        self.process_group = None if alone else current_process_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
         self._name = ""
