@@ -25,7 +25,7 @@ from campaigns.common.fork_server import CONTEXT
 from holdfast import api
 from holdfast.components import api as components_api
 from holdfast.components.background import PendingSaves
-from holdfast.live import api as live_api
+from holdfast.live_copy import api as live_api
 from holdfast.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 

@@ -94,7 +94,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         """Map the parts that this rank writes."""
         self._tier.begin_drain()
         self._is_draining = True
-        self._slots = self._tier.slots.pin_generation(self._label.key)
+        self._slots = self._tier.pin_generation(self._label.key)
         self.follow_up = self._drain
         self._session.run_on_all("preparing the drain", self._map_parts)
 

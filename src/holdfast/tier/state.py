@@ -40,8 +40,9 @@ class TierState:
 
     def __init__(self, path: Path, run: Path) -> None:
         self.path, self.run = path, run
-        self._lock, self._process = threading.Lock(), 0
-        self._opened: tuple[TierFolder, Slots] | None = None
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._folder: TierFolder | None = None
+        self._slots: Slots | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -61,20 +62,28 @@ class TierState:
     @property
     def folder(self) -> TierFolder:
         """The folder of this host. Raises ``InvalidArgumentError`` or ``StorageError`` if it cannot be used."""
-        return self._open()[0]
+        self._forget_in_fork()
+        if self._folder is None:
+            self._folder = TierFolder.open(self.path, self.run)
+        return self._folder
 
     @property
     def slots(self) -> Slots:
         """The slots of this process."""
-        return self._open()[1]
+        folder = self.folder
+        if self._slots is None:
+            self._slots = Slots(folder)
+        return self._slots
 
-    def _open(self) -> tuple[TierFolder, Slots]:
-        if self._opened is None or self._process != os.getpid():
-            if self._process:  # a forked process continues nothing
-                self._reset()
-            folder = TierFolder.open(self.path, self.run)
-            self._opened, self._process = (folder, Slots(folder)), os.getpid()
-        return self._opened
+    def pin_generation(self, key: GenerationKey) -> list[Slot]:
+        """Pin the slots of this process with parts of a generation, and return them."""
+        return [] if self._slots is None else self._slots.pin_generation(key)
+
+    def _forget_in_fork(self) -> None:
+        """Begin anew in a forked process, which continues nothing."""
+        if self._process != os.getpid():
+            self._process, self._folder, self._slots = os.getpid(), None, None
+            self._reset()
 
     @property
     def known_tags(self) -> frozenset[str] | None:
