@@ -358,13 +358,13 @@ class TestPrune:
         assert dry["generations"] == ["step_3"]
         assert _all_files(tmp_path) == before
         assert invoke_json(*commands(tmp_path, "prune"), "--undrained")["bytes"] == dry["bytes"] > 0
-        assert {path.name for path in (tmp_path / "host0").iterdir()} == {"tier.json"}
+        assert {path.name for path in (tmp_path / "host0").iterdir()} == {"tier.json", "owner"}
 
     def test_what_is_durable_or_retired_is_removed_with_its_memory(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks(2, save, str(tmp_path), 2)
         invoke(*commands(tmp_path, "drain"))
         assert invoke_json(*commands(tmp_path, "prune"))["generations"] == ["step_3"]
-        assert {path.name for path in (tmp_path / "host0").iterdir()} == {"tier.json"}
+        assert {path.name for path in (tmp_path / "host0").iterdir()} == {"tier.json", "owner"}
         assert invoke_json("verify", tmp_path / "run")["ok"]
 
     def test_options_for_the_run_directory_are_refused(self, tmp_path: Path) -> None:
