@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop frameworks matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts clean
+.PHONY: demo test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -16,7 +16,7 @@ PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
-	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks
+	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
@@ -28,6 +28,14 @@ frameworks: .frameworks/installed
 
 .frameworks/installed: requirements-frameworks.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .frameworks --requirement requirements-frameworks.txt
+	touch $@
+
+## peers: the tests in which DeepSpeed and megatron-core, which are installed into .peers (0.1 GB) once, load what holdfast writes
+peers: .peers/installed
+	PYTHONPATH=.peers $(BIN)/python $(PYTEST) tests/peers
+
+.peers/installed: requirements-peers.txt .venv/installed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
 	touch $@
 
 ## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version

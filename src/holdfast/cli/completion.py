@@ -20,6 +20,7 @@ FORMATS = {
     "lightning-folder": "a folder of Lightning's FSDP and model-parallel strategies",
     "colossalai": "folders that ColossalAI's Booster loads",
     "peft": "the PEFT adapters alone",
+    "megatron": "a run's folder of Megatron, torch_dist",
     "nxd": "the folder of a NeuronX Distributed tag",
 }
 

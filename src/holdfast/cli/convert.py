@@ -83,6 +83,20 @@ def convert(  # noqa: PLR0917 - the options of a command
         bool | None,
         typer.Option("--master-weights/--no-master-weights", help="NxD: whether the ZeRO-1 state has master weights."),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="To megatron: the config.json of the model; default: the source's."),
+    ] = None,
+    vocab_divisible_by: Annotated[
+        int | None, typer.Option(metavar="N", help="To megatron: pad the embedding with rows of zeros.")
+    ] = None,
+    consumed_samples: Annotated[
+        int | None, typer.Option(metavar="N", help="To megatron: the samples that the training has consumed.")
+    ] = None,
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option("--expert-parallel", help="To megatron: the optimizer is for a training with expert parallelism."),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The maximum bytes of tensors in one file.")
     ] = SHARD_SIZE,
@@ -99,14 +113,18 @@ def convert(  # noqa: PLR0917 - the options of a command
         return
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
     options |= {"rename": _parse_pairs(rename, "--rename"), "keys": _parse_keys(key), "verify": verify}
-    nxd_options = {
+    format_options = {
         "tp_size": tp_size,
         "pp_size": pp_size,
         "dp_size": dp_size,
         "xser": xser,
         "master_weights": master_weights,
+        "config": config,
+        "vocab_divisible_by": vocab_divisible_by,
+        "consumed_samples": consumed_samples,
+        "expert_parallel": expert_parallel,
     }
-    options |= {name: value for name, value in nxd_options.items() if value is not None}  # other formats refuse them
+    options |= {name: value for name, value in format_options.items() if value is not None}  # other formats refuse them
     options["layout"] = layout
     options |= {"to": to, "max_shard_size": max_shard_size}
     _run_conversion(resolve_path(src, tag), parse_location(dst), options, as_json=as_json)

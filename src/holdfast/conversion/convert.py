@@ -14,7 +14,7 @@ from holdfast.conversion.pipeline import Conversion, ConversionRequest
 from holdfast.conversion.tensor_filter import Rename, TensorFilter
 from holdfast.engine.comm.session import RankGroup
 from holdfast.errors import InvalidArgumentError
-from holdfast.formats.registry import LAYOUT, NXD, load_target
+from holdfast.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.ondisk.files import SHARD_SIZE, parse_size
 from holdfast.ondisk.validation import check_keys
@@ -55,7 +55,8 @@ def convert(
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
             and model-parallel strategies write it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
             optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
-            only rank 0 writes it), ``"peft"`` (the PEFT adapters alone, as PEFT stores them).
+            only rank 0 writes it), ``"megatron"`` (a run's folder with an iteration of Megatron's ``torch_dist``),
+            ``"peft"`` (the PEFT adapters alone, as PEFT stores them).
         include: shell patterns of the parameters and buffers to convert. Default: all.
         exclude: shell patterns of the parameters and buffers to leave out.
         rename: a function from names to names, or regular expressions with their replacements.
@@ -75,7 +76,9 @@ def convert(
         timeout: how many seconds ranks wait for each other before all of them fail.
         format_options: options of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
             ``master_weights``: see :class:`holdfast.compat.nxd.convert.options.NxdOptions`. There ``max_shard_size``,
-            ``verify`` and ``on_event`` have no effect.
+            ``verify`` and ``on_event`` have no effect. Options of ``"megatron"``: ``config``, ``vocab_divisible_by``,
+            ``consumed_samples``, ``expert_parallel``: see
+            :class:`holdfast.conversion.megatron.options.MegatronOptions`.
 
     Returns:
         The path of the output.
@@ -102,7 +105,13 @@ def convert(
     )
     key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
     request = ConversionRequest(
-        parse_location(src), parse_location(dst), to, tensor_filter, key_map, parse_size(max_shard_size)
+        parse_location(src),
+        parse_location(dst),
+        to,
+        tensor_filter,
+        key_map,
+        parse_size(max_shard_size),
+        options=format_options,
     )
     if to == NXD:
         if isinstance(request.final, ObjectPath):
@@ -110,7 +119,7 @@ def convert(
         options = {**format_options, LAYOUT: None if layout is None else str(layout)}
         path: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
         return path
-    if format_options:
+    if format_options and to != MEGATRON:
         raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
     return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(
         verify=verify

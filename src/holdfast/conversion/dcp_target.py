@@ -41,17 +41,43 @@ class DcpTarget:
     output_name = ""
 
     def __init__(self, source: ConversionSource, staging: Path, shape: Shape) -> None:
-        self._source, self._staging = source, staging
-        self._fakes = FakeTensors(source.tensor_infos)
-        self._flat = FlatState.from_tree(self._fakes.build_tree(source, shape))
+        self._staging = staging
+        fakes = FakeTensors(source.tensor_infos)
+        flat = FlatState.from_tree(fakes.build_tree(source, shape))
+        self._files = DcpFiles(staging, flat, fakes, source.limit)
 
     def create_files(self) -> None:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        write_records(self._staging, self._flat, self._source.limit)
+        self._files.create()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        saved = folder.read_tree(self._staging)
+        return self._files.locate_tensors()
+
+    def write_metadata(self, fragments: Fragments) -> None:
+        """Write the in-memory tensors: small ones among the values."""
+        del fragments  # these folders have no room for CRCs
+        self._files.write_small_tensors()
+        sync_tree(self._staging)
+
+    def open_reader(self) -> Reader:
+        """See :class:`holdfast.conversion.target.ConversionTarget`."""
+        return DcpReader(self._staging, {})
+
+
+class DcpFiles:
+    """The files of such a folder: ``flat`` is what is in them, with tensors of ``fakes`` that have no data."""
+
+    def __init__(self, path: Path, flat: FlatState, fakes: FakeTensors, limit: int) -> None:
+        self._folder, self._flat, self._fakes, self._limit = path, flat, fakes, limit
+
+    def create(self) -> None:
+        """Create the files at their final sizes, and the metadata."""
+        write_records(self._folder, self._flat, self._limit)
+
+    def locate_tensors(self) -> FileLayout:
+        """Return the files, and the layout of the tensors without data in them."""
+        saved = folder.read_tree(self._folder)
         numbers = {file: number for number, file in enumerate(saved.files)}
         keys = {id(fake): key for key, fake in self._fakes.tensors_by_key.items()}
         layout: dict[Key, list[FileSpan]] = {}
@@ -62,24 +88,18 @@ class DcpTarget:
         ordered = sorted(layout, key=lambda key: layout[key][0])
         return FileLayout(saved.files, {key: layout[key] for key in ordered})
 
-    def write_metadata(self, fragments: Fragments) -> None:
-        """Write the in-memory tensors: small ones among the values."""
-        del fragments  # these folders have no room for CRCs
+    def write_small_tensors(self) -> None:
+        """Write the tensors that have data: small ones among the values."""
         for planned, spans in self._iterate_spans(
-            folder.read_tree(self._staging).entries, lambda planned: not _is_fake(planned)
+            folder.read_tree(self._folder).entries, lambda planned: not _is_fake(planned)
         ):
             self._write_tensor(planned, spans)
-        sync_tree(self._staging)
 
     def _write_tensor(self, tensor: torch.Tensor, spans: Sequence[_Span]) -> None:
         data = memoryview(raw_bytes(tensor))
         for file, offset, start, stop in spans:
             with BufferedWriter(file) as writer:
                 writer.write(offset, data[start:stop])
-
-    def open_reader(self) -> Reader:
-        """See :class:`holdfast.conversion.target.ConversionTarget`."""
-        return DcpReader(self._staging, {})
 
     def _iterate_spans(
         self, entries: Mapping[str, Any], is_wanted: Callable[[torch.Tensor], bool]
@@ -106,6 +126,6 @@ def _chunk_spans(tensor: ChunkedTensor) -> Iterator[_Span]:
         byte_range = contiguous_range(chunk.box, tensor.info.shape)
         if byte_range is None:
             raise CorruptCheckpointError(
-                f"{chunk.order_hint[0]}: a chunk that was written as whole rows is not contiguous"
+                f"{chunk.order_hint[0]}: a chunk that was written as one range is not contiguous"
             )
         yield chunk.location.file, chunk.location.offset, byte_range.start * size, byte_range.stop * size

@@ -5,6 +5,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` of torch 2.13.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,22 +26,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import skip_data
 
+from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.ondisk.files import split_by_size
 from holdfast.storage.posix import new_file, write_small
 from holdfast.torch_versions import DCP_VERSION
 
-#: The maximum bytes of one chunk, unless a single row is larger: torch reads a whole chunk to get any part of it.
+#: The maximum bytes of one chunk: torch reads a whole chunk to get any part of it.
 _CHUNK = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A tree by torch's flat names, with the path of each."""
+    """A tree by torch's flat names, with the path of each; no paths if the tree was flat."""
 
     values: Mapping[str, Any]
-    paths: Mapping[str, Any]
+    paths: Mapping[str, Any] | None = None
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> FlatState:
@@ -70,7 +72,10 @@ def write_records(folder: Path, flat: FlatState, limit: int) -> None:
     A tensor with several names is stored once. Only the metadata is durable afterwards.
     """
     metadata = Metadata(
-        _describe_values(flat), planner_data=dict(flat.paths), storage_data={}, storage_meta=StorageMeta()
+        _describe_values(flat),
+        planner_data=None if flat.paths is None else dict(flat.paths),
+        storage_data={},
+        storage_meta=StorageMeta(),
     )
     metadata.version = DCP_VERSION
     records = list(_list_records(flat))
@@ -95,15 +100,25 @@ def _describe_value(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
 
 
 def _row_chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
-    """Split a tensor into chunks of whole rows, so that each chunk is one range of the tensor's bytes."""
-    length = len(tensor) if tensor.ndim else 1
-    rows = max(1, _CHUNK * length // max(tensor.nbytes, 1))
-    if rows >= length:
-        yield ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())
+    """Split a tensor into chunks, each of which is one range of the tensor's bytes."""
+    for box in _split_rows(tuple(tensor.shape), tensor.element_size()):
+        yield ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+
+
+def _split_rows(shape: tuple[int, ...], width: int) -> Iterator[IndexBox]:
+    """Split a tensor of elements of ``width`` bytes into whole rows, or a row that is too large into parts of it."""
+    row_bytes = math.prod(shape[1:]) * width
+    if not shape or shape[0] * row_bytes <= _CHUNK or math.prod(shape) == 0:
+        yield IndexBox((0,) * len(shape), shape)
         return
-    for start in range(0, length, rows):
-        offsets = torch.Size([start, *(0 for _ in tensor.shape[1:])])
-        yield ChunkStorageMetadata(offsets, torch.Size([min(rows, length - start), *tensor.shape[1:]]))
+    rows = _CHUNK // row_bytes
+    if rows == 0 and len(shape) > 1:
+        inner = list(_split_rows(shape[1:], width))
+        for row in range(shape[0]):
+            yield from (IndexBox((row, *box.offset), (1, *box.shape)) for box in inner)
+        return
+    for start in range(0, shape[0], rows):
+        yield IndexBox((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
 
 
 def _first_names(flat: FlatState) -> dict[str, str]:

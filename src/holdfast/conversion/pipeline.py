@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,7 +39,7 @@ from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from holdfast.formats.detect import is_checkpoint
 from holdfast.formats.reader import detect_replacement
-from holdfast.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF, NXD, READABLE, load_target
+from holdfast.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF, NXD, READABLE, load_attribute, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
 from holdfast.observe.reporter import notify_listener
 from holdfast.run.catalog import is_run_directory
@@ -61,12 +62,19 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     "peft": PeftTarget,
     "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
     "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
+    MEGATRON: lambda source, staging, _: load_target(MEGATRON)(source, staging),
 }
+
+#: Functions that change a source to what a format needs: ``"module:function"``.
+ADAPTERS = {MEGATRON: "holdfast.conversion.megatron.megatron_source:adapt_source"}
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """The arguments of a conversion. ``small_files`` are added to a folder of Hugging Face or PEFT, by their names."""
+    """The arguments of a conversion. ``small_files`` are added to a folder of Hugging Face or PEFT, by their names.
+
+    ``options`` are those of the format.
+    """
 
     source: Path
     final: Path
@@ -77,6 +85,7 @@ class ConversionRequest:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     #: The fingerprint that the source must have, if it was looked at before.
     fingerprint: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
@@ -102,13 +111,17 @@ class ConversionRequest:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
         with detect_replacement(reader):
             reader.check_files()
-            return ConversionSource(
+            source = ConversionSource(
                 reader,
                 self.tensor_filter.select_tensors(reader),
                 carry_values(reader, self.tensor_filter),
                 self.limit,
                 self.small_files,
+                self.options,
+                self.tensor_filter.dtype,
             )
+            adapted: ConversionSource = load_attribute(ADAPTERS[self.to])(source) if self.to in ADAPTERS else source
+            return adapted
 
     def _source_keys(self) -> Mapping[str, str]:
         """Return the keys for the source. A layout may be meant for the target alone.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.conversion.carried_values import CarriedValues
 from holdfast.conversion.tensor_filter import Key, SelectedTensors
@@ -19,6 +19,7 @@ class ConversionSource:
     """The tensors and values of a source to be written.
 
     ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
+    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any.
     """
 
     reader: Reader
@@ -26,6 +27,8 @@ class ConversionSource:
     carried: CarriedValues
     limit: int
     small_files: Mapping[str, bytes] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

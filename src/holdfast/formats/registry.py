@@ -83,6 +83,7 @@ READABLE: Mapping[str, ReadableFormat] = {
 #: Targets of a conversion that belong to one system: the class or function that writes them.
 TARGETS: Mapping[str, str] = {
     "colossalai": "holdfast.compat.colossalai.target:ColossalaiTarget",
+    MEGATRON: "holdfast.conversion.megatron.target:MegatronTarget",
     NXD: "holdfast.compat.nxd.convert.operation:convert_to_nxd",
 }
 

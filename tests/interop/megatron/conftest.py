@@ -13,6 +13,20 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+#: All checkpoints.
+NAMES = [
+    "dp_tp1_dp2_bf16_mcore16",
+    "dp_tp1_dp2_bf16_mcore19",
+    "dp_tp2_dp2_fp32_mcore16",
+    "full_tp2_dp1_fp32_mcore16",
+    "full_tp2_pp2_bf16_mcore16",
+    "full_tp2_pp2_bf16_mcore19",
+    "gather_tp1_dp2_fp32_mcore15",
+    "legacy_tp2_pp1_dp1_bf16_mcore16",
+    "model_space_tp2_dp2_bf16_mcore15",
+    "plain_tp2_fp32_mcore16",
+]
+
 
 @dataclass(frozen=True)
 class Fixture:

@@ -17,22 +17,9 @@ from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors, resume_sharded
 from tests.helpers.pool import Ranks
-from tests.interop.megatron.conftest import Fixture
+from tests.interop.megatron.conftest import NAMES, Fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-NAMES = [
-    "dp_tp1_dp2_bf16_mcore16",
-    "dp_tp1_dp2_bf16_mcore19",
-    "dp_tp2_dp2_fp32_mcore16",
-    "full_tp2_dp1_fp32_mcore16",
-    "full_tp2_pp2_bf16_mcore16",
-    "full_tp2_pp2_bf16_mcore19",
-    "gather_tp1_dp2_fp32_mcore15",
-    "legacy_tp2_pp1_dp1_bf16_mcore16",
-    "model_space_tp2_dp2_bf16_mcore15",
-    "plain_tp2_fp32_mcore16",
-]
 
 OpenFixture = Callable[[str], Fixture]
 

@@ -11,21 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import holdfast
 from holdfast.errors import FormatError, InvalidArgumentError
 from tests.helpers.equality import equal_bits
+from tests.helpers.megatron_configs import CONFIGS, build_model
 from tests.helpers.megatron_models import (
     ARGS,
-    DIM,
-    EXPERTS,
-    FFN,
-    GROUPS,
-    HEADS,
     HIDDEN,
-    LAYERS,
-    POSITIONS,
     VOCAB,
     build_tensors,
     run_model,
@@ -37,62 +30,6 @@ from tests.helpers.pool import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 HF = {"layout": "hf"}
-
-_MODERN = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": DIM,
-    "rms_norm_eps": 1e-5,
-    "attn_implementation": "eager",
-}
-_MOE = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
-
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**_MODERN, tie_word_embeddings=False),
-    "qwen2": lambda: transformers.Qwen2Config(**_MODERN, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**_MODERN, tie_word_embeddings=False),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **_MODERN, **_MOE, tie_word_embeddings=False, sliding_window=None, rope_parameters=_ROPE
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_MODERN,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=FFN,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=POSITIONS,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_inner=FFN,
-        activation_function="gelu",
-        attn_implementation="eager",
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        use_parallel_residual=False,
-        rope_parameters={**_ROPE, "partial_rotary_factor": 0.5},
-        attn_implementation="eager",
-    ),
-}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def build_model(family: str) -> nn.Module:
-    torch.manual_seed(1)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
 
 
 @pytest.mark.parametrize("family", ARGS)

@@ -191,7 +191,7 @@ FAMILIES = (
 def choose_family(args: ModelArgs) -> Family:
     """Return the family that a model belongs to. Raises ``FormatError``, naming its traits, if it is none of these."""
     if not args.values:
-        raise FormatError(f"{args.source} has no args, so its model family is unknown: read it without layout=hf")
+        raise FormatError(f"{args.source} has no args, so its model family is unknown: {args.advice}")
     foreign = [name for name in _FOREIGN if args.is_set(name)]
     family = next((family for family in FAMILIES if not foreign and family.fits(args)), None)
     if family is None:
@@ -199,7 +199,6 @@ def choose_family(args: ModelArgs) -> Family:
         grouped = ", with grouped queries" if args.is_set("group_query_attention") else ""
         raise FormatError(
             f"{args.source}: a model with these args ({reason}{grouped}) is none of "
-            f"{', '.join(family.name for family in FAMILIES)}: read it without layout=hf, which keeps Megatron's "
-            "names, and rename its tensors"
+            f"{', '.join(family.name for family in FAMILIES)}: {args.advice}"
         )
     return family

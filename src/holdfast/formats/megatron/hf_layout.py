@@ -13,14 +13,14 @@ from holdfast.formats.megatron.layer_names import layer_of
 from holdfast.formats.megatron.model_args import ModelArgs
 from holdfast.formats.tensor_slices import JoinedTensor
 
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _QKV = "self_attention.linear_qkv."
 
 #: The ends of the names of norms, which have other names in other layer specs.
 _NORMS = (".layer_norm_weight", ".layer_norm_bias", "input_layernorm.weight", "pre_mlp_layernorm.weight")
 
 #: The beginning of the names of experts in a layer.
-_EXPERT = "mlp.experts.local_experts."
+EXPERT = "mlp.experts.local_experts."
 
 
 def plan_pieces(
@@ -37,9 +37,9 @@ def plan_pieces(
 
 def tied_name(pieces: Mapping[str, tuple[Piece, ...]], args: ModelArgs) -> tuple[str, str] | None:
     """Return the name of the output layer that shares the embedding's tensor, and the embedding's; or ``None``."""
-    if _OUTPUT in pieces or _EMBEDDING not in pieces:
+    if OUTPUT in pieces or EMBEDDING not in pieces:
         return None
-    return choose_family(args).ends[_OUTPUT], pieces[_EMBEDDING][0].target
+    return choose_family(args).ends[OUTPUT], pieces[EMBEDDING][0].target
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class _Planner:
             raise FormatError(
                 f"{self.args.source}: two tensors would get the same name in a model of the family {self.family.name}"
             )
-        missing = [name for name in self.family.ends if name not in self.weights and name != _OUTPUT]
-        if missing or (_OUTPUT not in self.weights and self.args.is_set("untie_embeddings_and_output_weights")):
+        missing = [name for name in self.family.ends if name not in self.weights and name != OUTPUT]
+        if missing or (OUTPUT not in self.weights and self.args.is_set("untie_embeddings_and_output_weights")):
             raise FormatError(
-                f"{self.args.source} has no {', '.join(missing) or _OUTPUT}, which a model of the family "
-                f"{self.family.name} has: read it without layout=hf"
+                f"{self.args.source} has no {', '.join(missing) or OUTPUT}, which a model of the family "
+                f"{self.family.name} has: {self.args.advice}"
             )
         return pieces
 
@@ -75,20 +75,20 @@ class _Planner:
         if sorted(inner) != list(range(expected)) or any(names != inner[0] for names in inner.values()):
             raise FormatError(
                 f"{self.args.source} has tensors of {len(inner)} layers, and by args it should have {expected} equal "
-                "layers: read it without layout=hf"
+                f"layers: {self.args.advice}"
             )
         required = {f"{_QKV}weight", "self_attention.linear_proj.weight", *self._required_names()}
         if not required <= inner[0]:
             raise FormatError(
                 f"{self.args.source}: its layers have no {', '.join(sorted(required - inner[0]))}, which a model of "
-                f"the family {self.family.name} has: read it without layout=hf"
+                f"the family {self.family.name} has: {self.args.advice}"
             )
 
     def _required_names(self) -> Iterator[str]:
         """Yield the names in a layer that a family always has."""
         if self.family.experts:
             count = self.args.require_size("num_experts")
-            yield from (f"{_EXPERT}{n}.linear_fc{k}.weight" for n in range(count) for k in (1, 2))
+            yield from (f"{EXPERT}{n}.linear_fc{k}.weight" for n in range(count) for k in (1, 2))
         yield from (name for name in self.family.inner if not name.endswith(_NORMS))
 
     def _plan_tensor(self, name: str) -> Iterator[Piece]:
@@ -97,8 +97,8 @@ class _Planner:
             yield self._plan_end(name)
             return
         inner, prefix = name.removeprefix(f"decoder.layers.{layer}."), self.family.prefix.format(layer)
-        if self.family.experts and inner.startswith(_EXPERT):
-            yield from self._plan_expert(name, inner.removeprefix(_EXPERT), prefix)
+        if self.family.experts and inner.startswith(EXPERT):
+            yield from self._plan_expert(name, inner.removeprefix(EXPERT), prefix)
             return
         targets = tuple(f"{prefix}{target}" for target in self.family.inner.get(inner, ()))
         if not targets:
@@ -130,7 +130,7 @@ class _Planner:
         target = self.family.ends.get(name)
         if target is None:
             raise self._foreign_error(name)
-        if name not in {_EMBEDDING, _OUTPUT}:
+        if name not in {EMBEDDING, OUTPUT}:
             return Piece(target, name)
         rows = self.weights[name].info.shape[0]
         vocab_size = self.vocab_size or self.args.require_size("vocab_size", rows)
@@ -153,5 +153,5 @@ class _Planner:
     def _foreign_error(self, name: str) -> FormatError:
         return FormatError(
             f"{self.args.source}: a model of the family {self.family.name}, which its args describe, has no {name!r}: "
-            "read it without layout=hf, which keeps Megatron's names"
+            f"{self.args.advice}"
         )

@@ -12,13 +12,20 @@ from holdfast.errors import FormatError
 #: The largest number of heads, of features and of entries of a vocabulary.
 _LARGEST = 2**31
 
+#: What to do about a checkpoint that no family has.
+READ_ADVICE = 'keep Megatron\'s names with keys={"layout": "megatron"}, on the command line --layout megatron'
+
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The arguments of a training: ``values`` by name; ``source`` is the file or folder, for messages."""
+    """The arguments of a training: ``values`` by name; ``source`` is the file or folder, for messages.
+
+    ``advice`` ends the message of an error about tensors or arguments that have no place in a family.
+    """
 
     values: Mapping[str, Any]
     source: str
+    advice: str = READ_ADVICE
 
     @classmethod
     def from_saved(cls, saved: Any, source: str) -> ModelArgs:
@@ -41,7 +48,7 @@ class ModelArgs:
         if type(value) is not int or not 0 < value < _LARGEST:
             raise FormatError(
                 f"{self.source}: args must have {name} as a positive integer to divide the tensors, not {value!r:.40}; "
-                "read it without layout=hf"
+                f"{self.advice}"
             )
         return value
 

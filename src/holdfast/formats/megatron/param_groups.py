@@ -18,7 +18,7 @@ from holdfast.formats.stored_tensor import InlineTensor, StoredTensor
 from holdfast.ondisk.files import TensorInfo
 
 #: The settings that tell Megatron's groups apart.
-_DECAY, _RATE, _EXPERT, _DECOUPLED = "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"
+DECAY, RATE, EXPERT, DECOUPLED = "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"
 
 #: Settings that are tuples in torch, and that Megatron saves as lists.
 _TUPLES = ("betas",)
@@ -56,16 +56,16 @@ def merge_groups(lists: Sequence[Sequence[Mapping[str, Any]]], source: str) -> l
             identity = _identity_of(settings)
             if merged.setdefault(identity, settings) != settings:
                 raise CorruptCheckpointError(
-                    f"{source}: ranks have different settings of the optimizer's group with {_DECAY} {identity[0]}: "
+                    f"{source}: ranks have different settings of the optimizer's group with {DECAY} {identity[0]}: "
                     "files of two saves were mixed"
                 )
     return list(merged.values())
 
 
 def _identity_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    values = (group.get(_DECAY, 1.0), group.get(_RATE, 1.0), group.get(_EXPERT, False), group.get(_DECOUPLED, False))
+    values = (group.get(DECAY, 1.0), group.get(RATE, 1.0), group.get(EXPERT, False), group.get(DECOUPLED, False))
     if not all(isinstance(value, bool | int | float) for value in values):
-        raise CorruptCheckpointError(f"a group of the optimizer must have numbers as {_DECAY} and {_RATE}")
+        raise CorruptCheckpointError(f"a group of the optimizer must have numbers as {DECAY} and {RATE}")
     return values
 
 
@@ -77,19 +77,19 @@ def assign_groups(
     Raises ``FormatError`` naming a parameter if the rule does not say which of the groups has it.
     """
     numbers = {}
-    decouples_ends = any(group.get(_DECOUPLED, False) for group in groups)
-    divides_experts = any(group.get(_EXPERT, False) for group in groups)  # only with expert parallelism
+    decouples_ends = any(group.get(DECOUPLED, False) for group in groups)
+    divides_experts = any(group.get(EXPERT, False) for group in groups)  # only with expert parallelism
     for name, parameter in params.items():
         is_expert = divides_experts and ".local_experts." in name
-        has_decay = _has_decay(name, parameter, args)
+        has_decay = has_weight_decay(name, len(parameter.info.shape), args)
         fitting = [
             number
             for number, group in enumerate(groups)
-            if bool(group.get(_EXPERT, False)) == is_expert
-            and bool(group.get(_DECOUPLED, False)) == (decouples_ends and name in _ENDS)
+            if bool(group.get(EXPERT, False)) == is_expert
+            and bool(group.get(DECOUPLED, False)) == (decouples_ends and name in _ENDS)
         ]
         if len(fitting) > 1:
-            fitting = [number for number in fitting if bool(groups[number].get(_DECAY, 1.0)) == has_decay]
+            fitting = [number for number in fitting if bool(groups[number].get(DECAY, 1.0)) == has_decay]
         if len(fitting) != 1:
             raise FormatError(
                 f"{args.source}: {len(fitting)} of the {len(groups)} groups of the optimizer can have {name!r} by "
@@ -99,10 +99,11 @@ def assign_groups(
     return numbers
 
 
-def _has_decay(name: str, parameter: StoredTensor, args: ModelArgs) -> bool:
+def has_weight_decay(name: str, ndim: int, args: ModelArgs) -> bool:
+    """Return whether Megatron's rule gives weight decay to a parameter of a layer, of so many dimensions."""
     if args.is_set("apply_wd_to_qk_layernorm") and any(f".{kind}_layernorm." in name for kind in "qk"):
         return True
-    return not name.endswith(".bias") and len(parameter.info.shape) > 1
+    return not name.endswith(".bias") and ndim > 1
 
 
 def make_step(value: Any, source: str) -> StoredTensor:

@@ -1,0 +1,1 @@
+"""The conversion target ``megatron``: an iteration of Megatron-Core's ``torch_dist``."""
