@@ -90,7 +90,8 @@ def map_to_read(path: Path, nbytes: int) -> Bytes:
     if not nbytes:
         return EMPTY
     with wrap_os_errors("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without waiting, if it is a FIFO.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))

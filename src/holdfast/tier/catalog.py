@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -16,12 +15,16 @@ from holdfast.tier.part import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label."""
+    """The parts of a generation on one host, by the ranks that staged them.
+
+    ``manifest`` is its label; ``problem`` says why that cannot be read.
+    """
 
     key: GenerationKey
     size: int
     ranks: list[int]
     manifest: Manifest | None = None
+    problem: str = ""
 
 
 class HostOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -46,14 +49,16 @@ class LocalCheckpoint:
 
 
 def list_offers(folder: TierFolder) -> list[OfferedGeneration]:
-    """Return the generations of a host, oldest first. What cannot be read is left out."""
+    """Return the generations of a host, oldest first."""
     offers = []
     for key, names in folder.list_parts().items():
-        manifest = None
-        with suppress(CorruptCheckpointError, StorageError):
+        manifest, problem = None, ""
+        try:
             common = folder.read_common(key)
             manifest = None if common is None else common.label.manifest
-        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest))
+        except (CorruptCheckpointError, StorageError) as error:
+            problem = str(error.args[-1])
+        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest, problem))
     return offers
 
 

@@ -33,11 +33,12 @@ from holdfast.storage.posix import (
     directory_identity,
     host_id,
     list_names,
+    list_regular_files,
     make_private_directory,
     read_small,
     remove_file,
 )
-from holdfast.tier.generation import Common, check_key
+from holdfast.tier.generation import Common, check_common
 from holdfast.tier.part import (
     COMMON_SUFFIX,
     VERSION,
@@ -107,7 +108,7 @@ class TierFolder:
     def read_part(self, name: PartName) -> PartTable:
         """Read a table. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed meanwhile."""
         table = PartTable.decode(self._read(name.name), str(self.path / name.name))
-        if table.name != name or Path(table.data).name != table.data:
+        if table.name != name:
             raise CorruptCheckpointError(f"{self.path / name.name} is corrupt: it is of another part")
         return table
 
@@ -124,7 +125,7 @@ class TierFolder:
             if error.errno != errno.ENOENT:
                 raise
             return None
-        return check_key(decode_checked(raw, Common, str(path)), key, str(path))
+        return check_common(decode_checked(raw, Common, str(path)), key, str(path))
 
     def write_common(self, common: Common) -> None:
         """Write what a generation has in addition to its parts, unless another process of this host has."""
@@ -174,9 +175,11 @@ class TierFolder:
         return slots
 
     def _list_names(self) -> set[str]:
-        return list_names(self.path)
+        return list_regular_files(self.path)
 
     def _read(self, name: str) -> bytes:
+        if name not in self._list_names():  # the read of a FIFO would wait
+            raise StorageError(errno.ENOENT, f"{self.path / name} is missing, or no regular file")
         return read_small(self.path / name)
 
     def _write(self, name: str, data: bytes) -> None:
@@ -202,6 +205,8 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 def _read_marker(path: Path) -> _Marker | None:
     if _MARKER not in list_names(path):
         return None
+    if _MARKER not in list_regular_files(path):
+        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}")
     try:
         marker = msgspec.json.decode(read_small(path / _MARKER), type=_Marker)
     except msgspec.DecodeError as error:

@@ -21,6 +21,7 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.ondisk.manifest import Count
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
 
@@ -48,6 +49,10 @@ _NAME = re.compile(
     r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
     r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.part|\.common)"
 )
+
+
+#: The name of a file with the bytes of a part.
+_DATA_NAME = re.compile(r"[0-9a-f]{16}-[0-9]{2,6}\.data")
 
 
 class GenerationKey(NamedTuple):
@@ -110,6 +115,12 @@ class PartRows(NamedTuple):
         )
         return cls(*decode_rows([rows.tobytes()], _ROW))
 
+    def are_within(self, nbytes: int) -> bool:
+        """Return whether all ranges are in the first ``nbytes`` bytes of the file with the bytes of the part."""
+        lengths = self.stop - self.start  # of unsigned numbers, which are not below 0
+        is_valid = (self.start <= self.stop) & (lengths <= nbytes)
+        return bool((is_valid & (self.local <= nbytes - np.minimum(lengths, np.uint64(nbytes)))).all())
+
     def iter_ranges(self) -> Iterator[tuple[FileRange, int]]:
         """Yield each range with its CRC."""
         for tensor, start, stop, local, file, offset, crc in zip(*(c.tolist() for c in self), strict=True):
@@ -127,7 +138,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     version: int
     name: str
     data: str
-    nbytes: int
+    nbytes: Count
     rows: bytes
 
 
@@ -148,10 +159,11 @@ class PartTable(NamedTuple):
         """Parse and check the bytes of :meth:`encode`. Raises ``CorruptCheckpointError`` naming ``file``."""
         header = decode_checked(raw, _Header, file)
         name = parse_part_name(header.name)
-        if name is None or header.version != VERSION or len(header.rows) % _ROW.itemsize:
+        is_named = name is not None and _DATA_NAME.fullmatch(header.data) is not None
+        if name is None or not is_named or header.version != VERSION or len(header.rows) % _ROW.itemsize:
             raise CorruptCheckpointError(f"{file} is corrupt, or another version of holdfast wrote it")
         table = cls(name, header.data, header.nbytes, PartRows(*decode_rows([header.rows], _ROW)))
-        if len(table.rows.stop) and int((table.rows.local + table.rows.stop - table.rows.start).max()) > header.nbytes:
+        if not table.rows.are_within(header.nbytes):
             raise CorruptCheckpointError(f"{file} is corrupt: a range ends after the bytes of the part")
         return table
 
