@@ -47,7 +47,7 @@ PART_SUFFIX, COMMON_SUFFIX = ".part", ".common"
 
 _NAME = re.compile(
     r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
-    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.part|\.common)"
+    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.part|\.common)(?P<draft>\.[0-9a-f]{16})?"
 )
 
 
@@ -82,7 +82,10 @@ class PartName(NamedTuple):
 
 
 def parse_generation_name(name: str) -> GenerationKey | None:
-    """Return the generation of a table or common by its file's name; ``None`` for any other file."""
+    """Return the generation of a table, a common, or a draft of one by its file's name; ``None`` for any other file.
+
+    Drafts are left by processes that were killed before they could rename them.
+    """
     match = _NAME.fullmatch(name)
     return None if match is None else GenerationKey(int(match["epoch"]), int(match["sequence"]), match["id"])
 
@@ -90,7 +93,7 @@ def parse_generation_name(name: str) -> GenerationKey | None:
 def parse_part_name(name: str) -> PartName | None:
     """Parse a ``PartName.name``. Return ``None`` for any other name."""
     match, key = _NAME.fullmatch(name), parse_generation_name(name)
-    if match is None or key is None or match["rank"] is None:
+    if match is None or key is None or match["rank"] is None or match["draft"] is not None:
         return None
     return PartName(key, int(match["rank"]), int(match["size"]))
 
