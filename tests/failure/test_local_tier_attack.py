@@ -3,6 +3,7 @@
 import shutil
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,14 +43,16 @@ def load_step(base: Path) -> float:
     return float(step or 0)
 
 
-def job_that_saves(base: Path, *steps: int) -> None:
+def open_continued(base: Path) -> holdfast.RunDirectory:
     directory = open_run(base, drain_every=NEVER)
-    try:
+    with suppress(holdfast.NoCheckpointError):
         directory.restore(None, state_of(-1))
         directory.wait()
-    except holdfast.NoCheckpointError:
-        pass
-    save_steps(directory, *steps)
+    return directory
+
+
+def job_that_saves(base: Path, *steps: int) -> None:
+    save_steps(open_continued(base), *steps)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -260,3 +263,25 @@ def test_a_slow_drain_does_not_replace_a_newer_checkpoint_of_its_tag(tmp_path: P
         slow.is_released.set()
         directory.wait()
     assert [info.step for info in directory.list()] == [3]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What killed jobs leave
+
+
+def test_files_that_killed_jobs_were_writing_are_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        run_killed_job(_be_killed_before_a_rename, tmp_path, step)
+    run_killed_job(job_that_saves, tmp_path, 4)
+    names = {path.name for path in (tmp_path / "tier").iterdir()}
+    assert {name.rpartition(".")[2] for name in names} == {"data", "part", "common", "lock", "json", "owner"}
+    assert len(names) == len({"one part", "its label", "its slot", "its lock", "the marker", "the owner"})
+
+
+def _be_killed_before_a_rename(base: Path, step: int) -> None:
+    """Save a step, and leave the draft of the table of the next one."""
+    directory = open_continued(base)
+    save_steps(directory, step)
+    failure = RuntimeError("killed")  # no error of storage, after which the draft would be removed
+    with mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=failure), pytest.raises(RuntimeError):
+        save_steps(directory, step + 100)

@@ -90,6 +90,8 @@ class TierLoad:
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
         #: On rank 0, the complete generations, oldest first.
         self.local: Sequence[LocalCheckpoint] = ()
+        #: On rank 0, why labels of generations could not be read.
+        self._unreadable: Sequence[str] = ()
         self._host_of: Sequence[int] = ()
         self._writers: Sequence[str] = ()
         self._assembly: Assembly | None = None
@@ -120,6 +122,7 @@ class TierLoad:
             offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
             epochs = read_epochs(self.tier.run)
             self.local = find_complete(offers, epochs)
+            self._unreadable = [one.problem for offer in offers for one in offer.generations if one.problem]
             host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
             writers = [offers[rank].writer for rank in first_ranks]
             return _encode(_Hosts(self.tier.job, host_of, writers, *self._find_lacking(offers, epochs)))
@@ -332,6 +335,8 @@ class TierLoad:
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
         self.tier.forget_newest()
         self.tier.remove_generations(lambda one: one == key)
+        if self._unreadable:
+            warn_caller(f"ignored in the local tier: {'; '.join(dict.fromkeys(self._unreadable))}")
         problems = () if self._assembly is None or key is None else self._assembly.problems
         if problems and session.rank == COORDINATOR_RANK:
             warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")

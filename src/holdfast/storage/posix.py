@@ -217,6 +217,16 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
 
 
+def list_regular_files(path: Path) -> set[str]:
+    """List the names of the regular files in a directory, read in one pass; none if it is missing."""
+    with wrap_os_errors("list", path):
+        try:
+            with os.scandir(path) as entries:
+                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
+
 def directory_identity(path: Path) -> str:
     """Return the device and the inode of a directory, as text."""
     with wrap_os_errors("inspect", path):

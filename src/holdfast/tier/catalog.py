@@ -16,9 +16,10 @@ from holdfast.tier.part import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a generation on one host, by the ranks that staged them. ``manifest`` is its label.
+    """The parts of a generation on one host, by the ranks that staged them.
 
-    ``parities`` are the parities on the host: the rank that keeps each, and the ranks of its group.
+    ``manifest`` is its label; ``problem`` says why that cannot be read. ``parities`` are the parities on the host: the
+    rank that keeps each, and the ranks of its group.
     """
 
     key: GenerationKey
@@ -26,6 +27,7 @@ class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int]
     manifest: Manifest | None = None
     parities: list[tuple[int, list[int]]] = []
+    problem: str = ""
 
 
 class HostOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -50,19 +52,21 @@ class LocalCheckpoint:
 
 
 def list_offers(folder: TierFolder) -> list[OfferedGeneration]:
-    """Return the generations of a host, oldest first. What cannot be read is left out."""
+    """Return the generations of a host, oldest first."""
     offers = []
     parities = folder.list_parts("parity")
     for key, names in folder.list_parts().items():
-        manifest = None
-        with suppress(CorruptCheckpointError, StorageError):
+        manifest, problem = None, ""
+        try:
             common = folder.read_common(key)
             manifest = None if common is None else common.label.manifest
+        except (CorruptCheckpointError, StorageError) as error:
+            problem = str(error.args[-1])
         groups = []
         for name in parities.get(key, ()):
             with suppress(CorruptCheckpointError, StorageError):
                 groups.append((name.rank, [table.name.rank for table in folder.read_parity(name).members]))
-        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest, groups))
+        offers.append(OfferedGeneration(key, names[0].size, [name.rank for name in names], manifest, groups, problem))
     return offers
 
 

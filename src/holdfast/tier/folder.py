@@ -37,6 +37,7 @@ from holdfast.storage.posix import (
     host_id,
     is_directory,
     list_names,
+    list_regular_files,
     make_private_directory,
     read_small,
     remove_file,
@@ -132,8 +133,7 @@ class TierFolder:
     def read_part(self, name: PartName) -> PartTable:
         """Read a table. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed meanwhile."""
         table = PartTable.decode(self._read(name.name), str(self.path / name.name))
-        is_plain = table.data.endswith(DATA_SUFFIX) and not {"/", "\0"} & set(table.data)
-        if table.name != name or not is_plain:
+        if table.name != name:
             raise CorruptCheckpointError(f"{self.path / name.name} is corrupt: it is of another part")
         return table
 
@@ -272,6 +272,8 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 def _read_marker(path: Path) -> _Marker | None:
     if _MARKER not in list_names(path):
         return None
+    if _MARKER not in list_regular_files(path):
+        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}")
     try:
         marker = msgspec.json.decode(read_small(path / _MARKER), type=_Marker)
     except msgspec.DecodeError as error:

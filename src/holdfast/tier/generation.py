@@ -18,11 +18,11 @@ from holdfast.engine.io.checkpoint_files import build_headers, build_indexes
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, UnsafeNameError
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.files import DataFile
-from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.validation import check_relative_path, is_tag
+from holdfast.ondisk.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
+from holdfast.ondisk.validation import check_relative_path, check_tag
 from holdfast.tier.part import GenerationKey, PartName, PartRows, PartTable
 
 
@@ -69,6 +69,19 @@ class Generation:
         """``tables`` are those of all parts, by the rank that staged it."""
         self.common, self.tables = common, tables
         self.plan = layout_plan(common.groups)
+        for table in tables.values():
+            self._check_rows(table)
+
+    def _check_rows(self, table: PartTable) -> None:
+        """Raise ``CorruptCheckpointError`` if a range is not in a tensor or file of the checkpoint."""
+        rows, plan = table.rows, self.plan
+        is_known = (rows.tensor < len(plan.tensors)).all() and (rows.file < len(plan.files)).all()
+        if is_known:
+            sizes = np.array([file.size for file in plan.files], np.uint64)[rows.file]
+            lengths = rows.stop - rows.start
+            is_known = ((lengths <= sizes) & (rows.offset <= sizes - np.minimum(lengths, sizes))).all()
+        if not is_known:
+            raise CorruptCheckpointError(f"{table.name.name} of the local tier is corrupt: a range is in no file")
 
     @cached_property
     def fragments(self) -> Fragments:
@@ -102,14 +115,17 @@ class Generation:
 def check_common(common: Common, key: GenerationKey, file: str) -> Common:
     """Return what was read from a file whose name has a key.
 
-    Raises ``CorruptCheckpointError`` if it has another key, or names that cannot be those of a checkpoint's files.
+    Raises ``CorruptCheckpointError`` if it is of another generation, or cannot become a checkpoint.
     """
     if common.label.key != key:
         raise CorruptCheckpointError(f"{file} is corrupt: it is of another generation")
-    if not is_tag(common.label.manifest.tag):
-        raise CorruptCheckpointError(f"{file} is corrupt: {common.label.manifest.tag!r:.200} is no tag")
-    for name in (*(file.path for files in common.groups.values() for file in files), *common.small_files):
-        check_relative_path(name, file)
+    try:
+        check_tag(common.label.manifest.tag)
+        decode_manifest(encode_manifest(common.label.manifest), file)
+        for path in (*common.small_files, *(data.path for files in common.groups.values() for data in files)):
+            check_relative_path(path, file)
+    except (FormatError, InvalidArgumentError, UnsafeNameError) as error:
+        raise CorruptCheckpointError(f"{file} is corrupt: {error.args[-1]}") from error
     return common
 
 

@@ -21,6 +21,7 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import Fragment, crc64
+from holdfast.ondisk.manifest import Count
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
 
@@ -46,8 +47,12 @@ PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
 _NAME = re.compile(
     r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
-    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.(?P<kind>part|parity)|\.common)"
+    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.(?P<kind>part|parity)|\.common)(?P<draft>\.[0-9a-f]{16})?"
 )
+
+
+#: The name of a file with the bytes of a part.
+_DATA_NAME = re.compile(r"[^/\0]+\.data")
 
 
 class GenerationKey(NamedTuple):
@@ -82,7 +87,10 @@ class PartName(NamedTuple):
 
 
 def parse_generation_name(name: str) -> GenerationKey | None:
-    """Return the generation of a table or common by its file's name; ``None`` for any other file."""
+    """Return the generation of a table, a common, or a draft of one by its file's name; ``None`` for any other file.
+
+    Drafts are left by processes that were killed before they could rename them.
+    """
     match = _NAME.fullmatch(name)
     return None if match is None else GenerationKey(int(match["epoch"]), int(match["sequence"]), match["id"])
 
@@ -90,7 +98,7 @@ def parse_generation_name(name: str) -> GenerationKey | None:
 def parse_part_name(name: str, kind: str = "part") -> PartName | None:
     """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name."""
     match, key = _NAME.fullmatch(name), parse_generation_name(name)
-    if match is None or key is None or match["kind"] != kind:
+    if match is None or key is None or match["kind"] != kind or match["draft"] is not None:
         return None
     return PartName(key, int(match["rank"]), int(match["size"]))
 
@@ -115,6 +123,12 @@ class PartRows(NamedTuple):
         )
         return cls(*decode_rows([rows.tobytes()], _ROW))
 
+    def are_within(self, nbytes: int) -> bool:
+        """Return whether all ranges are in the first ``nbytes`` bytes of the file with the bytes of the part."""
+        lengths = self.stop - self.start  # of unsigned numbers, which are not below 0
+        is_valid = (self.start <= self.stop) & (lengths <= nbytes)
+        return bool((is_valid & (self.local <= nbytes - np.minimum(lengths, np.uint64(nbytes)))).all())
+
     def iter_ranges(self) -> Iterator[tuple[FileRange, int]]:
         """Yield each range with its CRC."""
         for tensor, start, stop, local, file, offset, crc in zip(*(c.tolist() for c in self), strict=True):
@@ -132,7 +146,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     version: int
     name: str
     data: str
-    nbytes: int
+    nbytes: Count
     rows: bytes
 
 
@@ -153,10 +167,11 @@ class PartTable(NamedTuple):
         """Parse and check the bytes of :meth:`encode`. Raises ``CorruptCheckpointError`` naming ``file``."""
         header = decode_checked(raw, _Header, file)
         name = parse_part_name(header.name)
-        if name is None or header.version != VERSION or len(header.rows) % _ROW.itemsize:
+        is_named = name is not None and _DATA_NAME.fullmatch(header.data) is not None
+        if name is None or not is_named or header.version != VERSION or len(header.rows) % _ROW.itemsize:
             raise CorruptCheckpointError(f"{file} is corrupt, or another version of holdfast wrote it")
         table = cls(name, header.data, header.nbytes, PartRows(*decode_rows([header.rows], _ROW)))
-        if len(table.rows.stop) and int((table.rows.local + table.rows.stop - table.rows.start).max()) > header.nbytes:
+        if not table.rows.are_within(header.nbytes):
             raise CorruptCheckpointError(f"{file} is corrupt: a range ends after the bytes of the part")
         return table
 
