@@ -124,14 +124,21 @@ class _FolderReader:
 
     def _join_model(self, first: StageFiles, module: Mapping[str, Any]) -> WholeModel:
         masters, options = self._optimizer.masters, self._options
-        if not first.is_divided:
+        is_divided = first.is_divided or self._has_only_masters(module)
+        if not is_divided:
             return join_model(module, first.first, masters, use_masters=options.use_masters)
         if not options.use_masters or not options.with_optimizer:
             raise InvalidArgumentError(
-                f"keys: {first.first.path} is of ZeRO-3, which saves weights as master weights only: leave out weights "
+                f"keys: {first.first.path} has no weights beside the master weights (as of ZeRO-3): leave out weights "
                 "and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
             )
         return join_divided_model(first.models, masters, self._access.budget)
+
+    def _has_only_masters(self, module: Mapping[str, Any]) -> bool:
+        """Return whether this is a universal checkpoint without second copies of the weights, as holdfast writes it."""
+        folder = self._files.folder
+        is_universal = not self._files.optimizers and store_of(folder).is_directory(folder / UNIVERSAL)
+        return is_universal and self._optimizer.masters.keys().isdisjoint(module)
 
     def _read_optimizer(self, stage: StageFiles, module: Mapping[str, Any]) -> JoinedOptimizer:
         if not self._options.with_optimizer:
