@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from holdfast import api
-from holdfast.compat.deepspeed.engine_values import EngineContent, collect_values, restore_values, separate_client_state
 from holdfast.compat.deepspeed.engine_state import EngineState
+from holdfast.compat.deepspeed.engine_values import EngineContent, collect_values, restore_values, separate_client_state
 from holdfast.compat.deepspeed.partitions import open_engine
 from holdfast.engine.comm.session import RankGroup
 from holdfast.observe.events import OnEvent

@@ -1,4 +1,4 @@
-"""The values of an engine that are not tensors of the model or the optimizer, in the form that DeepSpeed's files have."""
+"""The values of an engine that are not tensors of the model or the optimizer, as DeepSpeed's files name them."""
 
 from __future__ import annotations
 

@@ -45,5 +45,15 @@ class FlatGroup:
         mesh_shape = (len(self.place.ranks), 1) if self.place.is_replicated else (len(self.place.ranks),)
         local = self.flat.detach()[low:high]
         return FlatShard(
-            name, tuple(tied), self.flat, shape, local.dtype, local, low, offset, self.length, mesh_shape, self.place.ranks
+            name,
+            tuple(tied),
+            self.flat,
+            shape,
+            local.dtype,
+            local,
+            low,
+            offset,
+            self.length,
+            mesh_shape,
+            self.place.ranks,
         )

@@ -50,9 +50,7 @@ class TrainedParameters:
     steps: int | None
 
     @classmethod
-    def from_components(
-        cls, source: ConversionSource, tensors: Groups, values: Mapping[str, Any]
-    ) -> TrainedParameters:
+    def from_components(cls, source: ConversionSource, tensors: Groups, values: Mapping[str, Any]) -> TrainedParameters:
         """Collect the parameters. Raises ``InvalidArgumentError`` naming one that DeepSpeed has no place for."""
         _check_components(tensors, values)
         groups = values[_OPTIMIZER]["groups"]
@@ -94,9 +92,7 @@ def _collect_states(tensors: Mapping[str, torch.Tensor], groups: Sequence[Any]) 
     return states
 
 
-def _make_parameter(
-    name: str, model: Mapping[str, torch.Tensor], states: Mapping[str, Any]
-) -> TrainedParameter:
+def _make_parameter(name: str, model: Mapping[str, torch.Tensor], states: Mapping[str, Any]) -> TrainedParameter:
     _check_name(name)
     master = model.get(name)
     if master is None:

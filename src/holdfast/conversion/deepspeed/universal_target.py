@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.conversion.deepspeed.engine_values import TAG_SUFFIX, EngineValues
 from holdfast.conversion.deepspeed import record_pickle
+from holdfast.conversion.deepspeed.engine_values import TAG_SUFFIX, EngineValues
 from holdfast.conversion.deepspeed.trained_parameters import TrainedParameters
 from holdfast.conversion.deepspeed.universal_trees import UniversalTrees
 from holdfast.conversion.fake_tensors import FakeTensors

@@ -47,9 +47,7 @@ def write_file_ranges(
                 for file in sorted({file_range.file for file_range in some_ranges})
             }
 
-            def write_one(
-                chunk: IoChunk, writers: Mapping[int, FileWriter] = writers
-            ) -> list[tuple[int, Fragment]]:
+            def write_one(chunk: IoChunk, writers: Mapping[int, FileWriter] = writers) -> list[tuple[int, Fragment]]:
                 fragments = _write_chunk(chunk, provider_of, buffers.get(), writers[chunk.file])
                 on_moved(chunk.size)
                 return fragments
