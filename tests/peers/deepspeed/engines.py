@@ -74,7 +74,7 @@ def make_net(seed: int, **options: Any) -> Net:
 
 
 def make_engine(stage: int, dtype: str = "fp32", *, seed: int = 0, **options: Any) -> Any:
-    """Create an engine. ``options``: ``zero`` (further settings of ZeRO), ``config``, ``groups``, ``frozen``, ``wide``."""
+    """Create an engine. ``options``: ``zero`` (settings of ZeRO), ``config``, ``groups``, ``frozen``, ``wide``."""
     net = make_net(seed, frozen=options.get("frozen", True), wide=options.get("wide", False))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]

@@ -1,4 +1,4 @@
-"""What the ranks of a job do: ``torchrun -m tests.peers.deepspeed.jobs RUNS.json``. Each run has an engine of its own."""
+"""What the ranks of a job do: ``torchrun -m tests.peers.deepspeed.jobs RUNS.json``. Each run has its own engine."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class FlatGroup:
         low, high = (min(max(edge - first, 0), self.length) for edge in (offset, offset + math.prod(shape)))
         low, high = self.start + low, self.start + high
         name, *tied = names
-        mesh_shape = (len(self.place.ranks), 1) if self.place.is_replicated else (len(self.place.ranks),)
+        ranks = self.place.ranks
+        mesh_shape = (len(ranks), 1) if self.place.is_replicated else (len(ranks),)
         local = self.flat.detach()[low:high]
         return FlatShard(
             name,
@@ -55,5 +56,5 @@ class FlatGroup:
             offset,
             self.length,
             mesh_shape,
-            self.place.ranks,
+            ranks,
         )

@@ -62,7 +62,8 @@ def _check_engine(engine: Any) -> None:
     for what, is_there in problems.items():
         if is_there:
             raise StateError(
-                f"the engine has {what}, which holdfast does not store: use engine.save_checkpoint, whose files it reads"
+                f"the engine has {what}, which holdfast does not store: use engine.save_checkpoint (holdfast reads its "
+                "files)"
             )
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise StateError(
@@ -190,7 +191,8 @@ def _view_stage3(engine: Any, names: _Names) -> EngineState:
 
 def _view_untrained(module: nn.Module, names: _Names, trained: set[str], place: RankPlace) -> Iterator[FlatShard]:
     """Yield the divided parameters of ZeRO-3 that the optimizer does not train."""
-    for parameter in module.parameters():
+    parameters: Iterator[Any] = module.parameters()  # DeepSpeed adds attributes to them
+    for parameter in parameters:
         own_names = _find_names(names, parameter)
         if own_names[0] in trained or not hasattr(parameter, "ds_tensor"):
             continue

@@ -104,7 +104,7 @@ def _find_step(source: ConversionSource, steps: int | None) -> int:
 
 def _is_scaler(value: Any) -> bool:
     """Return whether a value has the attributes of one of DeepSpeed's loss scalers."""
-    return isinstance(value, dict) and value.keys() >= _SCALER_ATTRIBUTES.get(value.get("dynamic"), {None})
+    return isinstance(value, dict) and value.keys() >= _SCALER_ATTRIBUTES[bool(value.get("dynamic"))]
 
 
 def _as_object(attributes: Mapping[str, Any]) -> PickledObject:

@@ -30,12 +30,12 @@ class UniversalTarget:
         """Plan the files. Raises ``InvalidArgumentError`` naming what DeepSpeed has no place for."""
         self._source, self._staging = source, staging
         self._fakes = FakeTensors(source.tensor_infos)
-        components = self._fakes.build_tree(source, lambda groups, values: (groups, values))
-        trained = TrainedParameters.from_components(source, *components)
-        engine_values = EngineValues.from_source(source, components[1], trained.steps)
-        trees = UniversalTrees(trained, engine_values, *components, source.selected.tied.get("model", {}))
+        tensors, values = self._fakes.build_tree(source, lambda groups, values: (groups, values))
+        trained = TrainedParameters.from_components(source, tensors, values)
+        engine_values = EngineValues.from_source(source, values, trained.steps)
+        trees = UniversalTrees(trained, engine_values, tensors, values, source.selected.tied.get("model", {}))
         self._tag = f"global_step{engine_values.counters['global_steps']}{TAG_SUFFIX}"
-        self._warnings = trees.warnings()
+        self._warnings = list(trees.warnings())
         self._files = {
             staging / self._tag / name: PlannedTorchFile(tree, record_pickle, ALLOWED)
             for name, tree in trees.files().items()

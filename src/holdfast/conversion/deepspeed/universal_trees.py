@@ -66,7 +66,13 @@ class UniversalTrees:
             )
         others = {state for parameter in self.trained for state in parameter.states} - _STAGE3_STATES
         if others:
-            yield f"under ZeRO-3 DeepSpeed does not read the states {', '.join(sorted(others))}: load it under ZeRO-1 or 2"
+            names = ", ".join(sorted(others))
+            yield f"under ZeRO-3 DeepSpeed does not read the states {names}: load the checkpoint under ZeRO-1 or 2"
+        if len(self.trained.groups) > 1 and any(isinstance(parameter.step, torch.Tensor) for parameter in self.trained):
+            yield (
+                "under ZeRO-3 DeepSpeed 0.19.8 gives all groups one tensor that counts the steps, so that each counts "
+                "those of all: give each state in engine.optimizer.optimizer.state a clone of it after the load"
+            )
 
     def _module(self) -> dict[str, Any]:
         """Return the entries of the model that are not trained."""

@@ -47,8 +47,8 @@ def flat_elements(shard: FlatShard, state: torch.Tensor) -> torch.Tensor | None:
     if state.shape != shard.parameter.shape:
         raise UnsupportedTensorError(
             f"an optimizer state of {shard.fqn!r} has shape {list(state.shape)}, the shard of the parameter on this "
-            f"rank {list(shard.parameter.shape)}; under FSDP1 and ZeRO only states with a value for each element can be "
-            "stored"
+            f"rank {list(shard.parameter.shape)}; under FSDP1 and ZeRO a state can be stored only if it has a value "
+            "for each element"
         )
     is_shared = shard.parameter.numel() != shard.local.numel()
     start = shard.start_in_shard if is_shared else 0
