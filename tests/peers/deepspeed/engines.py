@@ -135,8 +135,14 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
         state |= _whole_state(engine)
     elif engine.zero_optimization_stage() < 3:
         state |= _joined_moments(engine)
+        if engine.zero_round_robin_gradients():  # where DeepSpeed's function returns other values
+            state |= {f"master/{name}": state[f"weights/{name}"].float().clone() for name in _trained(engine)}
     state |= {f"buffer/{name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _trained(engine: Any) -> list[str]:
+    return [name for name, parameter in named_parameters(engine).items() if parameter.requires_grad]
 
 
 def moments_of(engine: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from holdfast.compat.deepspeed import load_checkpoint, save_checkpoint
+from holdfast.errors import HoldfastError
 from tests.peers.deepspeed.engines import full_state, make_engine, plain_values, train
 
 
@@ -46,9 +47,23 @@ def run(spec: dict[str, Any]) -> None:
                 client_state=spec.get("client_state", {}),
                 **spec.get("save_options", {}),
             ).wait()
+    if "refused_save" in spec:
+        record["refused"] = is_refused(engine, spec)
     if dist.get_rank() == 0:
         out.with_suffix(".json").write_text(json.dumps(record))
     engine.destroy()
+
+
+def is_refused(engine: Any, spec: dict[str, Any]) -> bool:
+    """Return whether a save raises the error on this rank. Only the first rank changes a weight."""
+    if "change_weight" in spec and dist.get_rank() == 0:
+        engine.module.get_parameter(spec["change_weight"]).data.add_(1)
+    kind, message = spec["save_error"]
+    try:
+        save_checkpoint(engine, spec["refused_save"], client_state=spec.get("client_state", {}))
+    except HoldfastError as error:
+        return type(error).__name__ == kind and message in str(error)
+    return False
 
 
 def note(engine: Any, record: dict[str, Any], out: Path, point: str) -> None:

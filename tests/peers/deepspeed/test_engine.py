@@ -20,7 +20,10 @@ STAGES, DTYPES = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
 CASES = [(stage, dtype) for dtype in DTYPES for stage in STAGES]
 
 #: Where the state goes, from stage to stage.
-MOVES = ((0, 3), (3, 0), (1, 2), (2, 1), (2, 3), (3, 2), (3, 3))
+MOVES = ((0, 3), (3, 0), (1, 2), (2, 1), (2, 3), (3, 2))
+
+#: The ranks that resume, by whether sizes are multiples of 256. The mean of gradients over three ranks is rounded.
+RANKS = {True: 4, False: 3}
 
 
 def spec_of(stage: int, dtype: str, *, wide: bool, **further: Any) -> dict[str, Any]:
@@ -44,9 +47,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, dict(zip(CASES, run_job(2, folder / "job", specs), strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_another_stage_resumes_on_another_number_of_ranks(saved: Any, tmp_path: Path, ranks: int) -> None:
+def test_another_stage_resumes_on_another_number_of_ranks(saved: Any, tmp_path: Path) -> None:
     wide, folder, records = saved
+    ranks = RANKS[wide]
     cases = [(source, dtype, target) for dtype in DTYPES for source, target in MOVES]
     specs = [
         spec_of(target, dtype, wide=wide, seed=9, holdfast_load=str(folder / f"{source}{dtype}"), steps=[[3, 5]])
@@ -62,8 +65,8 @@ def test_another_stage_resumes_on_another_number_of_ranks(saved: Any, tmp_path: 
         if dtype == "fp16":
             for name in ("scale", "scale_iteration"):
                 assert resumed.values["loaded"][name] == record.values["trained0"][name], label
-        # The mean over three ranks is rounded. DeepSpeed's fp16 without ZeRO divides by the next step's loss scale.
-        if wide and ranks != 3 and not (dtype == "fp16" and 0 in {source, target}):
+        # DeepSpeed's fp16 without ZeRO divides by the loss scale of the next step.
+        if wide and not (dtype == "fp16" and 0 in {source, target}):
             assert differing(record.state("trained1"), resumed.state("trained0")) == [], label
             assert differing_values(record, resumed, ("trained1", "trained0")) == {}, label
 
