@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import StateError
 from holdfast.state.model import fsdp1
+from holdfast.state.model.flat_shards import blank_flat_state, flat_elements
 from tests.helpers.fsdp1 import (
     ORIG,
     Net,
@@ -289,13 +290,13 @@ def loading(orig: bool) -> None:
             continue
         home = fresh.state[target.parameter]
         for name, value in trained.state[source.parameter].items():
-            given = fsdp1.flat_elements(source, value)
+            given = flat_elements(source, value)
             if given is None:
                 home[name] = value.clone()
                 continue
             if name not in home:
-                home[name] = fsdp1.blank_flat_state(target, value.dtype)
-            fsdp1.flat_elements(target, home[name]).copy_(given)
+                home[name] = blank_flat_state(target, value.dtype)
+            flat_elements(target, home[name]).copy_(given)
     for ours, theirs in zip(fresh.param_groups[0]["params"], trained.param_groups[0]["params"], strict=True):
         assert fresh.state.get(ours, {}).keys() == trained.state.get(theirs, {}).keys()
         for name, value in fresh.state.get(ours, {}).items():
@@ -319,7 +320,7 @@ def collectives() -> tuple[int, bool]:
     with CommDebugMode() as ours:
         fsdp1.reshard(model)
         for part in fsdp1.flat_shards(model):
-            fsdp1.flat_elements(part, optimizer.state[part.parameter]["exp_avg"])
+            flat_elements(part, optimizer.state[part.parameter]["exp_avg"])
     with CommDebugMode() as torchs:
         gather_state_dict(model)
     return ours.get_total_counts(), torchs.get_total_counts() > 0

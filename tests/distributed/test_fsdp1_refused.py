@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from holdfast.errors import StateError, UnsupportedTensorError
 from holdfast.state.model import fsdp1
+from holdfast.state.model.flat_shards import flat_elements
 from tests.helpers.fsdp1 import (
     ORIG,
     assert_equal,
@@ -155,6 +156,6 @@ def test_dtensors_inside_are_refused(ranks: Ranks) -> None:
 def factored() -> None:
     model = wrap_fsdp1(nn.Linear(6, 5), use_orig_params=True)
     (part, _) = fsdp1.flat_shards(model)
-    assert fsdp1.flat_elements(part, torch.tensor(3.0)) is None
+    assert flat_elements(part, torch.tensor(3.0)) is None
     with pytest.raises(UnsupportedTensorError, match="'weight' has shape"):
-        fsdp1.flat_elements(part, torch.zeros(1))
+        flat_elements(part, torch.zeros(1))

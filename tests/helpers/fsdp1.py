@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
 
 from holdfast.state.model import fsdp1
-from holdfast.state.model.fsdp1 import FlatShard
+from holdfast.state.model.flat_shards import FlatShard, flat_elements
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ def read_states(
                 assert part.local.numel() == 0
                 described.append((part, part.local))
             else:
-                described.append((part, fsdp1.flat_elements(part, state)))
+                described.append((part, flat_elements(part, state)))
         for fqn, tensor in assemble_parts(described).items():
             result.setdefault(fqn, {})[name] = tensor
     return result

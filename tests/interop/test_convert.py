@@ -249,7 +249,10 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
 
 
 #: All formats but NxD's, whose files are planned otherwise.
-WRITTEN = ["native", "hf", "safetensors", "torch", "lightning", "dcp", "lightning-folder", "colossalai"]
+WRITTEN = [
+    *("native", "hf", "safetensors", "torch", "lightning", "dcp", "lightning-folder", "colossalai"),
+    "deepspeed-universal",
+]
 
 
 @pytest.mark.parametrize("to", [*WRITTEN, "nxd"])
@@ -322,7 +325,7 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
     for folder in others:
         folder.mkdir()
     with closing(lock_staging(others[0])):  # a conversion that is still under way
-        holdfast.convert(saved, tmp_path / "out", to=to, model_only=True)
+        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to != "deepspeed-universal")
     assert {path.name for path in tmp_path.glob(".*.partial")} == {folder.name for folder in others}
     assert left not in others
 

@@ -19,6 +19,7 @@ FORMATS = {
     "lightning": "one .ckpt file",
     "lightning-folder": "a folder of Lightning's FSDP and model-parallel strategies",
     "colossalai": "folders that ColossalAI's Booster loads",
+    "deepspeed-universal": "a folder that DeepSpeed loads with load_universal_checkpoint",
     "peft": "the PEFT adapters alone",
     "megatron": "a run's folder of Megatron, torch_dist",
     "nxd": "the folder of a NeuronX Distributed tag",

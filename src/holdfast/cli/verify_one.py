@@ -28,7 +28,7 @@ class VerifyResult:
     checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
     ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
     checksums. ``own_bytes`` is the disk space that no other file shares. ``problems`` name files and tensors.
-    ``notes`` name files that do not belong to the checkpoint.
+    ``notes`` name files that do not belong to the checkpoint, and what could not be proven.
     """
 
     path: str
@@ -78,6 +78,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         notes=(
             *(note for note in target.notes if note not in describe_unread(target.reader)),
             *list_unnamed_weights(target),
+            *getattr(target.reader, "unproven", ()),  # formats without checks of their own
         ),
     )
 

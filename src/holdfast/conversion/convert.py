@@ -54,7 +54,8 @@ def convert(
             ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
             and model-parallel strategies write it), ``"colossalai"`` (folders that ColossalAI's Booster loads: model,
-            optimizer, scheduler, ``user_content``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
+            optimizer, scheduler, ``user_content``), ``"deepspeed-universal"`` (a folder that DeepSpeed loads with
+            ``load_universal_checkpoint``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
             only rank 0 writes it), ``"megatron"`` (a run's folder with an iteration of Megatron's ``torch_dist``),
             ``"peft"`` (the PEFT adapters alone, as PEFT stores them).
         include: shell patterns of the parameters and buffers to convert. Default: all.

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.conversion.carried_values import carry_values
 from holdfast.conversion.dcp_target import DcpTarget
+from holdfast.conversion.deepspeed.universal_target import UniversalTarget
 from holdfast.conversion.lightning_target import LightningTarget
 from holdfast.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from holdfast.conversion.peft_target import PeftTarget
@@ -60,6 +61,7 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     "lightning": lambda source, staging, _: TorchTarget(source, staging, lightning_schema),
     "lightning-folder": lambda source, staging, _: LightningTarget(source, staging),
     "peft": PeftTarget,
+    "deepspeed-universal": lambda source, staging, _: UniversalTarget(source, staging),
     "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
     "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
     MEGATRON: lambda source, staging, _: load_target(MEGATRON)(source, staging),

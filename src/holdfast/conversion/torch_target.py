@@ -6,6 +6,7 @@ torch itself writes it with tensors that have no data. The offsets of these are 
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,29 @@ from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.formats.reader import Reader
 from holdfast.formats.torch_file import TorchFileReader, read_tree
+from holdfast.formats.torchfile import allowed_globals
 from holdfast.formats.torchfile.objects import TorchTensor
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.posix import make_directory, new_file
 
 
 class PlannedTorchFile:
-    """A ``torch.save`` file to be written, whose tree has tensors without data."""
+    """A ``torch.save`` file to be written, whose tree has tensors without data.
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
+    ``pickle_module`` provides the pickler, as in ``torch.save``. ``allowed`` are the globals that its pickle may name.
+    """
+
+    def __init__(
+        self, tree: Any, pickle_module: Any = pickle, allowed: Mapping[str, object] = allowed_globals.NAMES
+    ) -> None:
+        self._tree, self._pickle_module, self._allowed = tree, pickle_module, allowed
 
     def create_file(self, path: Path) -> None:
         """Create the file at its final size."""
         make_directory(path.parent)
         with new_file(path) as file, skip_data(materialize_fake_tensors=True):
-            torch.save(self._tree, file)  # not to the path: torch would store the path's name in it
+            # Not to the path: torch would store the path's name in it.
+            torch.save(self._tree, file, pickle_module=self._pickle_module)
 
     def read_offsets(self, path: Path) -> dict[int, int]:
         """Return the byte offset of each tensor without data in the created file, by the tensor's ``id``."""
@@ -56,7 +64,7 @@ class PlannedTorchFile:
         """Iterate over the tensors of the tree, each with its byte offset in the file."""
         return (
             (planned, stored.find_location().offset)
-            for planned, stored in state_dict_pairs(self._tree, read_tree(path).root)
+            for planned, stored in state_dict_pairs(self._tree, read_tree(path, names=self._allowed).root)
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.formats.torchfile import archive, legacy
 from holdfast.formats.torchfile.allowed_globals import NAMES
-from holdfast.formats.torchfile.zip_reader import FileWindow, is_zip
+from holdfast.formats.torchfile.zip_reader import FileWindow, RangeReader, is_zip
 from holdfast.formats.tree.contents import classify_tree
 from holdfast.formats.tree.tree_reader import TreeReader
 from holdfast.ondisk.read_budget import ReadBudget
@@ -26,16 +26,22 @@ def is_torch_file(path: Path) -> bool:
     return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
 
 
-def _open_window(path: Path) -> FileWindow:
-    return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool())
+def _open_window(path: Path, readers: RangeReader | None = None) -> FileWindow:
+    return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool() if readers is None else readers)
 
 
-def read_tree(path: Path, budget: ReadBudget | None = None, names: Mapping[str, object] = NAMES) -> archive.ArchiveTree:
+def read_tree(
+    path: Path,
+    budget: ReadBudget | None = None,
+    names: Mapping[str, object] = NAMES,
+    readers: RangeReader | None = None,
+) -> archive.ArchiveTree:
     """Return the tree in a file of ``torch.save``, of its zip format or the older one.
 
-    The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name.
+    The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name. Pass
+    ``readers`` that many files share: otherwise each file stays open as long as its tree exists.
     """
-    window = _open_window(path)
+    window = _open_window(path, readers)
     if budget is None:
         budget = ReadBudget()
     read = archive.read_archive if is_zip(window) else legacy.read_legacy_archive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from holdfast.storage.memory import BufferPool, Bytes
 #: Bytes copied and hashed at a time.
 _SLICE = 256 * 2**10
 
+#: The most files that are open at a time, each with up to two descriptors. The usual limit of a process is 1024.
+_MAX_OPEN = 192
+
 
 def write_file_ranges(
     files: Sequence[Path],
@@ -36,21 +39,36 @@ def write_file_ranges(
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
     """
     buffers = BufferPool(CHUNK + SECTOR_BYTES)
-    with ExitStack() as stack:
-        writers = {
-            file: stack.enter_context(open_writer(files[file]))
-            for file in sorted({file_range.file for file_range in file_ranges})
-        }
+    results: list[list[tuple[int, Fragment]]] = []
+    for some_ranges in _split_by_files(file_ranges):
+        with ExitStack() as stack:
+            writers = {
+                file: stack.enter_context(open_writer(files[file]))
+                for file in sorted({file_range.file for file_range in some_ranges})
+            }
 
-        def write_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-            fragments = _write_chunk(chunk, provider_of, buffers.get(), writers[chunk.file])
-            on_moved(chunk.size)
-            return fragments
+            def write_one(chunk: IoChunk, writers: Mapping[int, FileWriter] = writers) -> list[tuple[int, Fragment]]:
+                fragments = _write_chunk(chunk, provider_of, buffers.get(), writers[chunk.file])
+                on_moved(chunk.size)
+                return fragments
 
-        results = run_in_threads(write_one, file_chunks(file_ranges))
-        for writer in writers.values():
-            writer.sync()
+            results += run_in_threads(write_one, file_chunks(some_ranges))
+            for writer in writers.values():
+                writer.sync()
     return merge_fragments(results)
+
+
+def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileRange]]:
+    """Yield the file ranges of at most :data:`_MAX_OPEN` files at a time."""
+    files = sorted({file_range.file for file_range in file_ranges})
+    if len(files) <= _MAX_OPEN:
+        yield file_ranges
+        return
+    batch_of = {file: number // _MAX_OPEN for number, file in enumerate(files)}
+    batches: dict[int, list[FileRange]] = {}
+    for file_range in file_ranges:
+        batches.setdefault(batch_of[file_range.file], []).append(file_range)
+    yield from (batches[number] for number in sorted(batches))
 
 
 def _write_chunk(

@@ -39,12 +39,14 @@ class FolderContents:
         user_content: The counters of DeepSpeed, the loss scaler and the client state.
         evidence: Tensors that must fit each other.
         other_files: Files of the checkpoint that were not read, because the first rank's has all that they have.
+        is_proven: Whether the files have weights of the model that prove where the master weights belong.
     """
 
     components: dict[str, Any]
     user_content: dict[str, Any]
     evidence: Evidence = field(default_factory=Evidence)
     other_files: list[Path] = field(default_factory=list)
+    is_proven: bool = True
 
 
 def read_contents(folder: Path, access: FileAccess, options: ReadOptions) -> FolderContents:
@@ -79,7 +81,8 @@ class _FolderReader:
         evidence.add_masters(self._optimizer.masters, model.copies)
         content = user_content_of(stages[0].first, self._optimizer.values)
         others = [path for stage in stages for path in stage.others]
-        return FolderContents(self._list_components(stages, model), content, evidence, others)
+        is_proven = bool(evidence.masters) or not self._optimizer.masters
+        return FolderContents(self._list_components(stages, model), content, evidence, others, is_proven)
 
     def _check_layout(self) -> None:
         files, folder = self._files, self._files.folder
@@ -124,14 +127,21 @@ class _FolderReader:
 
     def _join_model(self, first: StageFiles, module: Mapping[str, Any]) -> WholeModel:
         masters, options = self._optimizer.masters, self._options
-        if not first.is_divided:
+        is_divided = first.is_divided or self._has_only_masters(module)
+        if not is_divided:
             return join_model(module, first.first, masters, use_masters=options.use_masters)
         if not options.use_masters or not options.with_optimizer:
             raise InvalidArgumentError(
-                f"keys: {first.first.path} is of ZeRO-3, which saves weights as master weights only: leave out weights "
-                "and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
+                f"keys: {first.first.path} has the weights as master weights only (ZeRO-3, universal checkpoints): "
+                "leave out weights and optimizer, and cast the model (cast_dtype=True, or --dtype of holdfast convert)"
             )
         return join_divided_model(first.models, masters, self._access.budget)
+
+    def _has_only_masters(self, module: Mapping[str, Any]) -> bool:
+        """Return whether this is a universal checkpoint without second copies of the weights, as holdfast writes it."""
+        folder = self._files.folder
+        is_universal = not self._files.optimizers and store_of(folder).is_directory(folder / UNIVERSAL)
+        return is_universal and self._optimizer.masters.keys().isdisjoint(module)
 
     def _read_optimizer(self, stage: StageFiles, module: Mapping[str, Any]) -> JoinedOptimizer:
         if not self._options.with_optimizer:

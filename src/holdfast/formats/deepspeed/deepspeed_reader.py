@@ -20,6 +20,11 @@ _MASTER, _MODEL = "master", "model"
 _READ, _SKIP = "read", "skip"
 _CHOICES = {WEIGHTS: (_MASTER, _MODEL), OPTIMIZER: (_READ, _SKIP)}
 
+_UNPROVEN = (
+    "there is no second copy of the weights (ZeRO-3, universal checkpoints): the CRCs of the files and all sizes were "
+    "checked, but nothing in them can prove that each parameter is at its place"
+)
+
 
 class DeepSpeedReader(TreeReader):
     """A reader of a folder with a file ``latest``, or of the folder of a tag.
@@ -48,6 +53,8 @@ class DeepSpeedReader(TreeReader):
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{folder} has files that DeepSpeed does not write: {error}") from error
         self._evidence = read.evidence
+        #: What reading all of it does not prove.
+        self.unproven = () if read.is_proven else (_UNPROVEN,)
         files = [*access.files, *read.other_files]
         super().__init__(folder, "deepspeed", files, access.fingerprint, contents)
 

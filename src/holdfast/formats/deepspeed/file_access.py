@@ -13,6 +13,7 @@ from holdfast.formats.torch_file import read_tree
 from holdfast.formats.tree.expanded_size import check_expanded_size
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.read_budget import ReadBudget
+from holdfast.storage.reader_pool import ReaderPool
 from holdfast.storage.store import store_of
 
 
@@ -24,18 +25,20 @@ class FileAccess:
         root: The folder that was opened. All files must be inside it.
         budget: The budget for reading all files.
         digests: A digest of the pickle of each file that was read.
+        readers: The open files, at most as many as a process may have.
     """
 
     root: Path
     budget: ReadBudget = field(default_factory=ReadBudget)
     digests: dict[Path, int] = field(default_factory=dict)
+    readers: ReaderPool = field(default_factory=ReaderPool)
 
     def read_root(self, path: Path) -> Any:
         """Return the tree in a file. Raises ``CorruptCheckpointError`` if the file is missing or invalid."""
         if not store_of(path).path_exists(path):
             raise CorruptCheckpointError(f"{path} is missing: the save did not finish, or files were removed")
         check_contained(path, self.root)
-        tree = read_tree(path, self.budget, ALLOWED)
+        tree = read_tree(path, self.budget, ALLOWED, self.readers)
         try:
             check_expanded_size(tree.root, self.budget)
         except CorruptCheckpointError as error:

@@ -85,8 +85,14 @@ def has_rank_files(names: Iterable[str]) -> bool:
 
 
 def list_tag_files(folder: Path) -> TagFiles:
-    """Return the files in a tag's folder. Raises ``CorruptCheckpointError`` if two are of the same rank."""
+    """Return the files in a tag's folder. Raises ``CorruptCheckpointError`` if two are of the same rank.
+
+    A universal checkpoint may have the model's file twice, for ZeRO-1 and 2 and for ZeRO-3: then it is the first one.
+    """
     files = [file for file in store_of(folder).list_files(folder) if file.suffix == ".pt"]
+    if store_of(folder).is_directory(folder / UNIVERSAL):
+        whole = {match["mp"] for match in map(_match_model, files) if match and match["dp"] is None}
+        files = [file for file in files if not _is_second(_match_model(file), whole)]
     return TagFiles(
         folder,
         _index_files(files, _MODEL, lambda match: Rank(int(match["mp"]), int(match["dp"] or 0))),
@@ -97,6 +103,15 @@ def list_tag_files(folder: Path) -> TagFiles:
         ),
         tuple(file for file in files if _EXPERT_OPTIMIZER.fullmatch(file.name)),
     )
+
+
+def _match_model(file: Path) -> re.Match[str] | None:
+    return _MODEL.fullmatch(file.name)
+
+
+def _is_second(match: re.Match[str] | None, whole: set[str]) -> bool:
+    """Return whether a file is that of a model for ZeRO-3, of a model-parallel rank that has a whole model's file."""
+    return match is not None and match["dp"] is not None and match["mp"] in whole
 
 
 def _index_files(

@@ -68,7 +68,7 @@ def pickle_tree(tree: Any) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Pickler(file, _PROTOCOL).dump(tree)
+        RecordPickler(file, _PROTOCOL).dump(tree)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UnsupportedValueError(f"the tree holds an object that is not a plain value: {error}") from error
     return file.getvalue()
@@ -78,7 +78,9 @@ def pickle_tree(tree: Any) -> bytes:
 _Python: Any = pickle._Pickler  # noqa: SLF001
 
 
-class _Pickler(_Python):  # type: ignore[misc]
+class RecordPickler(_Python):  # type: ignore[misc]
+    """A pickler that also writes :class:`PickledObject` objects, and tensors that are only described."""
+
     dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(_Python.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from holdfast.state.model.flat_model import FlatModel
 
 #: The file with the configuration of a model.
 CONFIG = "config.json"
@@ -34,7 +35,8 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
     model, and for models with PEFT adapters: their tensors have other names, so transformers would initialize weights
     that it does not find.
     """
-    module = unwrap_model(parts[0]) if isinstance(parts[0], nn.Module) else None
+    model = parts[0].module if isinstance(parts[0], FlatModel) else parts[0]
+    module = unwrap_model(model) if isinstance(model, nn.Module) else None
     if module is not None and not _is_wrapper(module):
         yield from base_config_files(module)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,8 @@ from holdfast.errors import InvalidArgumentError, StateError, UnsupportedTensorE
 from holdfast.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from holdfast.state.components import name_components
 from holdfast.state.model import fsdp1
-from holdfast.state.model.fsdp1 import FlatShard
+from holdfast.state.model.flat_model import FlatModel
+from holdfast.state.model.flat_shards import FlatShard
 from holdfast.state.model.hf_config import unwrap_model
 from holdfast.state.model.load_hooks import HookedLoader
 from holdfast.state.model.replaced_entries import ReplacedModel
@@ -72,6 +73,8 @@ def build_load_view(parts: Sequence[object], stored: Collection[str]) -> ModelVi
 def _view_part(model: object, *, hooks: bool) -> ModelView:
     if isinstance(model, nn.Module):
         return _view_fsdp1(model) if fsdp1.uses_fsdp1(model) else _view_module(model, hooks=hooks)
+    if isinstance(model, FlatModel):
+        return _view_flat_model(model)
     if isinstance(model, ReplacedModel):
         return _view_replaced(model)
     if isinstance(model, MutableMapping):
@@ -138,21 +141,47 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
 
     It has the flat parameters and what FSDP1 does not manage: buffers, ignored parameters, extra state.
     """
+    view = _view_shards(fsdp1.flat_shards(model))
+    _add_unmanaged(view, model)
+    view.loaders = [HookedLoader(model)]
+    return view
+
+
+def _view_flat_model(model: FlatModel) -> ModelView:
+    """Return a view of a model whose parameters another system keeps. No hooks of it are run."""
+    view = _view_shards(model.shards)
+    for name, tensor in model.replaced.items():
+        view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
+        view.refs[id(tensor)] = (ParamRef(name, view.tensors[name]),)
+    view.tied.update(model.tied)
+    _add_unmanaged(view, model.module)
+    return view
+
+
+def _view_shards(shards: Iterable[FlatShard]) -> ModelView:
     view = ModelView()
-    flat_ids = set()
-    for shard in fsdp1.flat_shards(model):
+    for shard in shards:
         ref = ParamRef(shard.fqn, _describe_flat(shard), shard)
         view.tensors[shard.fqn] = ref.tensor
         view.tied.update(dict.fromkeys(shard.tied, shard.fqn))
         view.refs[id(shard.parameter)] = (*view.refs.get(id(shard.parameter), ()), ref)
         view.frozen |= set() if shard.parameter.requires_grad else {shard.fqn}
-        flat_ids.add(id(shard.parameter))
+    return view
+
+
+def _add_unmanaged(view: ModelView, model: nn.Module) -> None:
+    """Add the tensors of a module that are not in a view of its flat parameters, and its extra state."""
+    flat_ids, named = set(view.refs), {*view.tensors, *view.tied}
     state: dict[str, Any] = {}
     buffers: set[str] = set()
     for name, module in fsdp1.named_modules(model):
         prefix = f"{name}." if name else ""
         parameters = {key: value for key, value in module._parameters.items() if value is not None}  # noqa: SLF001
-        state.update((prefix + key, value) for key, value in parameters.items() if not _is_flat(value, flat_ids))
+        state.update(
+            (prefix + key, value)
+            for key, value in parameters.items()
+            if not _is_flat(value, flat_ids) and prefix + key not in named
+        )
         persistent = {key for key in module._buffers if key not in module._non_persistent_buffers_set}  # noqa: SLF001
         named_buffers = {
             prefix + key: module._buffers[key]  # noqa: SLF001
@@ -167,8 +196,6 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
     unmanaged = _view_entries(state, buffers, frozenset())
     unmanaged.owners = view.owners
     merge_views(view, unmanaged)
-    view.loaders = [HookedLoader(model)]
-    return view
 
 
 def _describe_flat(shard: FlatShard) -> TensorView:

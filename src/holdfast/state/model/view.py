@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.engine.plan.split_tensors import Splits
 from holdfast.errors import StateError
-from holdfast.state.model.fsdp1 import FlatShard
+from holdfast.state.model.flat_shards import FlatShard
 from holdfast.state.model.load_hooks import HookedLoader
 from holdfast.state.tensors import TensorView
 

@@ -7,7 +7,7 @@ import torch
 from holdfast.errors import OptimizerMismatchError
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.validation import state_key
-from holdfast.state.model import fsdp1
+from holdfast.state.model.flat_shards import blank_flat_state
 from holdfast.state.model.view import ParamRef
 from holdfast.state.optimizer.adapters import TorchOptimizer
 from holdfast.state.optimizer.probe import probe_states
@@ -25,7 +25,7 @@ def provide_state_buffer(
         return existing
     if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):
         if ref.flat is not None:
-            return fsdp1.blank_flat_state(ref.flat, dtype)
+            return blank_flat_state(ref.flat, dtype)
         return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
     if info.shape == ():
         on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))

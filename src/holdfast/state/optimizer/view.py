@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UnsupportedTensorError
 from holdfast.ondisk.validation import state_key
-from holdfast.state.model import fsdp1
+from holdfast.state.model.flat_shards import flat_elements
 from holdfast.state.model.view import ModelView, ParamRef
 from holdfast.state.optimizer.adapters import Key, OptimizerAdapter, adapt_optimizer
 from holdfast.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
@@ -196,7 +196,7 @@ def place_wrapper(ref: ParamRef, state: str, value: torch.Tensor) -> WrapperView
 def place_states(ref: ParamRef, state: str, value: torch.Tensor) -> TensorView:
     """Return a state tensor as a checkpoint sees it. Raises ``UnsupportedTensorError`` if its layout is unknown."""
     if ref.flat is not None:
-        local = fsdp1.flat_elements(ref.flat, value)
+        local = flat_elements(ref.flat, value)
         if local is not None:
             return TensorView(NAMES[local.dtype], ref.tensor.shape, ref.tensor.layout, local)
     subject = f"optimizer state {state_key(ref.name, state)!r}"
