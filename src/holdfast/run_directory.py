@@ -370,13 +370,12 @@ class RunDirectory:
 
     def _drain_loaded(self, tier: TierLoad) -> None:
         """Begin to write a checkpoint that was loaded from the local tier into the run directory."""
-        from holdfast.save.generation_drain import GenerationDrain  # noqa: PLC0415 - as above
+        from holdfast.save.generation_drain import DrainOptions, GenerationDrain  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
-        drain = GenerationDrain(
-            self._current_ranks(), self._timeout, tier.tier, tier.assembly, self._local.on_failure, self._on_event
-        )
+        options = DrainOptions(self._local.on_failure, self._keep, self._on_event)
+        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 

@@ -227,12 +227,12 @@ def test_an_older_job_publishes_nothing_that_it_was_about_to_drain(tmp_path: Pat
     slow = SlowDrains("finalize")
     with slow.patch:
         directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
-        handle = directory.save("step_1", state_of(1), step=1)
+        directory.save("step_1", state_of(1), step=1)
         assert slow.is_reached.wait(60)
         assert run_killed_job(_begin_to_load, tmp_path) == 1
         slow.is_released.set()
         with pytest.raises(holdfast.StateError, match="another job has continued the run"):
-            handle.wait()
+            directory.wait()
     assert holdfast.list_checkpoints(tmp_path / "run") == []
     assert run_killed_job(load_step, tmp_path) == 1
 
@@ -285,3 +285,21 @@ def _be_killed_before_a_rename(base: Path, step: int) -> None:
     failure = RuntimeError("killed")  # no error of storage, after which the draft would be removed
     with mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=failure), pytest.raises(RuntimeError):
         save_steps(directory, step + 100)
+
+
+def test_the_retention_policy_holds_for_what_is_drained_at_loads_and_at_the_end(tmp_path: Path) -> None:
+    for step in range(6):
+        run_killed_job(_save_last_step, tmp_path, step, step % 2 == 0)
+    kept = {info.tag for info in holdfast.list_checkpoints(tmp_path / "run")}
+    assert len(kept) <= 2
+
+
+def _save_last_step(base: Path, step: int, ends_well: bool) -> None:
+    local = holdfast.LocalTier(base / "tier", drain_every=NEVER)
+    directory = holdfast.RunDirectory(base / "run", keep=2, local=local)
+    with suppress(holdfast.NoCheckpointError):
+        directory.restore(None, state_of(-1))
+        directory.wait()
+    save_steps(directory, step)
+    if ends_well:
+        directory.finalize()

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,8 @@ from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.ondisk.manifest import Manifest
-from holdfast.run.cleanup import clean_up
+from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.drain_attempts import retry_drain
@@ -58,25 +60,28 @@ _Edge = tuple[int, int, bytes]
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@dataclass(frozen=True)
+class DrainOptions:
+    """The options of a drain: what happens if it fails, which checkpoints are kept after it, and who hears of it."""
+
+    on_failure: str
+    keep: Retention | None
+    on_event: OnEvent
+
+
 class GenerationDrain(SaveOperation[CheckpointInfo]):
     """The drain of an assembled generation, as a save without tensors of the caller."""
 
-    def __init__(  # noqa: PLR0917 - the group, and what is drained how
-        self,
-        ranks: RankGroup,
-        timeout: float,
-        tier: TierState,
-        assembly: Assembly,
-        on_failure: str,
-        on_event: OnEvent,
+    def __init__(
+        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, options: DrainOptions
     ) -> None:
         super().__init__(ranks, timeout)
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
-        self._on_failure = on_failure
+        self._options = options
         self._label = assembly.generation.common.label
         self._staging = StagingDirectory(self.path)
         self._reporter = EventReporter(
-            self.path, on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
+            self.path, options.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
         )
         #: The slots of this process with parts of the generation.
         self._slots: list[Slot] = []
@@ -127,7 +132,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         try:
             drained = retry_drain(self._drain_once, self._note_failure)
         except HoldfastError as error:
-            if self._on_failure == "raise":
+            if self._options.on_failure == "raise":
                 raise
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
@@ -201,6 +206,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
                 lambda files: msgspec.structs.replace(label, files=files),
             )
             self._publish()
+            self._remove_old_checkpoints()
             return manifest.encode_manifest(finished)
 
         order = range(self._session.size)
@@ -244,6 +250,15 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             if not holds_checkpoint(self.path, self._label.manifest.id):
                 raise
             self._staging.discard()
+
+    def _remove_old_checkpoints(self) -> None:
+        """Remove the checkpoints that are not kept. Failures only warn: the new one is committed."""
+        if self._options.keep is None:
+            return
+        try:
+            list(delete_checkpoints(expired_checkpoints(self._tier.run, self._label.manifest.run, self._options.keep)))
+        except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
+            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
 
     def _check_newest(self, folder: Path) -> None:
         """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
