@@ -1,8 +1,8 @@
-"""Train on several hosts, any of which may fail: each save is complete in their memory.
+r"""Train on several hosts, any of which may fail: each save is complete in their memory.
 
 On each host, with two to four of them:
 
-    torchrun --nnodes 2:4 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \\
+    torchrun --nnodes 2:4 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \
         examples/elastic.py runs/a --memory /dev/shm/a
 
 If a process dies, torchrun starts all ranks again, and they load the newest checkpoint from memory. If a host is lost,
@@ -109,7 +109,8 @@ def build_model() -> nn.Module:
     model = ByteModel()
     for layer in model.layers:
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def read_sequences() -> torch.Tensor:
@@ -139,7 +140,7 @@ def hash_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a hash of the weights and of the optimizer's state, whatever the number of ranks."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        for key, tensor in {"": parameter, **optimizer.state[parameter]}.items():
+        for key, tensor in sorted({"": parameter, **optimizer.state[parameter]}.items()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             digest.update(f"{name} {key}".encode() + whole.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

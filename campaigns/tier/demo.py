@@ -148,9 +148,9 @@ def _measure_recovery(training: Training, disturb: Callable[[], object], ranks: 
     if loaded["source"] != "local tier" or loaded["state"] != saved["state"]:
         raise DemoError(f"the state of step {loaded['loaded']} was loaded as {loaded}, and was saved as {saved}")
     print(
-        f"   {ranks} ranks load step {loaded['loaded']} of {last} from memory in {loaded['seconds']:.2f} s, bit for bit "
-        f"as it was. No step is trained for {step['time'] - last_time:.1f} s, {step['time'] - began:.1f} s after the "
-        "event the first one is complete.",
+        f"   {ranks} ranks load step {loaded['loaded']} of {last} from memory in {loaded['seconds']:.2f} s, bit for bit.\n"
+        f"   The next step is complete {step['time'] - began:.1f} s after that, and {step['time'] - last_time:.1f} s after "
+        "the step before.",
         flush=True,
     )
 

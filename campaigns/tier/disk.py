@@ -30,7 +30,7 @@ class Disk:
 
     def limit(self, rate: float) -> None:
         """Limit its rate of reads and of writes; 0 is no limit."""
-        number = os.stat(self.device).st_rdev
+        number = Path(self.device).stat().st_rdev
         for name in ("read", "write"):
             limits = _find_cgroup() / f"blkio.throttle.{name}_bps_device"
             limits.write_text(f"{os.major(number)}:{os.minor(number)} {rate:.0f}\n")

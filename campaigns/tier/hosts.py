@@ -51,7 +51,9 @@ class Host:
         first = (sys.executable, "-m", "campaigns.tier.init", str(self.number), *self.modules)
         # Its processes die with the first one, and that one with this process.
         options = (*_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
-        self._process = subprocess.Popen(["unshare", *options, "--", *first], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self._process = subprocess.Popen(
+            ["/usr/bin/unshare", *options, "--", *first], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         self._pid = self._find_first_process(self._process.pid)
         device = f"link{self.number}"
         run("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", str(self._pid))
