@@ -94,12 +94,12 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens."""
+        """Return the logits of the next tokens, of all sequences one after the other."""
         hidden = self.embedding(tokens) + self.positions.weight
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
-        logits: torch.Tensor = self.head(hidden)
+        logits: torch.Tensor = self.head(hidden.flatten(0, 1))
         return logits
 
 
@@ -121,7 +121,7 @@ def read_sequences() -> torch.Tensor:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, sequences: torch.Tensor) -> float:
     """Train one step. Return the loss, averaged over all ranks."""
-    loss = cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
+    loss = cross_entropy(model(sequences[:, :-1]), sequences[:, 1:].flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()

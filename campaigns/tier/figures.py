@@ -73,7 +73,7 @@ def _save_in_tier(setting: Setting, copies: int, kill: int | None = None) -> Non
             job.kill_rank(kill)
 
 
-def _load(setting: Setting, hosts: Sequence[Host], layout: str, held: Sequence[set[int]]) -> tuple[float, float, int]:
+def _load(setting: Setting, hosts: Sequence[Host], layout: str, held: Sequence[set[int]]) -> tuple[float, int, int]:
     """Load on some hosts, and check all bits. Return the seconds, the bytes that must come to one, and those read."""
     with running_job(hosts) as job:
         job.call(ranks.build, layout, setting.nbytes, _OTHER)
@@ -133,7 +133,8 @@ def _remove(path: Path) -> None:
 
 def _measure_lost_host(setting: Setting, title: str, left: int, layout: str, allowance: float) -> None:
     """Measure loads after the last host was lost. An empty one joins unless fewer are left than there were."""
-    times, missing = [], 0
+    times: list[float] = []
+    missing = 0
     for _ in range(setting.rounds):
         _save_in_tier(setting, 1)
         lost = setting.hosts[-1]
@@ -192,6 +193,25 @@ def measure_local_completion(setting: Setting) -> None:
     report("stall with the tier / without", pairs, None)
 
 
+def measure_copies(setting: Setting) -> None:
+    """Measure saves with copies on another host, against DCP's stager that exchanges the state with another host."""
+    ours: list[tuple[float, float]] = []
+    theirs: list[float] = []
+    with running_job(setting.hosts) as job:
+        job.call(ranks.build, "FSDP2", setting.nbytes // 2, _SAVED)
+        options = {"copies": 1, "drain_every": ranks.NEVER}
+        job.call(ranks.open_run, setting.run, options, async_save=True)
+        for number in range(setting.rounds + 2):
+            saves = job.call(ranks.save_with_copies, setting.run, f"save_{number}")
+            if number >= 2:  # before, the slots are new
+                ours.append((max(stall for stall, _ in saves), max(done for _, done in saves)))
+                theirs.append(max(job.call(ranks.replicate_with_dcp)))
+    size = f"{setting.nbytes / 2e9:g} GB"
+    report(f"save with copies=1, {size}: stall, s", [stall for stall, _ in ours], None)
+    report(f"save with copies=1, {size}: until copied, s", [done for _, done in ours], None)
+    report(f"_ReplicationStager of DCP, {size}: stall, s", theirs, None)
+
+
 def measure_every_step(setting: Setting) -> None:
     """Measure steps with a save into memory after each, against steps without."""
     for copies, nbytes in ((0, setting.nbytes), (1, setting.nbytes // 2)):
@@ -216,7 +236,8 @@ def _compare_steps(
         def train(*, saves: bool) -> float:
             results = job.call(ranks.train, setting.run, 4, seconds, processor, saves=saves)
             job.call(ranks.wait_for_saves, setting.run)
-            return statistics.median(max(of_step) for of_step in zip(*results, strict=True))
+            slowest: list[float] = [max(of_step) for of_step in zip(*results, strict=True)]
+            return statistics.median(slowest)
 
         train(saves=True)  # now the slots are there
         for _ in range(setting.rounds):
@@ -257,6 +278,7 @@ FIGURES: dict[str, Callable[[Setting], None]] = {
     "replaced-host": measure_replaced_host,
     "fewer-hosts": measure_fewer_hosts,
     "local-completion": measure_local_completion,
+    "copies": measure_copies,
     "every-step": measure_every_step,
     "frozen-disk": measure_frozen_disk,
 }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import _ReplicationStager
 
 import holdfast
 from benchmarks import raw, states
@@ -79,12 +80,16 @@ def open_run(run: Path, options: dict[str, Any] | None, **settings: Any) -> None
     _training().directories[run] = holdfast.RunDirectory(run, local=local, timeout=120, **settings)
 
 
+def _directory(run: Path) -> holdfast.RunDirectory:
+    return _training().directories[run]
+
+
 def save(run: Path, tag: str) -> tuple[float, float]:
     """Save. Return the seconds until the call returned, and from then until the checkpoint was complete in the tier."""
     training = _training()
     dist.barrier()
     began = time.perf_counter()
-    handle = _training().directories[run].save(tag, training.model, training.optimizer, rng=False)
+    handle = _directory(run).save(tag, training.model, training.optimizer, rng=False)
     returned = time.perf_counter()
     handle.wait_local()
     return returned - began, time.perf_counter() - returned
@@ -92,19 +97,37 @@ def save(run: Path, tag: str) -> tuple[float, float]:
 
 def finish(run: Path) -> list[str]:
     """Wait for all saves, and drain the newest checkpoint. Return the tags in the run directory."""
-    _training().directories[run].finalize()
-    return [info.tag for info in _training().directories[run].list()]
+    _directory(run).finalize()
+    return [info.tag for info in _directory(run).list()]
 
 
 def wait_for_saves(run: Path) -> None:
     """Wait for all saves and copies."""
-    _training().directories[run].wait()
+    _directory(run).wait()
 
 
 def load(run: Path) -> tuple[float, str]:
     """Load the newest checkpoint. Return the seconds and where it was."""
     training = _training()
-    return _time(lambda: _training().directories[run].restore(None, training.model, training.optimizer).source)
+    return _time(lambda: _directory(run).restore(None, training.model, training.optimizer).source)
+
+
+def save_with_copies(run: Path, tag: str) -> tuple[float, float]:
+    """Save. Return the seconds until the call returned, and until the checkpoint and its copies were in memory."""
+    training = _training()
+    dist.barrier()
+    began = time.perf_counter()
+    _directory(run).save(tag, training.model, training.optimizer, rng=False)
+    returned = time.perf_counter() - began
+    _directory(run).wait()
+    return returned, time.perf_counter() - began
+
+
+def replicate_with_dcp() -> float:
+    """Exchange the state with another host by DCP's stager, which blocks. Return the seconds."""
+    state = states.list_tensors(_training().model, _training().optimizer)
+    stager = _ReplicationStager(dist.distributed_c10d._get_default_group(), storage_dir="/dev/shm/replica")
+    return _time(lambda: stager.stage(state))[0]
 
 
 def save_with_dcp(path: Path) -> None:
@@ -152,7 +175,7 @@ def train(run: Path, steps: int, seconds: float, processor: str, *, saves: bool)
         compute()
         training.optimizer.step()
         if saves:
-            _training().directories[run].save(f"step_{next(_numbers)}", training.model, training.optimizer, rng=False)
+            _directory(run).save(f"step_{next(_numbers)}", training.model, training.optimizer, rng=False)
         times.append(time.perf_counter() - began)
     return times
 
@@ -181,5 +204,5 @@ def record_pauses(run: Path, seconds: float, step: float) -> list[float]:
             return pauses
         time.sleep(step)
         began = time.perf_counter()
-        _training().directories[run].save(f"step_{next(_numbers)}", training.model, training.optimizer, rng=False)
+        _directory(run).save(f"step_{next(_numbers)}", training.model, training.optimizer, rng=False)
         pauses.append(time.perf_counter() - began)
