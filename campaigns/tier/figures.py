@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -55,12 +56,12 @@ def measure(disk: Disk, nbytes: int, rounds: int, figures: Sequence[str]) -> Non
             _empty(setting)
 
 
-def _empty(setting: Setting) -> None:
+def _empty(setting: Setting, folder: Path | None = None) -> None:
+    """Remove the tier on all hosts, and a folder of the disk; or all that is on it."""
     with running_job(setting.hosts) as job:
         job.call(ranks.remove_tier)
-    for path in sorted(setting.disk.path.rglob("*"), reverse=True):
-        if "lost+found" not in path.parts:
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in [folder] if folder else setting.disk.path.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _save_in_tier(setting: Setting, copies: int, kill: int | None = None) -> None:
@@ -115,9 +116,7 @@ def measure_killed_rank(setting: Setting) -> None:
             cold["holdfast"].append(max(seconds for seconds, _ in job.call(ranks.load, ours)))
             job.call(ranks.evict, disk.path)
             cold["DCP"].append(max(seconds for seconds, _ in job.call(ranks.load_with_dcp, theirs)))
-        with running_job(hosts) as job:
-            job.call(ranks.remove_tier)
-        _remove(setting.run)
+        _empty(setting, setting.run)
     report("rank killed: load from the tier, s", warm, None, f"bytes read from the disk: {read}")
     for name, times in cold.items():
         report(f"cold load from the disk, {name}, s", times, None)
@@ -125,47 +124,41 @@ def measure_killed_rank(setting: Setting) -> None:
     report("rank killed: tier / the faster cold load", [seconds / slowest for seconds in warm], 0.25)
 
 
-def _remove(path: Path) -> None:
-    for entry in sorted(path.rglob("*"), reverse=True):
-        entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    path.rmdir()
-
-
-def _measure_lost_host(setting: Setting, title: str, left: int, layout: str, allowance: float) -> None:
-    """Measure loads after the last host was lost. An empty one joins unless fewer are left than there were."""
+def _measure_lost_host(setting: Setting, title: str, left: Sequence[int], layout: str, allowance: float) -> None:
+    """Measure loads on the hosts ``left`` after the last one was destroyed. If it is among them, it is empty."""
     times: list[float] = []
     missing = 0
+    hosts, lost = [setting.hosts[number] for number in left], setting.hosts[-1]
+    # A host has the part of its own rank, and a copy of the one before.
+    held = [{number, (number - 1) % _HOSTS} if setting.hosts[number] is not lost else set[int]() for number in left]
     for _ in range(setting.rounds):
         _save_in_tier(setting, 1)
-        lost = setting.hosts[-1]
         lost.destroy()
-        hosts = setting.hosts[:left]
-        # A host has the part of its own rank, and a copy of the one before.
-        held = [{rank, (rank - 1) % _HOSTS} for rank in range(_HOSTS - 1)] + [set[int]()]
-        if left == _HOSTS:
-            lost.start()
-            lost.wait_until_up()
+        if lost in hosts:
+            _start(lost)
         seconds, missing, _ = _load(setting, hosts, layout, held)
         times.append(seconds)
-        if not lost.is_up:
-            lost.start()
-            lost.wait_until_up()
-        with running_job(setting.hosts) as job:
-            job.call(ranks.remove_tier)
-        _remove(setting.run)
+        if lost not in hosts:
+            _start(lost)
+        _empty(setting)
     limit = 1.3 * missing / LINK_BYTES + allowance
     report(title, times, limit, f"{missing / 1e9:.3f} GB must come to a host: {missing / LINK_BYTES:.2f} s of its link")
 
 
+def _start(host: Host) -> None:
+    host.start()
+    host.wait_until_up()
+
+
 def measure_replaced_host(setting: Setting) -> None:
     """Measure loads after a host was replaced by an empty one."""
-    _measure_lost_host(setting, "host replaced by an empty one: load, s", 4, "FSDP2", 0.3)
+    _measure_lost_host(setting, "host replaced by an empty one: load, s", range(_HOSTS), "FSDP2", 0.3)
 
 
 def measure_fewer_hosts(setting: Setting) -> None:
-    """Measure loads on fewer hosts."""
-    _measure_lost_host(setting, "host lost: load on three, FSDP2, s", 3, "FSDP2", 1.0)
-    _measure_lost_host(setting, "host lost: load on two, TP, s", 2, "TP", 1.0)
+    """Measure loads on fewer hosts. Two of them have all parts if they are no neighbours."""
+    _measure_lost_host(setting, "host lost: load on three, FSDP2, s", (0, 1, 2), "FSDP2", 1.0)
+    _measure_lost_host(setting, "host lost: load on two, TP, s", (0, 2), "TP", 1.0)
 
 
 def measure_local_completion(setting: Setting) -> None:

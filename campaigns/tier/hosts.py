@@ -100,7 +100,9 @@ class Host:
     @property
     def received_bytes(self) -> int:
         """The bytes that were sent to it over its link."""
-        return int(Path(f"/sys/class/net/link{self.number}/statistics/tx_bytes").read_text())
+        devices = dict(line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:])
+        counters = {name.strip(): values.split() for name, values in devices.items()}
+        return int(counters[f"link{self.number}"][8])  # what its end on the bridge has transmitted
 
     def destroy(self) -> None:
         """End the host as a power failure does: no process and no connection can tell others."""
