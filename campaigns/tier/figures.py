@@ -18,8 +18,8 @@ from campaigns.tier.job import running_job
 _MODULES = ("campaigns.tier.ranks", "holdfast.save.tier_save", "holdfast.load.tier_load", "holdfast.load.fallback")
 _HOSTS = 4
 
-#: The state that is saved, and another one.
-_SAVED, _OTHER = 1, 2
+#: The number of the state that is saved.
+_SAVED = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _save_in_tier(setting: Setting, copies: int, kill: int | None = None) -> Non
 def _load(setting: Setting, hosts: Sequence[Host], layout: str, held: Sequence[set[int]]) -> tuple[float, int, int]:
     """Load on some hosts, and check all bits. Return the seconds, the bytes that must come to one, and those read."""
     with running_job(hosts) as job:
-        job.call(ranks.build, layout, setting.nbytes, _OTHER)
+        job.call(ranks.build, layout, setting.nbytes, None)
         job.call(ranks.open_run, setting.run, {"copies": 1, "drain_every": ranks.NEVER})
         missing = max(job.call(ranks.count_missing, held, _HOSTS))
         job.call(ranks.evict, setting.disk.path)
@@ -110,7 +110,7 @@ def measure_killed_rank(setting: Setting) -> None:
         warm.append(seconds)
         read.append(nbytes)
         with running_job(hosts) as job:
-            job.call(ranks.build, "FSDP2", setting.nbytes, _OTHER)
+            job.call(ranks.build, "FSDP2", setting.nbytes, None)
             job.call(ranks.open_run, ours, None)
             job.call(ranks.evict, disk.path)
             cold["holdfast"].append(max(seconds for seconds, _ in job.call(ranks.load, ours)))
@@ -259,7 +259,7 @@ def measure_frozen_disk(setting: Setting) -> None:
     with running_job(setting.hosts) as job:
         job.call(ranks.remove_tier)
     with running_job(setting.hosts) as job:
-        job.call(ranks.build, "FSDP2", setting.nbytes, _OTHER)
+        job.call(ranks.build, "FSDP2", setting.nbytes, None)
         job.call(ranks.open_run, setting.run, None)
         sources = {source for _, source in job.call(ranks.load, setting.run)}
         wrong = [name for names in job.call(ranks.find_wrong, _SAVED) for name in names]

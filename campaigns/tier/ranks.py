@@ -58,10 +58,20 @@ def join(address: str, port: int, rank: int, size: int) -> None:
     dist.init_process_group("gloo", method, timedelta(seconds=120), rank=rank, world_size=size)
 
 
-def build(layout: str, nbytes: int, seed: int) -> None:
-    """Build a model with AdamW of ``nbytes`` over all ranks, with the elements of ``seed``."""
-    _current[:] = [_Training(*states.build_training(layout, nbytes))]
-    known_state.fill_state(_training().model, _training().optimizer, seed)
+def build(layout: str, nbytes: int, seed: int | None) -> None:
+    """Build a model with AdamW of ``nbytes`` over all ranks, with the elements of ``seed``, or with zeros."""
+    with torch.device("meta"):
+        whole = states.Llama(nbytes)
+    model = states.LAYOUTS[layout](whole).to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.data.zero_()
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    _current[:] = [_Training(model, optimizer)]
+    if seed is not None:
+        known_state.fill_state(model, optimizer, seed)
 
 
 def find_wrong(seed: int) -> list[str]:
