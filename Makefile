@@ -5,11 +5,15 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts clean
+.PHONY: demo demo-hosts test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
+
+## demo-hosts: train on four hosts while a rank is killed, a host is destroyed, and a host joins; needs root
+demo-hosts: .venv/installed
+	$(BIN)/python -m campaigns.tier demo
 
 #: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -122,6 +126,10 @@ large: .venv/installed
 hosts: .venv/installed
 	$(BIN)/python -m campaigns.hosts setup
 	for scene in pages locks leftovers names faults saves folders jobs failures; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
+
+## tier: measure loads from the memory of four hosts, what saves cost, and a frozen disk; needs root and 16 GB of memory
+tier: .venv/installed
+	$(BIN)/python -m campaigns.tier figures
 
 ## gcs: the suite of all stores with a real bucket of Google Cloud Storage, BUCKET=name; it deletes what it writes
 gcs: .venv/installed
