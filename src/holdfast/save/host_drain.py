@@ -20,7 +20,7 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
-from holdfast.save.generation_drain import GenerationDrain
+from holdfast.save.generation_drain import DrainOptions, GenerationDrain
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.object_path import ObjectPath, parse_location
@@ -231,7 +231,8 @@ class _HostDrain:
         folder_of = dict.fromkeys(others, self._collected.folder.path) | dict.fromkeys(own, self._folder.path)
         places = {rank: {0: str(folder_of[rank] / table.data)} for rank, table in tables.items()}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
-        operation = GenerationDrain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, "raise", self._on_event)
+        options = DrainOptions("raise", None, self._on_event)
+        operation = GenerationDrain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
             return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
 
