@@ -253,11 +253,11 @@ class TierFolder:
         replace_small(self.path / name, data)
 
     def _remove(self, name: str) -> None:
-        """Remove a file, unless another process has."""
+        """Remove a file, unless another process has. A folder of this name is not the tier's, and stays."""
         try:
             remove_file(self.path / name)
         except StorageError as error:
-            if error.errno != errno.ENOENT:
+            if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise
 
 
