@@ -337,7 +337,7 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
         partial.mkdir()
         (tmp_path / "last").rename(tmp_path / aside.name)
 
-    with change_at_call("holdfast.run.cleanup._list_hidden", begin):
+    with change_at_call("holdfast.run.cleanup._parse_hidden", begin):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
     locks[0].close()
@@ -347,7 +347,9 @@ def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path
     save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
-    with change_at_call("holdfast.run.cleanup._list_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)):
+    with change_at_call(
+        "holdfast.run.cleanup._parse_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
+    ):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
 

@@ -118,7 +118,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_every_module_can_be_imported() -> None:
     run_program("""
 import pkgutil, importlib, holdfast
-names = ("__main__", "lightning", "ray", "torchtitan", "transformers")  # need other packages
+names = ("__main__", "compat.deepspeed", "lightning", "ray", "torchtitan", "transformers")  # need other packages
 extras = tuple(f"holdfast.{name}" for name in names)
 for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
     if not module.name.startswith(extras):
