@@ -22,6 +22,7 @@ from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.save import drain_attempts
 from holdfast.save.checkpoint_save import CheckpointSave
 from holdfast.storage import mapped_file
+from holdfast.tier import state
 from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from tests.helpers.file_contents import read_state_files
@@ -428,3 +429,22 @@ def _save_with_lost_commit(base: str) -> None:
     ):
         directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
         assert directory.save("a", {"w": torch.ones(3)}).wait().tag == "a"
+
+
+def test_a_list_of_the_run_directory_that_hangs_after_a_drain_delays_no_save(tmp_path: Path) -> None:
+    hangs, release, list_all = threading.Event(), threading.Event(), state.list_checkpoints
+
+    def hang(run: Path) -> Any:
+        hangs.set()
+        release.wait(60)
+        return list_all(run)
+
+    directory = holdfast.RunDirectory(tmp_path / "run", local=tier_of(str(tmp_path)), async_save=True)
+    directory.save("a", {"w": torch.ones(3)}).wait()
+    with mock.patch.object(state, "list_checkpoints", hang):
+        slow = directory.save("b", {"w": torch.ones(3)})
+        assert hangs.wait(30)
+        directory.save("c", {"w": torch.ones(3)}).wait_local(timeout=30)
+        assert not slow.done()
+        release.set()
+        directory.finalize()

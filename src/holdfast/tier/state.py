@@ -88,6 +88,7 @@ class TierState:
     @property
     def known_tags(self) -> frozenset[str] | None:
         """On rank 0, the tags that are taken; ``None`` if the run directory was not read yet."""
+        self._forget_in_fork()
         return frozenset(self._tags) if self._epoch else None
 
     def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
@@ -145,14 +146,17 @@ class TierState:
 
     def note_durable(self, info: CheckpointInfo) -> None:
         """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
+        durable = self.durable
+        if self._epoch:
+            with suppress(StorageError):  # what is known stays known
+                # Without the lock: storage may hang, and the next save must not wait for it.
+                durable = list_checkpoints(self.run)
         with self._lock:
             self._drained_at = time.monotonic()
             if self._epoch:
-                known = {known.tag for known in self.durable}
-                with suppress(StorageError):  # what is known stays known
-                    self.durable = list_checkpoints(self.run)
-                    self._tags -= known - {found.tag for found in self.durable}
+                self._tags -= {known.tag for known in self.durable} - {found.tag for found in durable}
                 self._tags.add(info.tag)
+                self.durable = durable
 
     def take_over(self, job: str) -> None:
         """Take over the folder for this job, whose text rank 0 has chosen."""
