@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import pickle
 import random
 import traceback
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from holdfast.live_copy import api as live_api
 from holdfast.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT = 120.0
 
 
@@ -87,6 +90,7 @@ class Ranks:
 
 
 def _serve(pipe: Connection, port: int) -> None:
+    os.chdir(ROOT)  # a test may have changed the directory in which this process was started
     torch.set_num_threads(1)
     gc.freeze()  # or each collection goes through all that torch consists of
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
