@@ -119,14 +119,8 @@ class LoadOperation:
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks."""
         self.selected = self._select_checkpoint()
-        if self._tier is not None and self.selected.generation is not None:
-            self._tier.assemble(self._session, self.selected.generation)
         folder = self.selected.locate(self._request.path)
-        reader, targets, decision = self._match_targets(folder)
-        global_spec = self._exchange_specs(targets, decision)
-        plan = self._plan_reads(reader, targets, global_spec, decision)
-        if self._tier is not None and self.selected.generation is not None:
-            self._tier.fetch(self._session, plan)
+        reader, targets, plan = self._prepare_reads(folder)
         verified = self._read_tensors(reader, targets, plan)
         self.is_applying = True
         self._session.run_on_all("putting values in place", targets.apply)
@@ -140,6 +134,18 @@ class LoadOperation:
         if self._differences:
             warn_caller(f"loaded {folder} into a model of another configuration:\n{format_lines(self._differences)}")
         return result
+
+    def _prepare_reads(self, folder: Path) -> tuple[Reader, LoadTargets, ReadPlan]:
+        """Do all that precedes the reads. What other hosts have of a local checkpoint is on this one afterwards."""
+        tier, generation = self._tier, self.selected.generation
+        while True:
+            if tier is not None and generation is not None:
+                tier.assemble(self._session, generation)
+            reader, targets, decision = self._match_targets(folder)
+            global_spec = self._exchange_specs(targets, decision)
+            plan = self._plan_reads(reader, targets, global_spec, decision)
+            if tier is None or generation is None or tier.fetch(self._session, plan):
+                return reader, targets, plan
 
     def _select_checkpoint(self) -> SelectedCheckpoint:
         """Return the checkpoint that rank 0 selects for all ranks."""

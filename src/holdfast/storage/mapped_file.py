@@ -34,45 +34,24 @@ def count_free_bytes(folder: Path) -> int:
     return free if in_cgroup is None else min(free, in_cgroup)
 
 
+def require_free_bytes(folder: Path, nbytes: int) -> None:
+    """Raise ``SpaceShortageError`` if a folder does not have ``nbytes`` bytes left."""
+    if nbytes > (free := count_free_bytes(folder)):
+        raise _shortage_error(folder, nbytes, free)
+
+
 def map_reserved(path: Path, nbytes: int, held: int = 0) -> Bytes:
     """Create a file of at least ``nbytes`` bytes, or enlarge it. Reserve its space, and map it to be written.
 
     It had ``held`` reserved bytes before. Raises ``SpaceShortageError``; then it has as many as before.
     """
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    if size - held > (free := count_free_bytes(path.parent)):
-        raise _shortage_error(path.parent, size - held, free)
+    require_free_bytes(path.parent, size - held)
     with wrap_os_errors("create", path):
         fd = _open_to_write(path)
         try:
             _reserve(fd, path, 0, size, held)
             return np.frombuffer(mmap.mmap(fd, size), np.uint8)
-        finally:
-            os.close(fd)
-
-
-def reserve_span(path: Path, size: int, start: int, nbytes: int) -> None:
-    """Create a sparse file of ``size`` bytes, or open it, and reserve space from ``start`` on.
-
-    Several processes may do it at a time. Raises ``SpaceShortageError``.
-    """
-    with wrap_os_errors("create", path):
-        fd = _open_to_write(path)
-        try:
-            held = os.fstat(fd).st_size
-            if held < size:
-                os.ftruncate(fd, size)
-            _reserve(fd, path, start, nbytes, size)
-        finally:
-            os.close(fd)
-
-
-def map_to_write(path: Path) -> Bytes:
-    """Map a file to be written, whose space is reserved as far as it will be."""
-    with wrap_os_errors("open", path):
-        fd = _open_to_write(path)
-        try:
-            return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
         finally:
             os.close(fd)
 

@@ -123,7 +123,7 @@ class PartParity:
 
         transfers = [transfer for group in self._groups for transfer in self._plan(group)]
         transfers.sort(key=lambda transfer: transfer.start % self._layout(self._group_of(transfer.part)).chunk)
-        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, new_buffer, add, self._rate))
+        run_transfers(transfers, p2p, TransferEnds(lambda _: memory, on_received=add, rate=self._rate))
         if self._own:
             self._write_table(parity[0])
 
@@ -156,11 +156,6 @@ def cut_messages(part: int, start: int, stop: int, sender: int, receiver: int) -
     """Yield the transfers of bytes ``[start, stop)`` of a part, in messages."""
     for first in range(start, stop, MESSAGE_BYTES):
         yield Transfer(part, first, min(stop, first + MESSAGE_BYTES), sender, receiver)
-
-
-def new_buffer(transfer: Transfer) -> Bytes:
-    """Return memory for the bytes of a transfer."""
-    return np.empty(transfer.nbytes, np.uint8)
 
 
 def add_to(memory: Bytes, start: int, data: Bytes) -> None:

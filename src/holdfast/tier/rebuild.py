@@ -13,7 +13,7 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.memory import Bytes
 from holdfast.tier.catalog import find_rebuilding
-from holdfast.tier.parity import ChunkLayout, add_to, cut_messages, new_buffer
+from holdfast.tier.parity import ChunkLayout, add_to, cut_messages
 from holdfast.tier.part import GenerationKey, ParityTable, PartName, decode_checked, find_corrupt_range
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
@@ -101,7 +101,7 @@ def _compute_part(part: _LostPart, p2p: P2PExchange, source_of: SourceOf, target
         if target is not None:
             add_to(target.memory, moves[transfer], data)
 
-    run_transfers(list(moves), p2p, TransferEnds(source_of, new_buffer, add))
+    run_transfers(list(moves), p2p, TransferEnds(source_of, on_received=add))
     corrupt = None if target is None else find_corrupt_range(part.table, target.memory)
     if corrupt is not None:
         raise CorruptCheckpointError(

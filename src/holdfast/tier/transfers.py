@@ -6,21 +6,27 @@ match in the order in which both make them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.engine.io.p2p import P2PExchange, SentBytes
+from holdfast.engine.io.p2p import Lane, P2PExchange
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.memory import Bytes
 
-#: The most bytes of one message, and the most messages of a rank under way.
-MESSAGE_BYTES, _WINDOW = 8 * 2**20, 8
+#: The most bytes of one message.
+MESSAGE_BYTES = 8 * 2**20
+
+#: The most messages that a rank sends, and receives, at a time.
+_SENDS, _RECEIVES = 8, 16
 
 _CRC_BYTES = 8
 
@@ -116,63 +122,139 @@ def ignore_bytes(transfer: Transfer, data: Bytes) -> None:
     del transfer, data
 
 
-class _Pending(NamedTuple):
-    """A message under way: its sends or receives and, on the receiver, its bytes and the CRC that the sender adds."""
+class _Message(NamedTuple):
+    """A message under way: the memory that begins with its bytes, and the CRC that the sender adds.
 
-    works: tuple[SentBytes, ...]
+    ``arrival`` is done when both have arrived.
+    """
+
     transfer: Transfer
-    data: Bytes
+    memory: Bytes
     crc: Bytes
+    arrival: Future[None]
+
+    @property
+    def data(self) -> Bytes:
+        """Its bytes."""
+        return self.memory[: self.transfer.nbytes]
 
 
 @dataclass(frozen=True)
 class TransferEnds:
-    """The memory at the ends of transfers. ``rate`` is the most bytes a second that this rank sends."""
+    """The memory at the ends of transfers. ``rate`` is the most bytes a second that this rank sends.
+
+    Without ``sink_of``, received bytes are in memory that is used again after ``on_received``.
+    """
 
     source_of: SourceOf
-    sink_of: SinkOf
+    sink_of: SinkOf | None = None
     on_received: OnReceived = ignore_bytes
     rate: float | None = None
 
 
 def run_transfers(transfers: Sequence[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
-    """Send and receive this rank's share of the transfers.
+    """Send and receive this rank's share of the transfers, both at the same time.
 
     Raises ``CorruptCheckpointError`` if bytes have changed on their way, and the errors of :meth:`P2PExchange.wait`.
     """
-    pending: deque[_Pending] = deque()
-    sent, started = 0, time.monotonic()
     for transfer in transfers:
         if p2p.rank == transfer.sender == transfer.receiver:
-            data = ends.source_of(transfer.part)[transfer.start : transfer.stop]
-            ends.on_received(transfer, data)
-        elif p2p.rank == transfer.sender:
-            if ends.rate is not None:
-                time.sleep(max(0.0, started + sent / ends.rate - time.monotonic()))
-            sent += transfer.nbytes
-            data = ends.source_of(transfer.part)[transfer.start : transfer.stop]
-            crc = np.frombuffer(crc64(data).to_bytes(_CRC_BYTES, "little"), np.uint8).copy()
-            works = p2p.send(data, transfer.receiver), p2p.send(crc, transfer.receiver)
-            pending.append(_Pending(works, transfer, data, crc))
-        elif p2p.rank == transfer.receiver:
-            data, crc = ends.sink_of(transfer), np.empty(_CRC_BYTES, np.uint8)
-            works = p2p.receive(data, transfer.sender), p2p.receive(crc, transfer.sender)
-            pending.append(_Pending(works, transfer, data, crc))
-        if len(pending) >= _WINDOW:
-            _finish(pending.popleft(), p2p, ends.on_received)
-    while pending:
-        _finish(pending.popleft(), p2p, ends.on_received)
+            ends.on_received(transfer, ends.source_of(transfer.part)[transfer.start : transfer.stop])
+    remote = [transfer for transfer in transfers if transfer.sender != transfer.receiver]
+    outgoing = _Outgoing([transfer for transfer in remote if transfer.sender == p2p.rank], p2p, ends)
+    incoming = _Incoming([transfer for transfer in remote if transfer.receiver == p2p.rank], p2p, ends)
+    while True:
+        incoming.advance()
+        outgoing.advance()
+        if outgoing.is_done and incoming.is_done:
+            return
+        if arrivals := [*incoming.next_arrival(), *outgoing.next_arrival()]:
+            p2p.wait_for_any(arrivals, outgoing.seconds_until_due())
+        else:
+            time.sleep(max(0.0, outgoing.seconds_until_due()))
 
 
-def _finish(message: _Pending, p2p: P2PExchange, on_received: OnReceived) -> None:
-    """Wait for a message, and compare what was received with its CRC."""
-    p2p.wait(message.works)
-    transfer = message.transfer
-    if p2p.rank != transfer.receiver:
-        return
-    if crc64(message.data) != int.from_bytes(message.crc.tobytes(), "little"):
-        raise CorruptCheckpointError(
-            f"bytes of the part of rank {transfer.part} have changed on their way from rank {transfer.sender} to rank "
-            f"{transfer.receiver}"
-        )
-    on_received(transfer, message.data)
+class _Outgoing:
+    """The sends of this rank."""
+
+    def __init__(self, transfers: Iterable[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
+        self._waiting, self._p2p, self._ends = deque(transfers), p2p, ends
+        self._sent, self._began = 0, time.monotonic()
+        self._pending: deque[_Message] = deque()
+
+    def advance(self) -> None:
+        """Finish what has arrived, and begin more sends."""
+        while self._pending and self._pending[0].arrival.done():
+            self._pending.popleft().arrival.result()
+        while self.seconds_until_due() <= 0:
+            self._pending.append(self._begin(self._waiting.popleft()))
+
+    def _begin(self, transfer: Transfer) -> _Message:
+        self._sent += transfer.nbytes
+        data = self._ends.source_of(transfer.part)[transfer.start : transfer.stop]
+        crc = np.frombuffer(crc64(data).to_bytes(_CRC_BYTES, "little"), np.uint8).copy()
+        works = self._p2p.send(data, transfer.receiver), self._p2p.send(crc, transfer.receiver)
+        return _Message(transfer, data, crc, self._p2p.begin_wait(works, Lane.SENDS))
+
+    def seconds_until_due(self) -> float:
+        """Return the seconds until the rate lets the next send begin; infinity if no time does."""
+        if not self._waiting or len(self._pending) == _SENDS:
+            return math.inf
+        return 0.0 if self._ends.rate is None else self._began + self._sent / self._ends.rate - time.monotonic()
+
+    def next_arrival(self) -> Iterator[Future[None]]:
+        """Yield the future of the oldest message under way, if there is one."""
+        yield from (message.arrival for message in islice(self._pending, 1))
+
+    @property
+    def is_done(self) -> bool:
+        """True if all is sent."""
+        return not self._waiting and not self._pending
+
+
+class _Incoming:
+    """The receives of this rank. They begin early: a sender waits for the receiver before it sends."""
+
+    def __init__(self, transfers: Iterable[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
+        self._waiting, self._p2p, self._ends = deque(transfers), p2p, ends
+        self._pending: deque[_Message] = deque()
+        self._buffers: list[Bytes] = []
+
+    def advance(self) -> None:
+        """Compare what has arrived with its CRC, and begin more receives."""
+        while self._pending and self._pending[0].arrival.done():
+            self._finish(self._pending.popleft())
+        while self._waiting and len(self._pending) < _RECEIVES:
+            self._pending.append(self._begin(self._waiting.popleft()))
+
+    def _begin(self, transfer: Transfer) -> _Message:
+        memory, crc = self._memory_for(transfer), np.empty(_CRC_BYTES, np.uint8)
+        data = memory[: transfer.nbytes]
+        works = self._p2p.receive(data, transfer.sender), self._p2p.receive(crc, transfer.sender)
+        return _Message(transfer, memory, crc, self._p2p.begin_wait(works, Lane.RECEIVES))
+
+    def _memory_for(self, transfer: Transfer) -> Bytes:
+        if self._ends.sink_of is not None:
+            return self._ends.sink_of(transfer)
+        return self._buffers.pop() if self._buffers else np.empty(MESSAGE_BYTES, np.uint8)
+
+    def _finish(self, message: _Message) -> None:
+        message.arrival.result()
+        transfer = message.transfer
+        if crc64(message.data) != int.from_bytes(message.crc.tobytes(), "little"):
+            raise CorruptCheckpointError(
+                f"bytes of the part of rank {transfer.part} have changed on their way from rank {transfer.sender} to "
+                f"rank {transfer.receiver}"
+            )
+        self._ends.on_received(transfer, message.data)
+        if self._ends.sink_of is None:
+            self._buffers.append(message.memory)
+
+    def next_arrival(self) -> Iterator[Future[None]]:
+        """Yield the future of the oldest message under way, if there is one."""
+        yield from (message.arrival for message in islice(self._pending, 1))
+
+    @property
+    def is_done(self) -> bool:
+        """True if all is received."""
+        return not self._waiting and not self._pending

@@ -1,13 +1,18 @@
 """Point-to-point exchange of bytes between ranks, with a timeout and a check for failed ranks.
 
-Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. A daemon thread
-waits for them, so that a rank does not hang if its peer has left or another rank has failed.
+Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. Daemon threads
+wait for them, so that a rank does not hang if its peer has left or another rank has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
+from enum import IntEnum
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -39,13 +44,20 @@ class SentBytes(NamedTuple):
 Works = Sequence[SentBytes]
 
 
+class Lane(IntEnum):
+    """Sends and receives are waited for apart: those of one kind do not hold up the others."""
+
+    SENDS = 0
+    RECEIVES = 1
+
+
 class P2PExchange:
     """One rank's part in the exchange of one save or load."""
 
     def __init__(self, group: dist.ProcessGroup, session: Session) -> None:
         self.rank = session.rank
         self._group, self._session = group, session
-        self._executor = DaemonExecutor("holdfast p2p")
+        self._executors = [DaemonExecutor("holdfast p2p") for _ in Lane]
         self._awaited = self.rank
 
     def send(self, data: Bytes, receiver: int) -> SentBytes:
@@ -64,24 +76,38 @@ class P2PExchange:
             raise RankFailedError(f"this process group cannot exchange data with rank {peer}")
         return SentBytes(work, peer)
 
+    def begin_wait(self, works: Works, lane: Lane) -> Future[None]:
+        """Return a future that is done when all sends and receives are, and those that were begun before in the lane.
+
+        Its error is ``RankFailedError`` if a connection breaks.
+        """
+        return self._executors[lane].submit(partial(self._wait_for_all, works))
+
     def wait(self, works: Works) -> None:
         """Wait until all sends and receives are done.
 
         Raises ``PeerFailedError`` if another rank has failed, ``RankTimeoutError`` after the session's timeout,
         ``RankFailedError`` if a connection breaks.
         """
-        future = self._executor.submit(partial(self._wait_for_all, works))
-        deadline = Deadline(self._session.timeout)
-        while True:
-            try:
-                return future.result(_POLL_SECONDS)
-            except TimeoutError:
-                self._session.raise_if_peer_failed()
-                deadline.warn_if_slow(lambda: f"rank {self._awaited} while exchanging shards of tensors")
-                if deadline.is_over:
-                    raise RankTimeoutError(
-                        "another rank did not send or receive its part of the exchange within the timeout"
-                    ) from None
+        future = self.begin_wait(works, Lane.RECEIVES)
+        self.wait_for_any([future])
+        future.result()
+
+    def wait_for_any(self, futures: Collection[Future[None]], seconds: float = math.inf) -> None:
+        """Wait until one of the futures is done, for at most ``seconds``.
+
+        Raises the errors of :meth:`wait`, but not those of the futures.
+        """
+        deadline, until = Deadline(self._session.timeout), time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if wait_for_futures(futures, min(_POLL_SECONDS, left), FIRST_COMPLETED).done:
+                return
+            self._session.raise_if_peer_failed()
+            deadline.warn_if_slow(lambda: f"rank {self._awaited} while exchanging shards of tensors")
+            if deadline.is_over:
+                raise RankTimeoutError(
+                    "another rank did not send or receive its part of the exchange within the timeout"
+                )
 
     def _wait_for_all(self, works: Works) -> None:
         try:
@@ -97,4 +123,5 @@ class P2PExchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._executor.close()
+        for executor in self._executors:
+            executor.close()

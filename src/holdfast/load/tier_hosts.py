@@ -1,0 +1,112 @@
+"""The look of all ranks into the local tiers of their hosts: which generations they have together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.engine.comm.session import RankGroup, Session
+from holdfast.engine.comm.spec_exchange import deduplicate
+from holdfast.tier.catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
+from holdfast.tier.collected import CollectedParts
+from holdfast.tier.epochs import read_epochs
+from holdfast.tier.part import GenerationKey
+from holdfast.tier.state import TierState
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class TierHosts:
+    """The hosts of a job, and what their local tiers have together.
+
+    Attributes:
+        job: The text by which the folders know the job.
+        host_of: The number of each rank's host.
+        writers: The beginnings of the names of files, one for each host.
+        local: On rank 0, the complete generations, oldest first.
+        unreadable: On rank 0, why labels of generations could not be read.
+    """
+
+    job: str
+    host_of: Sequence[int]
+    writers: Sequence[str]
+    local: Sequence[LocalCheckpoint] = ()
+    unreadable: Sequence[str] = ()
+
+    def ranks_beside(self, rank: int) -> list[int]:
+        """Return the ranks on the host of a rank."""
+        return [other for other, host in enumerate(self.host_of) if host == self.host_of[rank]]
+
+
+class _Gathered(msgspec.Struct, frozen=True, array_like=True):
+    """The decision of rank 0. The run directory lacks the parts of ``ranks`` of the generation ``lacking``."""
+
+    job: str
+    host_of: list[int]
+    writers: list[str]
+    lacking: GenerationKey | None
+    ranks: list[int]
+
+
+def gather_hosts(tier: TierState, session: Session) -> TierHosts:
+    """Let all ranks tell which generations their hosts have."""
+    local: list[LocalCheckpoint] = []
+    unreadable: list[str] = []
+
+    def list_own() -> HostOffer:
+        return HostOffer(tier.folder.identity, tier.slots.writer, list_offers(tier.folder))
+
+    def decide(posted: list[bytes]) -> bytes:
+        offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
+        epochs = read_epochs(tier.run)
+        local.extend(find_complete(offers, epochs))
+        unreadable.extend(one.problem for offer in offers for one in offer.generations if one.problem)
+        host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
+        writers = [offers[rank].writer for rank in first_ranks]
+        return _encode(_Gathered(tier.job, host_of, writers, *_find_lacking(tier, offers, local, epochs)))
+
+    _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
+    gathered: _Gathered = msgspec.msgpack.decode(raw, type=_Gathered)
+    hosts = TierHosts(gathered.job, gathered.host_of, gathered.writers, local, unreadable)
+    if gathered.lacking is not None:
+        _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
+    return hosts
+
+
+def take_over(tier: TierState, ranks: RankGroup, timeout: float) -> TierHosts:
+    """Gather the hosts. From then on, an earlier job that is still alive changes nothing in their folders."""
+    session = ranks.open_session(timeout)
+    hosts = gather_hosts(tier, session)
+    session.run_on_all("taking over the local tier", lambda: tier.take_over(hosts.job))
+    session.leave()
+    return hosts
+
+
+def _find_lacking(
+    tier: TierState, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], epochs: Mapping[int, int]
+) -> tuple[GenerationKey | None, list[int]]:
+    """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
+    collected = CollectedParts.of(tier.run)
+    shared = list_offers(collected.folder) if collected.exist else []
+    together = find_complete([*offers, HostOffer("", "", shared)], epochs)
+    newest = together[-1].key if shared and together else None
+    if newest is None or newest in {one.key for one in local}:
+        return None, []
+    size = together[-1].manifest.provenance.world_size
+    return newest, sorted(set(range(size)) - {rank for one in shared if one.key == newest for rank in one.ranks})
+
+
+def _complete_collected(
+    tier: TierState, session: Session, hosts: TierHosts, key: GenerationKey, ranks: Sequence[int]
+) -> None:
+    """Put parts of the hosts into the run directory, from where rank 0 writes the checkpoint."""
+    on_host = hosts.ranks_beside(session.rank)
+    share = ranks[on_host.index(session.rank) :: len(on_host)]
+    collected = CollectedParts.of(tier.run)
+    session.run_on_all(
+        "putting parts of the local tier into the run directory",
+        lambda: collected.put_host_parts(tier.folder, key, share),
+    )
