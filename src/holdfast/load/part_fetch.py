@@ -82,7 +82,7 @@ class PartFetch:
         verifier = DaemonExecutor("holdfast verify")
         with ExitStack() as stack:
             stack.callback(verifier.close)
-            files = {part: stack.enter_context(SparseFile(assembly.fetched[part], sizes[part])) for part in received}
+            files = {part: stack.enter_context(SparseFile(assembly.fetched[part])) for part in received}
             p2p = stack.enter_context(P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session))
             is_intact = verifier.submit(verify)
 

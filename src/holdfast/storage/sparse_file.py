@@ -17,16 +17,17 @@ from holdfast.storage.posix import wrap_os_errors, write_fully
 
 
 class SparseFile:
-    """A file of ``size`` bytes, which are zeros until they are written."""
+    """A file that grows as it is written; what is not written are zeros.
 
-    def __init__(self, path: Path, size: int) -> None:
+    Its size is not set in advance: a tmpfs with large pages would fill whole ones.
+    """
+
+    def __init__(self, path: Path) -> None:
         """Create the file, or open it. Raises ``StorageError``."""
         self._path = path
         with wrap_os_errors("create", path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._close = weakref.finalize(self, os.close, self._fd)
-            if os.fstat(self._fd).st_size < size:
-                os.ftruncate(self._fd, size)
 
     def write(self, offset: int, data: Bytes) -> None:
         """Write bytes at an offset. Raises ``StorageError``, also if the file system is full."""

@@ -25,8 +25,8 @@ from holdfast.storage.memory import Bytes
 #: The most bytes of one message.
 MESSAGE_BYTES = 8 * 2**20
 
-#: The most messages that a rank sends, and receives, at a time.
-_SENDS, _RECEIVES = 8, 16
+#: The most bytes that a rank sends, and receives, at a time, and the most messages: many are small.
+_SENT_BYTES, _RECEIVED_BYTES, _MESSAGES = 32 * 2**20, 64 * 2**20, 128
 
 _CRC_BYTES = 8
 
@@ -123,20 +123,12 @@ def ignore_bytes(transfer: Transfer, data: Bytes) -> None:
 
 
 class _Message(NamedTuple):
-    """A message under way: the memory that begins with its bytes, and the CRC that the sender adds.
-
-    ``arrival`` is done when both have arrived.
-    """
+    """A message under way: its bytes, and the CRC that the sender adds. ``arrival`` is done when both are there."""
 
     transfer: Transfer
-    memory: Bytes
+    data: Bytes
     crc: Bytes
     arrival: Future[None]
-
-    @property
-    def data(self) -> Bytes:
-        """Its bytes."""
-        return self.memory[: self.transfer.nbytes]
 
 
 @dataclass(frozen=True)
@@ -166,28 +158,66 @@ def run_transfers(transfers: Sequence[Transfer], p2p: P2PExchange, ends: Transfe
     while True:
         incoming.advance()
         outgoing.advance()
-        if outgoing.is_done and incoming.is_done:
+        if outgoing.queue.is_empty and incoming.queue.is_empty:
             return
-        if arrivals := [*incoming.next_arrival(), *outgoing.next_arrival()]:
+        if arrivals := [*incoming.queue.next_arrival(), *outgoing.queue.next_arrival()]:
             p2p.wait_for_any(arrivals, outgoing.seconds_until_due())
         else:
             time.sleep(max(0.0, outgoing.seconds_until_due()))
+
+
+class _Queue:
+    """Transfers that wait, and messages under way: at most ``_MESSAGES`` with at most ``limit`` bytes, or one."""
+
+    def __init__(self, transfers: Iterable[Transfer], limit: int) -> None:
+        self._waiting, self._limit = deque(transfers), limit
+        self._under_way: deque[_Message] = deque()
+        self._nbytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """True if the next transfer may begin."""
+        if not self._waiting or len(self._under_way) == _MESSAGES:
+            return False
+        return not self._under_way or self._nbytes + self._waiting[0].nbytes <= self._limit
+
+    def begin_next(self, begin: Callable[[Transfer], _Message]) -> None:
+        """Begin the next transfer."""
+        message = begin(self._waiting.popleft())
+        self._under_way.append(message)
+        self._nbytes += message.transfer.nbytes
+
+    def pop_arrived(self) -> Iterator[_Message]:
+        """Yield the messages that have arrived, in order. Raises the error of one that cannot."""
+        while self._under_way and self._under_way[0].arrival.done():
+            message = self._under_way.popleft()
+            self._nbytes -= message.transfer.nbytes
+            message.arrival.result()
+            yield message
+
+    def next_arrival(self) -> Iterator[Future[None]]:
+        """Yield the future of the oldest message under way, if there is one."""
+        yield from (message.arrival for message in islice(self._under_way, 1))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all messages have arrived."""
+        return not self._waiting and not self._under_way
 
 
 class _Outgoing:
     """The sends of this rank."""
 
     def __init__(self, transfers: Iterable[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
-        self._waiting, self._p2p, self._ends = deque(transfers), p2p, ends
+        self.queue, self._p2p, self._ends = _Queue(transfers, _SENT_BYTES), p2p, ends
         self._sent, self._began = 0, time.monotonic()
-        self._pending: deque[_Message] = deque()
 
     def advance(self) -> None:
-        """Finish what has arrived, and begin more sends."""
-        while self._pending and self._pending[0].arrival.done():
-            self._pending.popleft().arrival.result()
+        """Forget what has arrived, and begin more sends."""
+        for _ in self.queue.pop_arrived():
+            pass
         while self.seconds_until_due() <= 0:
-            self._pending.append(self._begin(self._waiting.popleft()))
+            self.queue.begin_next(self._begin)
 
     def _begin(self, transfer: Transfer) -> _Message:
         self._sent += transfer.nbytes
@@ -198,48 +228,37 @@ class _Outgoing:
 
     def seconds_until_due(self) -> float:
         """Return the seconds until the rate lets the next send begin; infinity if no time does."""
-        if not self._waiting or len(self._pending) == _SENDS:
+        if not self.queue.has_room:
             return math.inf
         return 0.0 if self._ends.rate is None else self._began + self._sent / self._ends.rate - time.monotonic()
-
-    def next_arrival(self) -> Iterator[Future[None]]:
-        """Yield the future of the oldest message under way, if there is one."""
-        yield from (message.arrival for message in islice(self._pending, 1))
-
-    @property
-    def is_done(self) -> bool:
-        """True if all is sent."""
-        return not self._waiting and not self._pending
 
 
 class _Incoming:
     """The receives of this rank. They begin early: a sender waits for the receiver before it sends."""
 
     def __init__(self, transfers: Iterable[Transfer], p2p: P2PExchange, ends: TransferEnds) -> None:
-        self._waiting, self._p2p, self._ends = deque(transfers), p2p, ends
-        self._pending: deque[_Message] = deque()
+        self.queue, self._p2p, self._ends = _Queue(transfers, _RECEIVED_BYTES), p2p, ends
         self._buffers: list[Bytes] = []
 
     def advance(self) -> None:
         """Compare what has arrived with its CRC, and begin more receives."""
-        while self._pending and self._pending[0].arrival.done():
-            self._finish(self._pending.popleft())
-        while self._waiting and len(self._pending) < _RECEIVES:
-            self._pending.append(self._begin(self._waiting.popleft()))
+        for message in self.queue.pop_arrived():
+            self._finish(message)
+        while self.queue.has_room:
+            self.queue.begin_next(self._begin)
 
     def _begin(self, transfer: Transfer) -> _Message:
-        memory, crc = self._memory_for(transfer), np.empty(_CRC_BYTES, np.uint8)
-        data = memory[: transfer.nbytes]
+        data, crc = self._memory_for(transfer), np.empty(_CRC_BYTES, np.uint8)
         works = self._p2p.receive(data, transfer.sender), self._p2p.receive(crc, transfer.sender)
-        return _Message(transfer, memory, crc, self._p2p.begin_wait(works, Lane.RECEIVES))
+        return _Message(transfer, data, crc, self._p2p.begin_wait(works, Lane.RECEIVES))
 
     def _memory_for(self, transfer: Transfer) -> Bytes:
         if self._ends.sink_of is not None:
             return self._ends.sink_of(transfer)
-        return self._buffers.pop() if self._buffers else np.empty(MESSAGE_BYTES, np.uint8)
+        is_full = transfer.nbytes == MESSAGE_BYTES
+        return self._buffers.pop() if is_full and self._buffers else np.empty(transfer.nbytes, np.uint8)
 
     def _finish(self, message: _Message) -> None:
-        message.arrival.result()
         transfer = message.transfer
         if crc64(message.data) != int.from_bytes(message.crc.tobytes(), "little"):
             raise CorruptCheckpointError(
@@ -247,14 +266,5 @@ class _Incoming:
                 f"rank {transfer.receiver}"
             )
         self._ends.on_received(transfer, message.data)
-        if self._ends.sink_of is None:
-            self._buffers.append(message.memory)
-
-    def next_arrival(self) -> Iterator[Future[None]]:
-        """Yield the future of the oldest message under way, if there is one."""
-        yield from (message.arrival for message in islice(self._pending, 1))
-
-    @property
-    def is_done(self) -> bool:
-        """True if all is received."""
-        return not self._waiting and not self._pending
+        if self._ends.sink_of is None and transfer.nbytes == MESSAGE_BYTES:
+            self._buffers.append(message.data)
