@@ -1,4 +1,4 @@
-"""What the hosts send to each other in a load: the bytes that ranks of one need and that are in parts on others.
+"""Transfers between hosts in a load: the bytes that ranks of one need and that are in parts on others.
 
 They are put into files of the tier at the same offsets. After that, the load is an ordinary one, from files of the
 host. The parts are verified meanwhile: that keeps processors busy, and this the network.
