@@ -20,7 +20,8 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
-from holdfast.save.generation_drain import DrainOptions, GenerationDrain
+from holdfast.save.drain_choice import make_drain
+from holdfast.save.generation_drain import DrainOptions
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.object_path import ObjectPath, parse_location
@@ -232,7 +233,7 @@ class _HostDrain:
         places = {rank: {0: str(folder_of[rank] / table.data)} for rank, table in tables.items()}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
         options = DrainOptions("raise", None, self._on_event)
-        operation = GenerationDrain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
+        operation = make_drain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
             return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
 
