@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,9 +137,7 @@ class TestDrain:
         clean_up_parts(tmp_path)
         assert_published(ranks, fake, tmp_path)
 
-    def test_a_part_that_is_corrupt_in_the_store_is_put_again(
-        self, ranks: Ranks, fake: FakeS3, tmp_path: Path
-    ) -> None:
+    def test_a_part_that_is_corrupt_in_the_store_is_put_again(self, ranks: Ranks, fake: FakeS3, tmp_path: Path) -> None:
         ranks(4, save, endpoint(), tmp_path, 2)
         invoke(*commands(tmp_path, "drain", 0), code=3)
         key = next(key for key in fake.objects if key.startswith("run/.parts/") and key.endswith(".data"))
@@ -154,11 +153,8 @@ class TestDrain:
         ranks(4, save, endpoint(), tmp_path, 2)
         invoke(*commands(tmp_path, "drain", 0), code=3)
         fake.on_request = DenyFrom(number)
-        with mock.patch("holdfast.save.drain_attempts.ATTEMPTS", 1):
-            try:
-                holdfast.drain(RUN, tmp_path / "host1")
-            except StorageError:
-                pass
+        with mock.patch("holdfast.save.drain_attempts.ATTEMPTS", 1), suppress(StorageError):
+            holdfast.drain(RUN, tmp_path / "host1")
         fake.on_request = lambda *_: None
         assert invoke_json(*commands(tmp_path, "drain", 1))["status"] in {"published", "durable"}
         age_uploads(fake)
