@@ -255,6 +255,15 @@ class TestDrains:
             assert kept == [["step_2", "step_4", "step_6"]] * 2
             assert_only_published_folders(fake)
 
+    def test_a_checkpoint_without_tensors_is_drained_twice(self, fake: FakeS3, tmp_path: Path) -> None:
+        with fake.served() as url:
+            run, other = run_path(url), tmp_path / "other"
+            local = tier_of(tmp_path, drain_every=NEVER)
+            holdfast.RunDirectory(run, local=local).save("a", user_content={"n": 1}, rng=False)
+            shutil.copytree(tmp_path / "host0", other)
+            assert holdfast.drain(run, other).status == "published"
+            assert holdfast.RunDirectory(run).load() == {"n": 1}
+
     def test_a_tag_may_be_overwritten(self, fake: FakeS3, tmp_path: Path) -> None:
         with fake.served() as url:
             run = run_path(url)

@@ -20,7 +20,7 @@ from tests.helpers.file_contents import read_state_files
 
 RUN = f"s3://{BUCKET}/run"
 
-#: A training that is equal on any number of ranks. The first job is killed when its last step is complete in the tier, with copies.
+#: A training that is equal on any number of ranks. A job that dies has its last step in the tier, with copies.
 SCRIPT = """
 import os, signal, sys
 import torch, torch.distributed as dist

@@ -61,7 +61,7 @@ def remove_parts(run: Path, is_unwanted: Callable[[int, str], bool]) -> list[Pat
 
 
 def _remove_objects(folder: ObjectPath, is_unwanted: Callable[[int, str], bool]) -> list[Path]:
-    """Remove parts from an object store, which has no locks: a process that reads them finds that they are gone."""
+    """Remove parts from an object store, which has no locks: a process that reads them finds that they were removed."""
     matches = [match for name in folder.store.list_names(folder) if (match := _NAME.fullmatch(name))]
     unwanted = [match.string for match in matches if is_unwanted(int(match["sequence"]), match["id"])]
     for name in sorted(unwanted, key=lambda name: (name.endswith(".data"), name)):  # tables first

@@ -59,7 +59,7 @@ class Pointer(msgspec.Struct, frozen=True):
     world_size: int
     step: int | float | None = None
     metrics: dict[str, float | None] = {}
-    checkpoint: str = ""
+    checkpoint: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
 
     @property
     def checkpoint_id(self) -> str:

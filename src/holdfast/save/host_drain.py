@@ -87,7 +87,7 @@ def drain(
         NoCheckpointError: No job has used the folder.
         StateError: The job still runs on this host, or another process drains the folder.
         TagExistsError: The run directory has another checkpoint with its tag.
-        StorageError: The file system reported an error.
+        StorageError: The file system, or the object store, reported an error.
         InvalidArgumentError: The folder is that of another run.
     """
     path, tier = parse_location(run), as_local_tier(local)

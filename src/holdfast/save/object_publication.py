@@ -34,7 +34,7 @@ def _allow() -> None:
 
 @dataclass(frozen=True)
 class PublicationChecks:
-    """What must hold right before a pointer is created, and what right after it; each raises an error if it does not.
+    """The checks right before a pointer is created, and right after it. Each raises an error if it fails.
 
     A request may hang for minutes, in which another job may continue the run.
     """
